@@ -42,16 +42,16 @@ from engine.errors import (
     WeightMismatch,
 )
 from engine.models.served import model_table
-from engine.run.check_up import check_up
 from engine.run.config import EngineConfig, model_identity
 from engine.run.observation import Observation
-from engine.sampling.params import SamplingParams
-from engine.sampling.pooling import PoolingParams
-from engine.sampling.request_kinds import RequestParams, request_params
-from engine.sampling.scoring import ScoringParams
-from engine.sampling.structured_outputs import StructuredOutputsParams
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
-from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.run.start.check_up import check_up
+from engine.sampling.parameters.pooling import PoolingParams
+from engine.sampling.parameters.request_kinds import RequestParams, request_params
+from engine.sampling.parameters.sampling import SamplingParams
+from engine.sampling.parameters.scoring import ScoringParams
+from engine.sampling.parameters.structured_outputs import StructuredOutputsParams
+from engine.schedule.sequences.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
+from engine.schedule.sequences.prepared_prompt import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -21,27 +21,27 @@ from engine.errors import (
 from engine.models.load import generates, read_supported
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
-from engine.run.device import overlaps
-from engine.run.dtype import served_dtype
 from engine.run.embedder import Embedder
-from engine.run.new_sequences import NewSequences
+from engine.run.forward.runner import Runner
+from engine.run.intake.new_sequences import NewSequences
+from engine.run.intake.requests import Request, Scores, check_request, numbered, prepare_scores
+from engine.run.intake.seeds import Seeds
+from engine.run.machine.device import overlaps
+from engine.run.machine.dtype import served_dtype
 from engine.run.progress import Progress
-from engine.run.requests import Request, Scores, check_request, numbered, prepare_scores
-from engine.run.runner import Runner
-from engine.run.seeds import Seeds
+from engine.run.start.check_support import check_support
 from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
-from engine.run.usable import check_usable
-from engine.sampling.params import SamplingParams, check_params
-from engine.sampling.pooling import PoolingParams
-from engine.sampling.request_kinds import RequestParams
-from engine.sampling.scoring import ScoringParams
+from engine.sampling.parameters.pooling import PoolingParams
+from engine.sampling.parameters.request_kinds import RequestParams
+from engine.sampling.parameters.sampling import SamplingParams, check_params
+from engine.sampling.parameters.scoring import ScoringParams
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
-from engine.schedule.prepared_prompt import PreparedPrompt
-from engine.schedule.request_progress import request_progress
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequences.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
+from engine.schedule.sequences.prepared_prompt import PreparedPrompt
+from engine.schedule.sequences.request_progress import request_progress
+from engine.schedule.sequences.sequence import Sequence
 from engine.tensor_parallel.start_runner import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner
@@ -70,7 +70,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
-        check_usable(config, model.dtype)
+        check_support(config, model.dtype)
         logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(

@@ -10,7 +10,7 @@ this package loads no torch, transformers, pyarrow or pydantic.
 
 from typing import TYPE_CHECKING, Any
 
-from .api import (
+from jobs.api import (
     chat,
     classify,
     complete,
@@ -24,10 +24,10 @@ from .api import (
     survey_parquet,
     verify_rows,
 )
-from .errors import JobsError
+from jobs.errors import JobsError
 
 if TYPE_CHECKING:
-    from .client import Run, run, submit
+    from jobs.client import Run, run, submit
 
 #: Tells this package from another one named `jobs`.
 __tokenmill__ = True
@@ -62,6 +62,6 @@ def __getattr__(name: str) -> Any:
     """Import what makes runs when it is asked for: a check's process, for one, needs no rq."""
     if name not in ("Run", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import client
+    from jobs import client
 
     return getattr(client, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .installed import run_own_function, run_task
+from jobs.installed import run_own_function, run_task
 
 
 def complete(
@@ -170,7 +170,7 @@ def score_parquet(
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
     The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls; the options
-    those of jobs.runs.spec.RunSpec.from_arguments.
+    those of jobs.runs.plans.spec.RunSpec.from_arguments.
     """
     named = {
         "prompt_column": prompt_column,

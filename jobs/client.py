@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 
-from .common.rq_jobs import current_function
-from .common.shown import shown
-from .errors import InvalidJob, InvalidValue, UnknownRun
-from .installed import check_sampling
-from .parquet.local_check import check_columns_here
-from .runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
-from .runs.follow import End, follow
-from .runs.names import SUCCESS
-from .runs.output import named_run, output_here
-from .runs.paths import is_stored, run_path
-from .runs.refusals import RunFailed, RunNotHere
-from .runs.snapshot import RunSnapshot, failure_text, read_planned
-from .runs.spec import RunSpec
-from .watch.runs import RunSummary, read_run
+from jobs.common.display import brief
+from jobs.common.rq_jobs import current_function
+from jobs.errors import InvalidJob, InvalidValue, UnknownRun
+from jobs.installed import check_sampling
+from jobs.parquet.local_check import check_columns_here
+from jobs.runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
+from jobs.runs.output import named_run, output_here
+from jobs.runs.plans.names import SUCCESS
+from jobs.runs.plans.paths import is_stored, run_path
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.refusals import RunFailed, RunNotHere
+from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
+from jobs.watch.runs import RunSummary, read_run
 
 if TYPE_CHECKING:
-    from .parquet.read_back import FailedRow, FolderReader
+    from jobs.parquet.read_back import FailedRow, FolderReader
 
 #: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
@@ -258,7 +258,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     if values:
         sampling = named.get("sampling") or {}
         if not isinstance(sampling, dict):
-            raise InvalidValue("sampling is {}, expected a mapping", shown(sampling))
+            raise InvalidValue("sampling is {}, expected a mapping", brief(sampling))
         given_values = {name: _as_option(name, each) for name, each in values.items() if each is not None}
         named["sampling"] = {**sampling, **given_values}
     checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
@@ -281,7 +281,7 @@ def _check_names(given: Iterable[str]) -> None:
         if name not in known:
             near = get_close_matches(name, known, n=1) or sorted(known)
             hint = f"did you mean {near[0]}?" if len(near) == 1 else f"its arguments are {', '.join(near)}"
-            raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", shown(name))
+            raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
 
 
 def _as_option(name: str, value: Any) -> Any:
@@ -301,13 +301,13 @@ def _paths(given: Any) -> list[str] | None:
     if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
         return [os.fspath(each) for each in given]
     if isinstance(given, list | tuple | dict) or given is None:
-        raise InvalidValue("input is {}, expected paths, or a table", shown(given))
+        raise InvalidValue("input is {}, expected paths, or a table", brief(given))
     return None
 
 
 def _written(table: Any, folder: str) -> str:
     try:
-        from .parquet.given_table import write_given_table
+        from jobs.parquet.given_table import write_given_table
     except ImportError as error:
         raise _needs_pyarrow("a table as input", error) from error
     return write_given_table(table, folder)
@@ -315,7 +315,7 @@ def _written(table: Any, folder: str) -> str:
 
 def _reader_class(call: str) -> type[FolderReader]:
     try:
-        from .parquet.read_back import FolderReader
+        from jobs.parquet.read_back import FolderReader
     except ImportError as error:
         raise _needs_pyarrow(call, error) from error
     return FolderReader

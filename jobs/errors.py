@@ -50,7 +50,7 @@ so that an error pickles and its text can be rebuilt in another process.
 
 from typing import Any, ClassVar, Literal
 
-from .common.shown import HIDDEN
+from jobs.common.display import HIDDEN
 
 #: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
 #: better; nobody, as it was "cancelled" on a person's word.

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import InvalidJob, InvalidValue, NotInstalled
+from jobs.errors import InvalidJob, InvalidValue, NotInstalled
 
 
 def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from .context import JobContext
+from jobs.context import JobContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 alone.
 """
 
-from .pool import Pool
-from .process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits
+from sandbox.pool import Pool
+from sandbox.process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits
 
 __all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Limits", "Pool"]

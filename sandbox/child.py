@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from . import frames
+from sandbox import frames
 
 #: How much later than its worker would end it a child ends by itself: the worker may be gone.
 _MARGIN_S = 5.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from .process import Child, ChildDied
+from sandbox.process import Child, ChildDied
 
 #: Children that wait for a task; those that end theirs while so many wait are let go.
 MAX_IDLE = 2

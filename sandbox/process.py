@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-from . import frames
+from sandbox import frames
 
 #: What a child has of the worker's environment: nothing that may be a secret.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")

@@ -41,7 +41,7 @@ def test_no_file_and_no_function_is_too_long_to_read(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
         text = path.read_text()
         assert text.count("\n") <= MAX_FILE_LINES, path
-        if "kernels" in path.parent.name:  # theirs is a single loop
+        if any("kernels" in part for part in path.parts):  # theirs is a single loop
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -8,7 +8,7 @@ from redis import Redis
 
 from jobs.errors import RunBusy, RunKeyDamaged, RunResubmitted, UnknownRun
 from jobs.runs.control import cancel_run as cancel
-from jobs.runs.names import is_run_id
+from jobs.runs.plans.names import is_run_id
 from jobs.watch.cancel_job import JobCancel
 from jobs.watch.cancel_job import cancel_job as cancel_one
 from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all

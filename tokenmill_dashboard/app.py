@@ -25,17 +25,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from jobs.common.shown import safe_name
+from jobs.common.display import safe_name
 from jobs.doctor.server_settings import troubles
-
-from . import shown
-from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
-from .connections import TriesInTurn
-from .guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
-from .notices import notice
-from .pages import PAGES, Missing, Name, job_path, time_left
-from .queue_metrics import QueueMetrics
-from .watcher import IDLE_S, Watcher
+from tokenmill_dashboard import display
+from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, retry_all, retry_one
+from tokenmill_dashboard.connections import TriesInTurn
+from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
+from tokenmill_dashboard.notices import notice
+from tokenmill_dashboard.pages import PAGES, Missing, Name, job_path, time_left
+from tokenmill_dashboard.queue_metrics import QueueMetrics
+from tokenmill_dashboard.watcher import IDLE_S, Watcher
 
 #: A form's body, and the seconds within which it must have come; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
@@ -78,10 +77,10 @@ class Dashboard:
             lstrip_blocks=True,
         )
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
-            self._templates.filters[name] = getattr(shown, name)
+            self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
         self._templates.globals.update(
-            share=shown.share,
+            share=display.share,
             form_token=self._form_token,
             name_of=Name.of,
             job_path=job_path,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from jobs.doctor.findings import Examination, Finding, fault, ok
 from jobs.doctor.installation import missing
-
-from .serve import TOKEN_VARIABLE, NotServed, check_token
+from tokenmill_dashboard.serve import TOKEN_VARIABLE, NotServed, check_token
 
 LIMIT_S = 30.0
 

@@ -13,18 +13,17 @@ from redis.exceptions import ResponseError
 from starlette.requests import Request
 
 from jobs.common import stored
+from jobs.common.display import safe_name
 from jobs.common.keys import run_key
-from jobs.common.shown import safe_name
 from jobs.errors import RunKeyDamaged, UnknownRun
-from jobs.runs.names import is_run_id
-from jobs.runs.obstacles import obstacles
+from jobs.runs.plans.names import is_run_id
+from jobs.runs.watching.obstacles import obstacles
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_shards, read_run
 from jobs.watch.strange_keys import is_wrong_type, strange_keys
-
-from . import shown
-from .watcher import Watcher
+from tokenmill_dashboard import display
+from tokenmill_dashboard.watcher import Watcher
 
 #: Rows of a table on one page.
 PAGE_ROWS = 50
@@ -74,10 +73,10 @@ def job_path(job_id: str) -> str:
 def time_left(run: RunSummary) -> str:
     """How long a run still takes: as its shards tell, else at the pace so far."""
     if run.is_active and run.left_s is not None:
-        return f"about {shown.duration(run.left_s)}"
+        return f"about {display.duration(run.left_s)}"
     if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
-        return shown.NOTHING
-    return f"about {shown.duration((run.rows - run.rows_done) / run.rows_per_s)}"
+        return display.NOTHING
+    return f"about {display.duration((run.rows - run.rows_done) / run.rows_per_s)}"
 
 
 def overview(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:

@@ -11,18 +11,17 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from jobs.common.display import safe_name
 from jobs.common.keys import RUNS_KEY
-from jobs.common.shown import safe_name
 from jobs.errors import RunKeyDamaged, UnknownRun
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
 from jobs.watch.runs import RunSummary, list_runs
 from jobs.watch.samples import WorkerSample, read_points, read_samples, worker_names
 from jobs.watch.strange_keys import StrangeKey, is_wrong_type, listed, strange_keys
 from jobs.watch.workers import WorkerSeen, list_workers
-
-from .history import History
+from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
 LOOK_S = 1.0

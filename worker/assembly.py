@@ -17,24 +17,24 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.installed import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
-from worker.admission import Admission
 from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Order
 from worker.io_thread.claimer import Claimer
-from worker.io_thread.fleet import Fleet
+from worker.io_thread.held.admission import Admission
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.io_loop import IoLoop
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
-from worker.io_thread.packing import Packer
-from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.maintenance import Maintenance
+from worker.io_thread.poll_rates import PollRates
+from worker.io_thread.pool.task_files import MAX_OPENING
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
-from worker.io_thread.task_files import MAX_OPENING
-from worker.io_thread.upkeep import Upkeep
 from worker.job_environment import JobEnvironment, prompt_meter
-from worker.metrics.shown import WatchedWorker
 from worker.metrics.tally import Counts, Tally
+from worker.metrics.watched_worker import WatchedWorker
 from worker.settings import WorkerSettings
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
@@ -136,7 +136,7 @@ class _Assembly:
         self._facts = _facts(worker.name, served)
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._enders = FunctionPool(settings.function_threads, "tokenmill-ends")
-        self._fleet = Fleet(self._queue_names, limits)
+        self._poll_rates = PollRates(self._queue_names, limits)
         self._budget = PayloadBudget(len(self._queue_names), settings.max_held_bytes)
         self._packer = Packer(
             len(self._queue_names),
@@ -151,7 +151,7 @@ class _Assembly:
         worker, store, runner = self._worker, self._store(), self._runner(orders)
         releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
         record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, self._facts)
-        self._reporter = Reporter(record, self._fleet, runner, self._settings.max_num_seqs, worker.log)
+        self._reporter = Reporter(record, self._poll_rates, runner, self._settings.max_num_seqs, worker.log)
         return IoLoop(
             queue_names=self._queue_names,
             store=store,
@@ -160,7 +160,7 @@ class _Assembly:
                 queue_names=self._queue_names,
                 store=store,
                 registries=Registries(self._io_client, worker.name),
-                fleet=self._fleet,
+                poll_rates=self._poll_rates,
                 runner=runner,
                 packer=self._packer,
                 budget=self._budget,
@@ -168,13 +168,13 @@ class _Assembly:
                 limits=self._limits,
                 log=worker.log,
             ),
-            fleet=self._fleet,
+            poll_rates=self._poll_rates,
             releaser=releaser,
             reporter=self._reporter,
             budget=self._budget,
             orders=orders,
             limits=self._limits,
-            upkeep=self._upkeep(),
+            maintenance=self._maintenance(),
             stock=StockJobs(self._io_client, store),
             log=worker.log,
             events=self._events,
@@ -245,8 +245,8 @@ class _Assembly:
             traces=self._traces,
         )
 
-    def _upkeep(self) -> Upkeep:
-        return Upkeep(
+    def _maintenance(self) -> Maintenance:
+        return Maintenance(
             Registries(self._pool_client, self._worker.name),
             self._queue_names,
             self._enders,

@@ -29,12 +29,12 @@ from jobs.common.log_format import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
-from worker.import_path import leave_out_working_directory
-from worker.imports import load_functions, load_parts
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.logs import LogStyle
-from worker.openmp import spin_briefly
-from worker.process_memory import share_freed_memory
+from worker.start.import_path import leave_out_working_directory
+from worker.start.imports import load_functions, load_parts
+from worker.start.openmp import spin_briefly
+from worker.start.process_memory import share_freed_memory
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.quarantine import Quarantine
 from worker.store.rq_command import called_by_rq_command

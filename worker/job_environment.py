@@ -18,8 +18,8 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import InvalidJob
-from jobs.runs.told_end import tell_failed
-from worker.store.claimed_job import ClaimedJob
+from jobs.runs.end_notices import tell_failed
+from worker.store.records.claimed_job import ClaimedJob
 from worker.threads.interrupts import check_interrupted
 from worker.traces.job_trace import Traces
 

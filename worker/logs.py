@@ -17,7 +17,7 @@ from rq.logutils import ColorizingStreamHandler, setup_loghandlers
 
 from jobs.common.log_format import AUTO, JSON, VARIABLE, handle_all, is_json
 from jobs.common.plain_log import keep_plain
-from jobs.runs.names import run_and_shard
+from jobs.runs.plans.names import run_and_shard
 from worker.errors import SettingsError
 
 #: Loggers that RQ, and we in its way, give handlers.

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dotenv import dotenv_values
@@ -21,10 +20,10 @@ from jobs.context.checks.processes import DEFAULT_LIMIT_S
 from jobs.context.served_model import MAX_MODEL_CHARS, ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.errors import JobsError
-from jobs.runs.paths import is_stored, run_path, split_roots
+from jobs.runs.plans.paths import is_stored, run_path, split_roots
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.store.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 
 if TYPE_CHECKING:
     from engine import EngineConfig, ModelIdentity
@@ -165,23 +164,8 @@ class WorkerSettings(BaseSettings):
         if not value:
             raise ValueError("names no folder: list at least one, or unset it for the working directory")
         for root in value:
-            if is_stored(root):
-                if find_spec("obstore") is None:
-                    raise ValueError(
-                        f"{root!r} is an object store, and obstore is not installed: "
-                        "pip install 'tokenmill[worker,cloud]'"
-                    )
-            elif not os.path.isdir(root):
+            if not is_stored(root) and not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
-        return value
-
-    @field_validator("traces")
-    @classmethod
-    def _has_opentelemetry(cls, value: str) -> str:
-        if value != "off":
-            for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-                if not _is_installed(module):
-                    raise ValueError(f"{module} is not installed: pip install 'tokenmill[worker,otel]'")
         return value
 
     @field_validator("log_format")
@@ -293,13 +277,6 @@ def _folder_names(model: str) -> tuple[str, ...]:
     """Return by what a checkpoint's folder may be called beside its path; nothing for a hub id."""
     path = os.path.realpath(model)
     return (os.path.basename(path), path) if os.path.isdir(model) else ()
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it lies in
-        return False
 
 
 def _root(part: str) -> str:

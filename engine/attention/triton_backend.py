@@ -22,19 +22,19 @@ from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductK
 from engine.attention.row_writes import RowMemory, RowWrites
 from engine.errors import ConfigError
 from engine.kernels.advance import advance_rows
-from engine.kernels.decode_attention import DecodeRows, choose_num_programs, decode_attention
-from engine.kernels.expert_groups import choose_experts, group_by_expert
-from engine.kernels.fused_heads import project_heads, serves_heads
-from engine.kernels.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
-from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
-from engine.kernels.grouped_product import grouped_product
-from engine.kernels.kv_store import store_kv
-from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
+from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
+from engine.kernels.attention.kv_store import store_kv
+from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
+from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
+from engine.kernels.attention.rotary import norm_rotate_and_store
 from engine.kernels.logit_edits import Entries, edit_logits
 from engine.kernels.pending import fill_pending
-from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
+from engine.kernels.products.expert_groups import choose_experts, group_by_expert
+from engine.kernels.products.fused_heads import project_heads, serves_heads
+from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
+from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
+from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.rotary import norm_rotate_and_store
 from engine.kernels.row_writes import write_rows
 from engine.kernels.sampler import choose_tokens
 from engine.kernels.upload import upload_aligned

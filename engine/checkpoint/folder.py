@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 
 from engine.checkpoint.model_config import read_json
 from engine.errors import ConfigError, MissingWeights, ModelNotFound
@@ -90,7 +90,7 @@ def _shard_names(index: Path) -> list[str]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
-                f"weight_map in {index} must name .safetensors files beside it, got {shown(name)}"
+                f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}"
             )
     return sorted(set(names))
 

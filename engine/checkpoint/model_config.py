@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.checkpoint.quantization import Quantization, read_quantization
@@ -106,7 +106,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             is_text_part=is_text_part,
         )
     except KeyError as error:
-        named = shown(config.get("architectures"))
+        named = brief(config.get("architectures"))
         raise ConfigError(
             f"{path} has no {error.args[0]!r}, which the engine needs (architectures: {named})"
         ) from error
@@ -132,14 +132,14 @@ def _check_values(read: ModelConfig, path: Path) -> None:
         value = getattr(read, field.name)
         if field.type == "int" and (type(value) is not int or not 0 < value < MAX_SIZE):
             raise ConfigError(
-                f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {shown(value)}"
+                f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}"
             )
         if field.type == "str" and type(value) is not str:
-            raise ConfigError(f"{path}: {field.name} must be a text, got {shown(value)}")
+            raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:
         if type(token_id) is not int or not 0 <= token_id < read.vocab_size:
             raise ConfigError(
-                f"{path}: the end token {shown(token_id)} is outside the vocabulary of {read.vocab_size}; "
+                f"{path}: the end token {brief(token_id)} is outside the vocabulary of {read.vocab_size}; "
                 "correct eos_token_id there or in generation_config.json"
             )
 

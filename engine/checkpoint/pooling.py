@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig, read_json, read_json_value
@@ -82,13 +82,13 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     """The last name of each module's type, and its folder."""
     found = read_json_value(folder / MODULES)
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {shown(found)}")
+        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(found)}")
     modules = []
     for module in found:
         kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
         if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
             raise ConfigError(
-                f"{folder / MODULES} must name each module's type and its folder here: {shown(module)}"
+                f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}"
             )
         # what others have written may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
@@ -110,10 +110,10 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
         modes = [mode for key, mode in OLD_SWITCHES.items() if values.get(key)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or not all(mode in MODES for mode in modes):
-        raise UnsupportedModel(f"{path}: pooling_mode {shown(modes)}; supported are {', '.join(MODES)}")
+        raise UnsupportedModel(f"{path}: pooling_mode {brief(modes)}; supported are {', '.join(MODES)}")
     size = values.get("embedding_dimension", values.get("word_embedding_dimension", hidden_size))
     if size != hidden_size:
-        raise ConfigError(f"{path} pools vectors of {shown(size)} numbers, the model's have {hidden_size}")
+        raise ConfigError(f"{path} pools vectors of {brief(size)} numbers, the model's have {hidden_size}")
     if values.get("include_prompt", True) is not True:
         raise UnsupportedModel(f"{path}: include_prompt must be true: prompts are pooled with their texts")
     return tuple(modes)
@@ -124,7 +124,7 @@ def _read_max_seq_length(folder: Path) -> int | None:
     values = read_json(path) if path.is_file() else {}
     for key, known in (("do_lower_case", False), ("transformer_task", "feature-extraction")):
         if values.get(key, known) != known:
-            raise UnsupportedModel(f"{path}: {key} {shown(values[key])} is not supported, {known!r} is")
+            raise UnsupportedModel(f"{path}: {key} {brief(values[key])} is not supported, {known!r} is")
     if "message" in (values.get("modality_config") or {}):
         raise UnsupportedModel(
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
@@ -132,7 +132,7 @@ def _read_max_seq_length(folder: Path) -> int | None:
     length = values.get("max_seq_length")
     length = _tokenizers_length(folder) if length is None else length
     if length is not None and (type(length) is not int or length < 1):
-        raise ConfigError(f"{path}: max_seq_length must be a positive integer, got {shown(length)}")
+        raise ConfigError(f"{path}: max_seq_length must be a positive integer, got {brief(length)}")
     return length
 
 
@@ -148,8 +148,8 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     values: dict[str, Any] = read_json(path) if path.is_file() else {}
     prompts = {name: text or "" for name, text in (values.get("prompts") or {}).items()}
     if not all(isinstance(text, str) for text in prompts.values()):
-        raise ConfigError(f"{path}: prompts must be texts by name, got {shown(prompts)}")
+        raise ConfigError(f"{path}: prompts must be texts by name, got {brief(prompts)}")
     default = values.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ConfigError(f"{path}: default_prompt_name {shown(default)} is none of {', '.join(prompts)}")
+        raise ConfigError(f"{path}: default_prompt_name {brief(default)} is none of {', '.join(prompts)}")
     return prompts, default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.errors import ConfigError, UnsupportedModel
@@ -125,7 +125,7 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for pattern, changes in (values.get("dynamic") or {}).items():
         if changes and not pattern.startswith("-:"):  # "-:" leaves modules as they are
             raise UnsupportedModel(
-                f"quantization_config: dynamic {shown(pattern)} is not supported; {SUPPORTED}"
+                f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
             )
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
     return (
@@ -151,7 +151,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
             "config_groups"
         ):
             raise UnsupportedModel(
-                f"quantization_config: {key} {shown(values[key])} is not supported; {SUPPORTED}"
+                f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
             )
     groups = [group for group in values["config_groups"].values() if group.get("weights")]
     return tuple(_read_group(group, group.get("format") or values.get("format")) for group in groups)
@@ -193,7 +193,7 @@ def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]
     if value not in allowed:
         named = ", ".join(repr(each) for each in allowed if each is not None)
         raise UnsupportedModel(
-            f"quantization_config: {key} {shown(value)} is not supported; supported: {named}"
+            f"quantization_config: {key} {brief(value)} is not supported; supported: {named}"
         )
 
 
@@ -203,7 +203,7 @@ def _block(sizes: Any) -> tuple[int | None, int | None]:
         return None, None
     rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
     if min(int(rows), int(columns)) < 1:
-        raise ValueError(f"a block of {shown(sizes)} weights")
+        raise ValueError(f"a block of {brief(sizes)} weights")
     return int(rows), int(columns)
 
 
@@ -213,7 +213,7 @@ def _group_size(values: Mapping[str, Any]) -> int | None:
     if size is None or size == -1:
         return None
     if type(size) is not int or size < 1:
-        raise ValueError(f"group_size {shown(size)}")
+        raise ValueError(f"group_size {brief(size)}")
     return size
 
 

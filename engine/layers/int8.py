@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from engine.cpu_kernels.processor import processor_flags
 from engine.errors import ConfigError
-from engine.layers.processor import processor_flags
 
 LARGEST = 127
 ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255

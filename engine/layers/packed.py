@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.processor import multiplies_bfloat16
+from engine.cpu_kernels.processor import multiplies_bfloat16
 
 TYPICAL_ROWS = 256  # a hint of how many rows the weight will meet; any number is served
 #: Of the check's products, which are near 7: relative to them, and beside that. float32 errs by 1e-5,

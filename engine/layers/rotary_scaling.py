@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Rope:
             return None
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ConfigError(
-                f"config.json: rope parameter {name} must be a number above 0, not {shown(value)}"
+                f"config.json: rope parameter {name} must be a number above 0, not {brief(value)}"
             )
         number: float = value
         return number
@@ -76,7 +76,7 @@ class Rope:
         ):
             raise ConfigError(
                 f"config.json: rope parameter {name} must hold {self.rotary_dim // 2} numbers above 0, "
-                f"got {shown(value)}"
+                f"got {brief(value)}"
             )
         return torch.tensor(value, dtype=torch.float32, device="cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.checkpoint.model_config import MAX_SIZE
@@ -15,7 +15,7 @@ def number(values: Mapping[str, Any], name: str) -> float:
     """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
     value = values[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {name} must be a number above 0, got {shown(value)}")
+        raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
     return float(value)
 
 
@@ -28,7 +28,7 @@ def size(values: Mapping[str, Any], name: str) -> int:
     """Raises ConfigError unless it is a size that can be, KeyError if it is not there."""
     value = values[name]
     if type(value) is not int or not 0 < value < MAX_SIZE:
-        raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {shown(value)}")
+        raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
     return value
 
 
@@ -36,5 +36,5 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
     """False if it is null or not there. Raises ConfigError unless it is true or false."""
     value = values.get(name) or False
     if type(value) is not bool:
-        raise ConfigError(f"config.json: {name} must be true or false, got {shown(value)}")
+        raise ConfigError(f"config.json: {name} must be true or false, got {brief(value)}")
     return value

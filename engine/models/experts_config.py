@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.errors import ConfigError, UnsupportedModel
@@ -49,6 +49,6 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
     dense = known.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
         raise ConfigError(
-            f"config.json: mlp_only_layers must hold numbers of the {num_layers} layers, got {shown(dense)}"
+            f"config.json: mlp_only_layers must hold numbers of the {num_layers} layers, got {brief(dense)}"
         )
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from reprlib import repr as shown  # short
+from reprlib import repr as brief  # short
 
 import torch
 
@@ -40,7 +40,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     # before its sizes are read, which may have no names that are known here
     if values.get("is_encoder_decoder"):
         raise UnsupportedModel(
-            f"{shown(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
+            f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
         )
     if model_path != "transformers" and isinstance(named, list):
         refuse_known(named[:1])

@@ -2,7 +2,7 @@
 
 The one module that asks transformers for a model, which is called with one flat row of tokens. Whatever in it
 looks from one token at another must do so by its attention function, which has the batch and the cache.
-Whether all of it does is not known from here: engine.run.probe finds out.
+Whether all of it does is not known from here: engine.run.forward.probe finds out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from engine.checkpoint.longrope import longrope_length
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
-from engine.run.dtype import served_dtype
+from engine.run.machine.dtype import served_dtype
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
@@ -34,7 +34,8 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
-        On CPU a process takes the weights and what engine.run.memory.cpu_allowance_bytes states besides.
+        On CPU a process takes the weights besides, and what cpu_allowance_bytes says
+        (engine/run/forward/memory.py).
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, which take half the memory
         and half the time to read of bfloat16's, and answers change. Each head's scale is measured at start
         on a few hundred tokens; numbers eight times as large as theirs are cut. Backends: triton, torch.
@@ -63,8 +64,8 @@ class EngineConfig:
         attention_backend="cpu", alone or on two ranks; else NotDeterministic is raised. The bits are those of
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
     adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
-        engine.run.cpu_threads does. Their number is the process', so this is for one whose torch is the
-        engine's alone. Not with tensor parallelism.
+        engine/run/machine/cpu_threads.py does. Their number is the process', so this is for one whose torch
+        is the engine's alone. Not with tensor parallelism.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...); None makes them as the checkpoint's modules.json says, and none where it has no such file.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine.checkpoint.pooling import Pooling
 from engine.errors import InvalidSampling, UnsupportedTask
-from engine.sampling.pooling import PoolingParams
-from engine.sampling.ranges import shown
-from engine.schedule.pooled import PooledStates
+from engine.sampling.parameters.pooling import PoolingParams
+from engine.sampling.parameters.ranges import brief
+from engine.schedule.sequences.pooled import PooledStates
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.tokenizer import Tokenizer
 
@@ -61,5 +61,5 @@ class Embedder:
             )
         if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
             known = ", ".join(sorted(pooling.prompts)) or "none"
-            raise InvalidSampling(f"prompt_name must be of {known}", shown(params.prompt_name))
+            raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
         return pooling

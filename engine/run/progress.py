@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from engine.schedule.outputs import Completion
+from engine.schedule.sequences.outputs import Completion
 
 
 class Progress:

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from engine.schedule.outputs import EngineStats
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequences.outputs import EngineStats
 
 _NUM_SIZES = 13
 """Of batches: 1, 2, up to 4, up to 8, ... up to 2,048, and all that are larger."""

@@ -22,16 +22,16 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
-from engine.run.pending_tokens import PendingTokens
-from engine.run.runner import Runner
+from engine.run.forward.pending_tokens import PendingTokens
+from engine.run.forward.runner import Runner
 from engine.run.step_stats import StepStats
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
-from engine.schedule.logprobs import RowLogprobs
-from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.batch.scheduled_batch import ScheduledBatch
+from engine.schedule.batch.step_batch import build_sampling_batch, build_step_batch
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence, SequenceStatus
-from engine.schedule.step_batch import build_sampling_batch, build_step_batch
+from engine.schedule.sequences.logprobs import RowLogprobs
+from engine.schedule.sequences.sequence import Sequence, SequenceStatus
 from engine.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.bad_words import BadWords, TokenIds
 from engine.sampling.logit_edits import EditParts, token_mask
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
 from engine.sampling.token_counts import TokenCounts
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)

@@ -25,8 +25,8 @@ from struct import Struct
 import xxhash
 
 from engine.errors import BlockAccountingError, OutOfBlocks
-from engine.schedule.prepared_prompt import BlockKey
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequences.prepared_prompt import BlockKey
+from engine.schedule.sequences.sequence import Sequence
 from engine.schedule.tails import Tails
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequences.sequence import Sequence
 
 
 @dataclass(frozen=True)

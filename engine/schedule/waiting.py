@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequences.sequence import Sequence
 
 
 class WaitingLanes(dict[int, deque[Sequence]]):

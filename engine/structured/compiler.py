@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InvalidSampling
-from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
+from engine.sampling.parameters.structured_outputs import NAME, StructuredOutputsParams
 from engine.structured.masks import MAX_MASK_S, fill_masks
 from engine.structured.matcher import SMALL_VOCABULARY, Matcher, Vocabulary
 from engine.structured.regex_dialect import portable

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
+from engine.sampling.parameters.structured_outputs import NAME, StructuredOutputsParams
 from engine.sampling.request_edits import allowed_mask
-from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of
 from engine.structured.matcher import Matcher
 from engine.structured.trials import NotTried, Trials
@@ -114,10 +113,6 @@ class Grammars:
 
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments of a Compiler."""
-        if find_spec("llguidance") is None:
-            raise InvalidSampling(
-                f"{NAME} needs llguidance: pip install 'tokenmill[structured]' on the worker"
-            )
         if self._backend is None:
             raise InvalidSampling(
                 f"{NAME} needs a tokenizer of the tokenizers package, which this model has not"

@@ -6,7 +6,7 @@ tokenizer makes of the text that must come. So a completion has the same tokens 
 
 from __future__ import annotations
 
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
 from engine.structured.matcher import Matcher
 
 #: One alone is left to the mask: what a chunk costs its step is more than it saves.

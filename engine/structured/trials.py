@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import InvalidSampling
-from engine.sampling.structured_outputs import NAME, NAMES, StructuredOutputsParams
+from engine.sampling.parameters.structured_outputs import NAME, NAMES, StructuredOutputsParams
 from engine.structured.compiler import unusable
 from sandbox import Child, ChildFailed, Limits, Pool
 

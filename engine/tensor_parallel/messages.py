@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from engine.kernels.upload import pack, starts
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import ROW, SamplingBatch
-from engine.schedule.logprobs import RowLogprobs
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.sequences.logprobs import RowLogprobs
 
 Array = NDArray[Any]
 

@@ -20,12 +20,12 @@ from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
 from engine.models.load import choose_path
 from engine.run.config import EngineConfig
-from engine.run.device import resolve_device
-from engine.run.pending_tokens import PendingTokens
-from engine.run.runner import PoolSize
+from engine.run.forward.pending_tokens import PendingTokens
+from engine.run.forward.runner import PoolSize
+from engine.run.machine.device import resolve_device
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.logprobs import RowLogprobs
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.sequences.logprobs import RowLogprobs
 from engine.tensor_parallel.collectives import TCPStore, open_store
 from engine.tensor_parallel.messages import (
     Array,

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.checkpoint.model_config import ModelConfig
 from engine.layers.parallel import TensorParallel
 from engine.run.config import EngineConfig
-from engine.run.model_runner import ModelRunner
-from engine.run.runner import Runner
+from engine.run.forward.model_runner import ModelRunner
+from engine.run.forward.runner import Runner
 from engine.tensor_parallel.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """The `tokenmill` command line."""
 
-from .commands import main
+from jobs.cli.commands import main
 
 __all__ = ["main"]

@@ -8,28 +8,20 @@ from typing import Any
 import click
 import redis
 
-from ..client import check_here
-from ..common.version import code_version
-from ..errors import ForeignJobsPackage, UnknownRun
-from ..installed import model_table
-from ..runs.control import cancel_run, describe_again, submit_run
-from ..runs.obstacles import obstacles
-from ..runs.output import RunOutput, named_run, output_here
-from ..runs.snapshot import read_planned
-from .check_options import check_arguments
-from .dashboard_command import dashboard
-from .doctor_command import doctor
-from .errors_told import errors_told
-from .queue_commands import info, requeue_command
-from .report_command import report
-from .rows_commands import errors, tail
-from .run_options import check_options, input_options, output_options, prompt_options
-from .status_text import gone_text, status_text, tell_failures
-from .submit_options import run_arguments
-from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
-from .verify_command import verify
-from .waiting import await_plan, wait_for_end
-from .watch_commands import (
+from jobs.cli.dashboard_command import dashboard
+from jobs.cli.doctor_command import doctor
+from jobs.cli.errors_told import errors_told
+from jobs.cli.options.check_options import check_arguments
+from jobs.cli.options.run_options import check_options, input_options, output_options, prompt_options
+from jobs.cli.options.submit_options import run_arguments
+from jobs.cli.queue_commands import info, requeue_command
+from jobs.cli.report_command import report
+from jobs.cli.rows_commands import errors, tail
+from jobs.cli.status_text import gone_text, status_text, tell_failures
+from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
+from jobs.cli.verify_command import verify
+from jobs.cli.waiting import await_plan, wait_for_end
+from jobs.cli.watch_commands import (
     json_option,
     run_json,
     runs,
@@ -38,6 +30,14 @@ from .watch_commands import (
     watch_option,
     workers,
 )
+from jobs.client import check_here
+from jobs.common.version import code_version
+from jobs.errors import ForeignJobsPackage, UnknownRun
+from jobs.installed import model_table
+from jobs.runs.control import cancel_run, describe_again, submit_run
+from jobs.runs.output import RunOutput, named_run, output_here
+from jobs.runs.watching.obstacles import obstacles
+from jobs.runs.watching.snapshot import read_planned
 
 
 @click.group()

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..common.version import code_version
-from ..doctor.findings import Examination, Finding, Level, examine, fault
-from ..doctor.installation import check_installation
-from ..doctor.permissions import check_permissions
-from ..doctor.redis_server import NotReached, reach, secrets_of
-from ..doctor.server_settings import check_server
-from ..doctor.shared_keys import check_shared_keys
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.version import code_version
+from jobs.doctor.findings import Examination, Finding, Level, examine, fault
+from jobs.doctor.installation import check_installation
+from jobs.doctor.permissions import check_permissions
+from jobs.doctor.redis_server import NotReached, reach, secrets_of
+from jobs.doctor.server_settings import check_server
+from jobs.doctor.shared_keys import check_shared_keys
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import click
 import redis
 
-from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..doctor.redis_server import NOT_SERVED, not_served
-from ..errors import JobsError
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.doctor.redis_server import NOT_SERVED, not_served
+from jobs.errors import JobsError
 
 
 def _shown(error: Exception) -> str:

@@ -9,8 +9,8 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from ..runs.follow import Display
-from ..runs.snapshot import RunSnapshot
+from jobs.runs.watching.follow import Display
+from jobs.runs.watching.snapshot import RunSnapshot
 
 #: Between two lines of a log.
 LINE_EVERY_S = 10.0

@@ -7,12 +7,12 @@ import os
 import click
 import redis
 
-from ..common.keys import QUARANTINE
-from ..common.shown import safe_name
-from ..watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
-from ..watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
-from ..watch.workers import WorkerSeen, list_workers
-from .errors_told import errors_told
+from jobs.cli.errors_told import errors_told
+from jobs.common.display import safe_name
+from jobs.common.keys import QUARANTINE
+from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
+from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
+from jobs.watch.workers import WorkerSeen, list_workers
 
 #: Ids shown of jobs that were not requeued; the rest are counted.
 MAX_SHOWN = 5

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import click
 import redis
 
-from ..errors import InputNotFound, InvalidJob
-from ..runs.names import MANIFEST, REPORT
-from ..runs.output import named_run
-from ..runs.paths import is_stored
-from ..runs.report import report_html
-from ..runs.state import RunState
-from .errors_told import errors_told
+from jobs.cli.errors_told import errors_told
+from jobs.errors import InputNotFound, InvalidJob
+from jobs.runs.output import named_run
+from jobs.runs.plans.names import MANIFEST, REPORT
+from jobs.runs.plans.paths import is_stored
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.report import report_html
 
 if TYPE_CHECKING:
-    from ..parquet.read_back import FolderReader
+    from jobs.parquet.read_back import FolderReader
 
 
 @click.command()
@@ -63,7 +63,7 @@ def _read(path: str) -> str:
 
 def _stored(folder: str) -> FolderReader:
     try:
-        from ..parquet.read_back import FolderReader
+        from jobs.parquet.read_back import FolderReader
 
         return FolderReader(folder)
     except ImportError as error:

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 import click
 import redis
 
-from ..common.json_text import to_json
-from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..errors import RunError, UnknownRun
-from ..runs.control import retry_run
-from ..runs.output import named_run, output_here
-from ..runs.part_reasons import recorded_reasons
-from ..runs.part_stats import outcome_text
-from ..runs.paths import is_stored
-from ..runs.reasons import Reasons
-from ..runs.refusals import RunNotHere
-from ..runs.snapshot import read_planned
-from .errors_told import errors_told
-from .text_table import table
-from .waiting import wait_for_end
-from .watch_commands import json_option
+from jobs.cli.errors_told import errors_told
+from jobs.cli.text_table import table
+from jobs.cli.waiting import wait_for_end
+from jobs.cli.watch_commands import json_option
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.json_text import to_json
+from jobs.errors import RunError, UnknownRun
+from jobs.runs.control import retry_run
+from jobs.runs.output import named_run, output_here
+from jobs.runs.plans.paths import is_stored
+from jobs.runs.redis_state.part_reasons import recorded_reasons
+from jobs.runs.refusals import RunNotHere
+from jobs.runs.statistics.part_stats import outcome_text
+from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.watching.snapshot import read_planned
 
 if TYPE_CHECKING:
-    from ..parquet.read_back import FailedRow, FolderReader
+    from jobs.parquet.read_back import FailedRow, FolderReader
 
 #: Kinds of errors that are shown.
 MAX_REASONS = 100
@@ -175,7 +175,7 @@ def _reader(folder: str | None) -> tuple[FolderReader | None, str]:
     if folder is None:
         return None, "its folder is not on this machine"
     try:
-        from ..parquet.read_back import FolderReader
+        from jobs.parquet.read_back import FolderReader
 
         return FolderReader(folder), ""
     except ImportError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 import redis
 
-from ..runs.snapshot import RunSnapshot, failure_text
-from .progress import time_left_text
+from jobs.cli.progress import time_left_text
+from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5

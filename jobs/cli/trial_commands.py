@@ -12,15 +12,15 @@ from typing import Any
 import click
 import redis
 
-from ..common.shown import safe_name
-from ..context.served_model import parse_model
-from ..runs.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
-from ..runs.embedding_options import EMBED
-from ..runs.spec import RunSpec, check_queue_name
-from ..runs.trials import Trial, Tried, try_job, try_jobs
-from .errors_told import errors_told
-from .run_options import input_options, prompt_options
-from .submit_options import run_arguments
+from jobs.cli.errors_told import errors_told
+from jobs.cli.options.run_options import input_options, prompt_options
+from jobs.cli.options.submit_options import run_arguments
+from jobs.common.display import safe_name
+from jobs.context.served_model import parse_model
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.spec import RunSpec, check_queue_name
+from jobs.runs.watching.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
+from jobs.runs.watching.trials import Trial, Tried, try_job, try_jobs
 
 #: Of a prompt or an answer that is shown.
 MAX_SHOWN_CHARS = 20_000

@@ -9,14 +9,14 @@ import sys
 import click
 import redis
 
-from ..common.shown import safe_name
-from ..errors import CannotVerify
-from ..runs.names import PLAN
-from ..runs.output import named_run
-from ..runs.snapshot import read_planned
-from ..runs.state import RunState
-from ..runs.trials import Trial, try_job
-from .errors_told import errors_told
+from jobs.cli.errors_told import errors_told
+from jobs.common.display import safe_name
+from jobs.errors import CannotVerify
+from jobs.runs.output import named_run
+from jobs.runs.plans.names import PLAN
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_planned
+from jobs.runs.watching.trials import Trial, try_job
 
 #: Exit codes: some row differs; nothing could be compared.
 DIFFERENT, NOT_VERIFIED = 1, 2

@@ -8,11 +8,11 @@ import time
 import click
 import redis
 
-from ..runs.follow import End, Followed, follow
-from ..runs.obstacles import listened_queues, obstacles
-from ..runs.snapshot import REFUSED, RunSnapshot, plan_result, read_planned
-from .progress import progress
-from .status_text import awaits, status_text, tell_failures
+from jobs.cli.progress import progress
+from jobs.cli.status_text import awaits, status_text, tell_failures
+from jobs.runs.watching.follow import End, Followed, follow
+from jobs.runs.watching.obstacles import listened_queues, obstacles
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, plan_result, read_planned
 
 #: How long `submit` waits for its planning to accept the run, and between two looks.
 PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1

@@ -11,14 +11,14 @@ from typing import Any
 import click
 import redis
 
-from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..doctor.server_settings import troubles
-from ..errors import UnknownRun
-from ..runs.output import named_run
-from ..watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run
-from ..watch.samples import WorkerSample, read_samples
-from .errors_told import errors_told
-from .text_table import ago, left_cut, rate, table
+from jobs.cli.errors_told import errors_told
+from jobs.cli.text_table import ago, left_cut, rate, table
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.doctor.server_settings import troubles
+from jobs.errors import UnknownRun
+from jobs.runs.output import named_run
+from jobs.watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run
+from jobs.watch.samples import WorkerSample, read_samples
 
 #: Between two looks of --watch.
 WATCH_EVERY_S = 2.0

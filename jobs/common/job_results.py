@@ -7,8 +7,8 @@ from base64 import b64decode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import stored
-from .rq_jobs import results_key
+from jobs.common import stored
+from jobs.common.rq_jobs import results_key
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict
 
-from .plain_log import JOB_ID, without_colour
+from jobs.common.plain_log import JOB_ID, without_colour
 
 #: Of an exception's text, and frames of its traceback, as much as a line may hold.
 MAX_EXCEPTION_CHARS, MAX_FRAMES = 2000, 20

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from .shown import printable
+from jobs.common.display import printable
 
 MAX_ARGUMENT_CHARS = 1000
 """Of each value in a message. A job's id is logged before anybody has looked at its length."""

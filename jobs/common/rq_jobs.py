@@ -33,7 +33,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
-from .keys import RQ
+from jobs.common.keys import RQ
 
 if TYPE_CHECKING:
     from redis import Redis

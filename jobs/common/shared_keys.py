@@ -3,7 +3,7 @@ ends by itself. What is of another type there somebody else wrote: workers set i
 
 from __future__ import annotations
 
-from .keys import QUARANTINE, prefixed
+from jobs.common.keys import QUARANTINE, prefixed
 
 #: Of all queues.
 SHARED = (

@@ -7,7 +7,7 @@ import threading
 from array import array
 from collections import OrderedDict
 
-from .answer import Answer
+from jobs.context.answer import Answer
 
 #: Room for about forty thousand short answers.
 DEFAULT_BYTES = 16 << 20

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .answer_memo import AnswerMemo
-from .checks.processes import Checks
-from .prompt_meter import PromptMeter
-from .served_model import ServedModel
-from .shard_bytes import ShardBytes
-from .shared_files import SharedFiles
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.checks.processes import Checks
+from jobs.context.prompt_meter import PromptMeter
+from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import ShardBytes
+from jobs.context.shared_files import SharedFiles
 
 if TYPE_CHECKING:
     from redis import Redis

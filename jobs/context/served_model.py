@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.shown import shown
-from ..errors import InvalidValue, ModelNotServed
+from jobs.common.display import brief
+from jobs.errors import InvalidValue, ModelNotServed
 
 #: A model's name may be the path of its folder.
 MAX_MODEL_CHARS = 4096
@@ -46,7 +46,7 @@ def parse_model(model: object) -> str | None:
     if model is None:
         return None
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
-        raise InvalidValue("model is {}, expected the name of the served model, or none", shown(model))
+        raise InvalidValue("model is {}, expected the name of the served model, or none", brief(model))
     return model
 
 

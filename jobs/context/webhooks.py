@@ -13,8 +13,8 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue
 
 #: Seconds for one call, from looking up the host's name to the answer's headers.
 DEADLINE_S = 10.0
@@ -34,7 +34,7 @@ def check_host(url: str, hosts: Collection[str]) -> None:
     """Raise InvalidJob for a host that this worker may not call."""
     if (host := host_of(url)) not in hosts:
         raise InvalidJob(
-            f"webhook: this worker may not call the host {shown(host)}: add it to "
+            f"webhook: this worker may not call the host {brief(host)}: add it to "
             "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
 
@@ -79,7 +79,7 @@ def _parsed(url: Any) -> SplitResult:
                 return parts
         except ValueError:
             pass
-    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", shown(url))
+    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
 
 
 def _target(parts: SplitResult) -> str:
@@ -102,7 +102,7 @@ def _allowed_addresses(
     allowed = [each for each in found if _may_call(each[0], hosts)]
     if not allowed:
         raise InvalidJob(
-            f"webhook: the host {shown(parts.hostname)} leads to {found[0][0]}, "
+            f"webhook: the host {brief(parts.hostname)} leads to {found[0][0]}, "
             "which is not a public address: add that address to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
     return allowed

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..common.version import code_version
-from .findings import Finding, fault, ok, warning
+from jobs.common.version import code_version
+from jobs.doctor.findings import Finding, fault, ok, warning
 
 #: Variables of RQ, with what a worker of ours needs where they are set.
 VARIABLES = {"RQ_JOB_CLASS": "rq.job.Job", "RQ_WORKER_CLASS": "worker.BatchWorker"}

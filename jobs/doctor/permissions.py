@@ -12,9 +12,9 @@ from typing import Any, Literal
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from ..common.keys import RQ, prefixed
-from .findings import Finding, fault, ok
-from .redis_server import Server
+from jobs.common.keys import RQ, prefixed
+from jobs.doctor.findings import Finding, fault, ok
+from jobs.doctor.redis_server import Server
 
 Role = Literal["worker", "producer"]
 

@@ -6,10 +6,10 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 
-from ..errors import DiskFull, JobsError, OutputNotWritable
-from ..runs.names import temporary_name
-from ..runs.paths import is_stored, real_path, run_path
-from .findings import Finding, fault, ok, told, warning
+from jobs.doctor.findings import Finding, fault, ok, told, warning
+from jobs.errors import DiskFull, JobsError, OutputNotWritable
+from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.paths import is_stored, real_path, run_path
 
 #: With less free space no run fits.
 MIN_BYTES = 64 << 20
@@ -47,7 +47,7 @@ def _look(root: str) -> Finding:
 
 def _try(root: str) -> None:
     """Put a file in place, and remove it. A store tries that itself where a run's folder is made."""
-    from ..parquet.storage import Storage, writing  # pyarrow: where a worker is installed
+    from jobs.parquet.storage import Storage, writing  # pyarrow: where a worker is installed
 
     storage = Storage((root,), timeout_s=STORE_TIMEOUT_S)
     path = os.path.join(root, temporary_name(secrets.token_hex(8), "_doctor"))

@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from .findings import Finding, fault
+from jobs.doctor.findings import Finding, fault
 
 #: In which a server has to answer.
 TIMEOUT_S = 3.0

@@ -10,9 +10,9 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from ..common.keys import prefixed
-from .findings import Finding, fault, ok, warning
-from .redis_server import Server
+from jobs.common.keys import prefixed
+from jobs.doctor.findings import Finding, fault, ok, warning
+from jobs.doctor.redis_server import Server
 
 #: A round trip, for which a worker's claims wait, and seconds that two clocks may differ.
 SLOW_S, MAX_SKEW_S = 0.01, 1.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from redis import Redis
 
-from ..watch.queues import queue_names
-from ..watch.strange_keys import listed, strange_keys
-from .findings import Finding, fault, ok
+from jobs.doctor.findings import Finding, fault, ok
+from jobs.watch.queues import queue_names
+from jobs.watch.strange_keys import listed, strange_keys
 
 #: The keys of so many queues are looked at; of so many keys a fault is told.
 MAX_QUEUES, MAX_TOLD = 1000, 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..runs.partitions import AddedColumn
+from jobs.runs.plans.partitions import AddedColumn
 
 _TYPES = {"int64": pa.int64(), "string": pa.string()}
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..context.answer import Answer, failed_answer
-from ..errors import JobsError
-from ..prompts.batch_lines import failure_text
-from ..tasks import Completion, OpenTask, Request
-from .prompt_source import RowSource
-from .row_values import RowProblem
+from jobs.context.answer import Answer, failed_answer
+from jobs.errors import JobsError
+from jobs.parquet.prompt_source import RowSource
+from jobs.parquet.row_values import RowProblem
+from jobs.prompts.batch_lines import failure_text
+from jobs.tasks import Completion, OpenTask, Request
 
 
 class BatchSource(RowSource):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..common.json_text import to_json
-from ..context.answer import Answer
-from ..errors import ColumnConflict, WrongColumnType
-from ..runs.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS, PromptStep
-from ..tasks import Request
-from .nested_values import holds_bytes
-from .prompt_source import TEXT_FORMS, RowSource, TemplateSource, check_defaults
-from .row_values import RowProblem
+from jobs.common.json_text import to_json
+from jobs.context.answer import Answer
+from jobs.errors import ColumnConflict, WrongColumnType
+from jobs.parquet.nested_values import holds_bytes
+from jobs.parquet.prompt_source import TEXT_FORMS, RowSource, TemplateSource, check_defaults
+from jobs.parquet.row_values import RowProblem
+from jobs.runs.plans.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS, PromptStep
+from jobs.tasks import Request
 
 #: Between a row's first prompt and the JSON of what its later ones read, which holds no line break.
 _BREAK = "\n"

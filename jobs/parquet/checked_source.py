@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from ..common.json_text import to_json
-from ..errors import WrongColumnType
-from .nested_values import holds_bytes
-from .prompt_source import TEXT_FORMS, PromptSource, render_behind
-from .row_values import RowProblem
+from jobs.common.json_text import to_json
+from jobs.errors import WrongColumnType
+from jobs.parquet.nested_values import holds_bytes
+from jobs.parquet.prompt_source import TEXT_FORMS, PromptSource, render_behind
+from jobs.parquet.row_values import RowProblem
 
 
 class CheckedSource(PromptSource):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 
 
 class ColumnChoice(NamedTuple):

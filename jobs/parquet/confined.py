@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ..errors import PathOutsideRoots, PathSwapped
+from jobs.errors import PathOutsideRoots, PathSwapped
 
 #: Opens a folder that may be entered, be it readable or not; systems without it need a readable one.
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY)

@@ -8,11 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .inputs import parquet_file
-from .page_meter import PageMeter
-from .pages import Leaf, leaves
-from .read_room import ReadRoom
-from .row_bounds import Bounds, Stretch
+from jobs.parquet.inputs import parquet_file
+from jobs.parquet.page_meter import PageMeter
+from jobs.parquet.pages import Leaf, leaves
+from jobs.parquet.read_room import ReadRoom
+from jobs.parquet.row_bounds import Bounds, Stretch
 
 
 class Decoder:

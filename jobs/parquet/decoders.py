@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from ..runs.formats import ARROW, LINES, PARQUET
-from ..runs.plan import Block, Plan, PlannedFile
-from .column_choice import ColumnChoice
-from .decoder import Decoder
-from .formats.arrow_decoder import ArrowDecoder
-from .formats.line_decoder import LineDecoder
-from .formats.lines import text_stream
-from .inputs import open_source
-from .read_room import ReadRoom
-from .storage import Storage, reading
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.decoder import Decoder
+from jobs.parquet.formats.arrow_decoder import ArrowDecoder
+from jobs.parquet.formats.line_decoder import LineDecoder
+from jobs.parquet.formats.lines import text_stream
+from jobs.parquet.inputs import open_source
+from jobs.parquet.read_room import ReadRoom
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import ARROW, LINES, PARQUET
+from jobs.runs.plans.plan import Block, Plan, PlannedFile
 
 
 class TableDecoder(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .thrift import varint
+from jobs.parquet.thrift import varint
 
 #: References unpacked at a time.
 SLICE = 1 << 16

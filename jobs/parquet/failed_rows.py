@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..runs.plan import Plan
-from ..runs.reasons import Reasons
-from .output_file import part_rows
-from .storage import Storage
+from jobs.parquet.output_file import part_rows
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.reasons import Reasons
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders
-from ..runs.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
-from ..runs.partitions import FoundFile, Keys, folder_key, joined_keys
-from ..runs.spec import check_num_files
-from .filesystem import Entry
-from .storage import Storage, glob_chars, reading
-from .walk import Folder, Walk
+from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders
+from jobs.parquet.filesystem import Entry
+from jobs.parquet.storage import Storage, glob_chars, reading
+from jobs.parquet.walk import Folder, Walk
+from jobs.runs.plans.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
+from jobs.runs.plans.partitions import FoundFile, Keys, folder_key, joined_keys
+from jobs.runs.plans.spec import check_num_files
 
 
 def find_files(

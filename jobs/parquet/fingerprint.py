@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from ..errors import CorruptParquet
-from ..runs.formats import PARQUET
-from .storage import Storage, reading
+from jobs.errors import CorruptParquet
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import PARQUET
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16

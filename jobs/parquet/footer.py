@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CorruptParquet, FooterTooLarge
-from .footer_cost import FooterCost
+from jobs.errors import CorruptParquet, FooterTooLarge
+from jobs.parquet.footer_cost import FooterCost
 
 #: A footer takes about 120 bytes for each column of each row group: this one has room for 100,000 of them.
 MAX_FOOTER_BYTES = 1 << 24

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import FooterTooLarge
-from .thrift import (
+from jobs.errors import FooterTooLarge
+from jobs.parquet.thrift import (
     BINARY,
     BYTE,
     DOUBLE,

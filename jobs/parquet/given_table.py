@@ -12,8 +12,8 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue
 
 #: Rows of a row group: what a reader of one shard has to pass is bounded by it.
 GROUP_ROWS = 10_000
@@ -54,7 +54,7 @@ def _arrow_table(given: Any) -> pa.Table:
         raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
     twice = {name for name in table.schema.names if table.schema.names.count(name) > 1}
     if twice:
-        raise InvalidJob(f"the table has two columns named {shown(min(twice))}: rename one")
+        raise InvalidJob(f"the table has two columns named {brief(min(twice))}: rename one")
     for place, field in enumerate(table.schema):
         for is_view, plain in _VIEWS.items():
             if is_view(field.type):  # which Parquet files of pyarrow's have not
@@ -78,7 +78,7 @@ def _as_table(given: Any) -> pa.Table:
         return pa.table(given)
     raise InvalidValue(
         "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table",
-        shown(type(given).__name__),
+        brief(type(given).__name__),
     )
 
 

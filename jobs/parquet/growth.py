@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import InputChanged
-from ..runs.formats import LINES, OPENAI_BATCH
-from ..runs.partitions import FoundFile
-from ..runs.plan import Extension, Plan, PlannedFile, cut_further, cut_shards
-from ..runs.refusals import CannotExtend
-from .fingerprint import prefix_fingerprint
-from .formats.lines import codec_of
-from .inputs import Inputs
-from .storage import Storage
+from jobs.errors import InputChanged
+from jobs.parquet.fingerprint import prefix_fingerprint
+from jobs.parquet.formats.lines import codec_of
+from jobs.parquet.inputs import Inputs
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.formats import LINES, OPENAI_BATCH
+from jobs.runs.plans.partitions import FoundFile
+from jobs.runs.plans.plan import Extension, Plan, PlannedFile, cut_further, cut_shards
+from jobs.runs.refusals import CannotExtend
 
 _APART = (
     "put the new rows into a file of their own beside it, in a folder or a glob that is submitted, or submit "

@@ -11,28 +11,22 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..common.shown import shown
-from ..context.shard_bytes import DEFAULT_BYTES
-from ..errors import (
-    ColumnConflict,
-    InputChanged,
-    InputNotFound,
-    RunError,
-    SchemaMismatch,
-)
-from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
-from ..runs.partitions import AddedColumn, FoundFile, partition_columns
-from ..runs.plan import PlannedFile
-from ..runs.refusals import InputBeingWritten
-from .added_columns import with_added_fields
-from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .footer import MAX_FOOTER_BYTES, check_footer
-from .footer_cost import MAX_FOOTER_ITEMS
-from .formats.arrow_decoder import look_at_arrow
-from .formats.kinds import Kind, arrow_type, merged, text_kind
-from .formats.line_scan import read_header, repeated_rows, scan_lines
-from .storage import Storage, reading
+from jobs.common.display import brief
+from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.errors import ColumnConflict, InputChanged, InputNotFound, RunError, SchemaMismatch
+from jobs.parquet.added_columns import with_added_fields
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.fingerprint import file_fingerprint
+from jobs.parquet.footer import MAX_FOOTER_BYTES, check_footer
+from jobs.parquet.footer_cost import MAX_FOOTER_ITEMS
+from jobs.parquet.formats.arrow_decoder import look_at_arrow
+from jobs.parquet.formats.kinds import Kind, arrow_type, merged, text_kind
+from jobs.parquet.formats.line_scan import read_header, repeated_rows, scan_lines
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
+from jobs.runs.plans.plan import PlannedFile
+from jobs.runs.refusals import InputBeingWritten
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
 READ_BYTES = 1 << 16
@@ -308,7 +302,7 @@ def _read_lines(
             ),
         )
         if file_format in HEADED and files and list(lines.kinds) != list(kinds):
-            what = f"its header is {shown(list(lines.kinds))}, the first file's {shown(list(kinds))}"
+            what = f"its header is {brief(list(lines.kinds))}, the first file's {brief(list(kinds))}"
             raise SchemaMismatch(each.path, what)
         merge = text_kind if file_format in HEADED else merged
         for name, kind in lines.kinds.items():

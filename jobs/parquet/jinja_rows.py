@@ -7,11 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs.parquet.row_values import RowProblem, python_rows
+from jobs.prompts.templates.jinja_environment import render
+from jobs.prompts.templates.jinja_texts import TemplateProblem
 from sandbox.child import Worker
-
-from ..prompts.jinja_environment import render
-from ..prompts.jinja_texts import TemplateProblem
-from .row_values import RowProblem, python_rows
 
 #: Characters of the texts that are sent together.
 _TOGETHER_CHARS = 1 << 20

@@ -8,15 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs.context.children import CHILDREN
+from jobs.errors import InvalidJob, WrongColumnType
+from jobs.parquet.nested_values import holds_bytes
+from jobs.parquet.prompt_source import TEXT_FORMS, PromptSource, check_defaults, checked_chat, checked_text
+from jobs.parquet.row_values import RowProblem
+from jobs.prompts.templates.jinja_texts import LIMIT_S, JinjaTexts
+from jobs.prompts.templates.template_texts import template_texts
 from sandbox import ChildFailed, Limits
-
-from ..context.children import CHILDREN
-from ..errors import InvalidJob, WrongColumnType
-from ..prompts.jinja_texts import LIMIT_S, JinjaTexts
-from ..prompts.template_texts import template_texts
-from .nested_values import holds_bytes
-from .prompt_source import TEXT_FORMS, PromptSource, check_defaults, checked_chat, checked_text
-from .row_values import RowProblem
 
 _TASK = "jobs.parquet.jinja_rows:render_rows"
 

@@ -13,9 +13,8 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError, InvalidPathError
 
+from jobs.parquet.object_requests import opened_store
 from sandbox.child import Worker
-
-from .object_requests import opened_store
 
 #: Objects that a listing tells of at a time; and those below a folder that it passes over to list the folder.
 _LISTED, _MAX_BELOW = 1000, 20_000

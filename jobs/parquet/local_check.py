@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import ColumnConflict, InputError, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType
-from ..runs.spec import RunSpec
+from jobs.errors import (
+    ColumnConflict,
+    InputError,
+    MissingColumn,
+    MixedFormats,
+    SearchTooLong,
+    WrongColumnType,
+)
+from jobs.runs.plans.spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:
@@ -16,10 +23,10 @@ def check_columns_here(spec: RunSpec) -> None:
     Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
     """
     try:
-        from .find_files import find_files
-        from .inputs import read_columns
-        from .planner import check_columns
-        from .storage import Storage
+        from jobs.parquet.find_files import find_files
+        from jobs.parquet.inputs import read_columns
+        from jobs.parquet.planner import check_columns
+        from jobs.parquet.storage import Storage
     except ImportError:  # no pyarrow: a producer's install has none
         return
     with suppress(OSError):

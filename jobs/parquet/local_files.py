@@ -11,13 +11,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..context import never_interrupted
-from ..errors import InputNotFound, PathOutsideRoots, PathSwapped
-from ..runs.paths import run_path
-from .confined import entered, is_link, links_refused, root_of
-from .exclusive_rename import rename_exclusively
-from .filesystem import Entry, FileStat, Filesystem
-from .store_errors import NotExclusive
+from jobs.context import never_interrupted
+from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
+from jobs.parquet.confined import entered, is_link, links_refused, root_of
+from jobs.parquet.exclusive_rename import rename_exclusively
+from jobs.parquet.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.store_errors import NotExclusive
+from jobs.runs.plans.paths import run_path
 
 #: How filesystems say that they have no links, or no rename that replaces nothing.
 _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

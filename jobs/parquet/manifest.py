@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from ..runs.names import output_names, part_name
-from ..runs.part_stats import COUNTED, PartStats
-from ..runs.plan import Plan
-from ..runs.reasons import Reasons
-from ..runs.run_statistics import RunStatistics
+from jobs.runs.plans.names import output_names, part_name
+from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import RunStatistics
 
 #: What a manifest says of the workers that answered; where they differed, all of it.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from .column_types import is_bytes, is_list
+from jobs.parquet.column_types import is_bytes, is_list
 
 
 def num_values(column: pa.Array) -> int:

@@ -19,16 +19,16 @@ from typing import Any
 import obstore
 import pyarrow as pa
 
-from ..context import never_interrupted
-from ..errors import InputNotFound, PathOutsideRoots
-from ..runs.names import temporary_name
-from ..runs.paths import run_path
-from .confined import root_of
-from .filesystem import Entry, FileStat, Filesystem
-from .object_listings import listed
-from .object_requests import Requests, opened_store
-from .object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
-from .store_errors import StoreRefused, StoreUnfit
+from jobs.context import never_interrupted
+from jobs.errors import InputNotFound, PathOutsideRoots
+from jobs.parquet.confined import root_of
+from jobs.parquet.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.object_listings import listed
+from jobs.parquet.object_requests import Requests, opened_store
+from jobs.parquet.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
+from jobs.parquet.store_errors import StoreRefused, StoreUnfit
+from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.paths import run_path
 
 #: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30

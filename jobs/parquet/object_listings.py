@@ -7,9 +7,8 @@ from typing import Any
 
 from obstore import exceptions
 
+from jobs.parquet.store_errors import StoreRefused
 from sandbox import ChildFailed, Limits, Pool
-
-from .store_errors import StoreRefused
 
 _TASK = "jobs.parquet.listing_child:list_prefix"
 

@@ -21,8 +21,8 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ..errors import PathSwapped
-from .store_errors import BucketNotFound, StoreRefused, StoreUnreachable
+from jobs.errors import PathSwapped
+from jobs.parquet.store_errors import BucketNotFound, StoreRefused, StoreUnreachable
 
 T = TypeVar("T")
 

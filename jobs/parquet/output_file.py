@@ -14,14 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import CorruptParquet, PartDamaged
-from ..prompts.batch_lines import output_line
-from ..runs.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
-from ..runs.plan import Plan
-from .inputs import open_parquet
-from .part import OWN_KEYS
-from .row_values import RowProblem, row_values
-from .storage import Storage
+from jobs.errors import CorruptParquet, PartDamaged
+from jobs.parquet.inputs import open_parquet
+from jobs.parquet.part import OWN_KEYS
+from jobs.parquet.row_values import RowProblem, row_values
+from jobs.parquet.storage import Storage
+from jobs.prompts.batch_lines import output_line
+from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
+from jobs.runs.plans.plan import Plan
 
 #: Rows that are read, and for a format of lines are Python's, at a time.
 BATCH_ROWS = 1024

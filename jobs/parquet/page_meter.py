@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..errors import ShardTooLarge
-from .pages import ChunkSize
+from jobs.errors import ShardTooLarge
+from jobs.parquet.pages import ChunkSize
 
 
 class PageMeter:

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ..errors import CorruptParquet
-from .dictionary_use import behind_levels, bytes_of_values
-from .thrift import read_struct
+from jobs.errors import CorruptParquet
+from jobs.parquet.dictionary_use import behind_levels, bytes_of_values
+from jobs.parquet.thrift import read_struct
 
 #: Bytes read for a page's header, at first and at most; pyarrow takes no larger one.
 HEADER_BYTES = 1 << 8

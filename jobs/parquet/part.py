@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..common.version import code_version
-from ..context.answer import Answer
-from ..context.served_model import ServedModel
-from ..errors import (
+from jobs.common.version import code_version
+from jobs.context.answer import Answer
+from jobs.context.served_model import ServedModel
+from jobs.errors import (
     ColumnConflict,
     CorruptParquet,
     FooterTooLarge,
@@ -20,13 +20,13 @@ from ..errors import (
     PartDamaged,
     PathSwapped,
 )
-from ..runs.embedding_options import EMBED
-from ..runs.lengths import count_lengths
-from ..runs.part_stats import PartStats
-from ..runs.prompt_steps import ROW_COLUMNS
-from ..runs.spec import RunSpec
-from .inputs import open_parquet
-from .storage import Storage, writing
+from jobs.parquet.inputs import open_parquet
+from jobs.parquet.storage import Storage, writing
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.prompt_steps import ROW_COLUMNS
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.statistics.lengths import count_lengths
+from jobs.runs.statistics.part_stats import PartStats
 
 #: What the output adds to the input's columns; always these types, also when a part holds only nulls.
 OUTPUT_FIELDS = (

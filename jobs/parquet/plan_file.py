@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 
-from ..errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
-from ..runs.names import PLAN, TEMPORARY_PREFIX, replacement_name, temporary_name
-from ..runs.plan import Plan
-from .filesystem import FileStat
-from .replacing import remove_replacements, replace_file
-from .storage import Storage, reading, writing
+from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.replacing import remove_replacements, replace_file
+from jobs.parquet.storage import Storage, reading, writing
+from jobs.runs.plans.names import PLAN, TEMPORARY_PREFIX, replacement_name, temporary_name
+from jobs.runs.plans.plan import Plan
 
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20

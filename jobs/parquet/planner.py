@@ -12,38 +12,38 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..common.shown import shown
-from ..common.version import code_version
-from ..context import JobContext
-from ..context.served_model import ServedModel, parse_model
-from ..errors import (
-    InvalidValue,
-    MissingColumn,
-    OutputHoldsAnotherRun,
-    RunBusy,
-    RunOfAnotherModel,
+from jobs.common.display import brief
+from jobs.common.version import code_version
+from jobs.context import JobContext
+from jobs.context.served_model import ServedModel, parse_model
+from jobs.errors import InvalidValue, MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.parquet.find_files import find_files
+from jobs.parquet.growth import (
+    begins_as_planned,
+    by_planned_file,
+    check_as_planned,
+    extended,
+    in_planned_order,
 )
-from ..runs.embedding_options import check_served
-from ..runs.end_calls import NO_CALLS, EndCalls
-from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
-from ..runs.names import PLAN, plan_job_id
-from ..runs.option_checks import check_extend
-from ..runs.plan import PinnedModel, Plan, cut_shards
-from ..runs.refusals import CannotExtend
-from ..runs.run_index import list_in_index
-from ..runs.shard_jobs import enqueue_shards
-from ..runs.spec import RunSpec, check_queue_name
-from ..runs.state import RunState
-from .find_files import find_files
-from .growth import begins_as_planned, by_planned_file, check_as_planned, extended, in_planned_order
-from .inputs import Inputs, read_inputs
-from .part import embedding_size, output_schema, part_stats, write_part
-from .plan_file import create_plan, find_plan, load_plan, replace_plan
-from .run_folder import RunFolder
-from .shard_labels import content_free
-from .shard_lengths import shard_lengths
-from .sources import read_source
-from .storage import Storage
+from jobs.parquet.inputs import Inputs, read_inputs
+from jobs.parquet.part import embedding_size, output_schema, part_stats, write_part
+from jobs.parquet.plan_file import create_plan, find_plan, load_plan, replace_plan
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_labels import content_free
+from jobs.parquet.shard_lengths import shard_lengths
+from jobs.parquet.sources import read_source
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.embedding_options import check_served
+from jobs.runs.plans.names import PLAN, plan_job_id
+from jobs.runs.plans.option_checks import check_extend
+from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
+from jobs.runs.plans.spec import RunSpec, check_queue_name
+from jobs.runs.redis_state.end_calls import NO_CALLS, EndCalls
+from jobs.runs.redis_state.error_limit import DEFAULT_LIMIT, ErrorLimit
+from jobs.runs.redis_state.run_index import list_in_index
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.refusals import CannotExtend
 
 
 def score_parquet(
@@ -83,7 +83,7 @@ def score_parquet(
     alone.
     extend: files that the input has gained since the run was planned, and rows behind the end of a file of
     lines, are added to the run, whose other arguments are as they were; without it they are refused.
-    webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.told_end.
+    webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.end_notices.
     options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
@@ -94,7 +94,7 @@ def score_parquet(
     )
     for name, value in (("redo_damaged", redo_damaged), ("extend", extend)):
         if not isinstance(value, bool):
-            raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", shown(value))
+            raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
     check_extend(spec, extend)
     if queue is not None:
         check_queue_name(queue)
@@ -217,7 +217,7 @@ def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> Run
         raise CannotExtend(
             spec.output,
             f"it holds run {plan.run}, of which this Redis knows nothing",
-            f"submit it first as it was before (input {shown(plan.input)}), which resumes it",
+            f"submit it first as it was before (input {brief(plan.input)}), which resumes it",
         )
     return plan.spec
 

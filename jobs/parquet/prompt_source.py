@@ -10,15 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..common.json_text import to_json
-from ..common.shown import shown
-from ..errors import InvalidValue, WrongColumnType
-from ..prompts.arguments import MAX_PROMPT_BYTES, text_problem
-from ..prompts.messages import UnusableMessages, normal_messages
-from ..runs.template import Template
-from .column_types import is_list, is_text
-from .nested_values import holds_bytes
-from .row_values import RowProblem, python_rows
+from jobs.common.display import brief
+from jobs.common.json_text import to_json
+from jobs.errors import InvalidValue, WrongColumnType
+from jobs.parquet.column_types import is_list, is_text
+from jobs.parquet.nested_values import holds_bytes
+from jobs.parquet.row_values import RowProblem, python_rows
+from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
+from jobs.prompts.messages import UnusableMessages, normal_messages
+from jobs.runs.plans.template import Template
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
@@ -142,7 +142,7 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
-                "{} has a default, and is no column that the template names: leave it out", shown(column)
+                "{} has a default, and is no column that the template names: leave it out", brief(column)
             )
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..runs.names import PLAN, SUCCESS, part_shard
-from ..runs.paths import is_stored
-from ..runs.plan import Plan
-from ..runs.reasons import Reasons
-from .failed_rows import failed_rows
-from .output_file import BATCH_ROWS, open_part
-from .part import OWN_KEYS, answer_fields, read_part_stats
-from .plan_file import load_plan, write_text
-from .sources import read_source
-from .storage import Storage, reading, writing
+from jobs.parquet.failed_rows import failed_rows
+from jobs.parquet.output_file import BATCH_ROWS, open_part
+from jobs.parquet.part import OWN_KEYS, answer_fields, read_part_stats
+from jobs.parquet.plan_file import load_plan, write_text
+from jobs.parquet.sources import read_source
+from jobs.parquet.storage import Storage, reading, writing
+from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
+from jobs.runs.plans.paths import is_stored
+from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.reasons import Reasons
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FolderReader:
         """folder: its real path here, or in a store. Raises PlanDamaged, StoreError, or ImportError without
         obstore for one in a store."""
         if is_stored(folder):
-            from . import object_files  # noqa: F401  # raises what the storage lets pass
+            from jobs.parquet import object_files  # noqa: F401  # raises what the storage lets pass
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         self._read_plan()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.context.shard_bytes import NoRoomYet, ShardBytes
 
 
 class ReadRoom:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from ..context import JobContext
-from ..context.shard_bytes import ShardBytes
-from ..runs.plan import Plan
-from .added_columns import with_added_values
-from .column_choice import ColumnChoice
-from .decoders import Table
-from .formats.problems import split_problems
-from .prompt_source import PromptSource, render_rows
-from .row_reader import RowReader
-from .row_values import RowProblem
-from .shard_texts import ShardTexts
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.context.shard_bytes import ShardBytes
+from jobs.parquet.added_columns import with_added_values
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.decoders import Table
+from jobs.parquet.formats.problems import split_problems
+from jobs.parquet.prompt_source import PromptSource, render_rows
+from jobs.parquet.row_reader import RowReader
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_texts import ShardTexts
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.plan import Plan
 
 
 def rendered_shards(

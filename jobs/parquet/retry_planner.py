@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..errors import InvalidValue
-from ..runs.error_limit import ErrorLimit
-from ..runs.formats import OPENAI_BATCH
-from ..runs.names import is_run_id
-from ..runs.refusals import CannotRetry
-from ..runs.shard_jobs import enqueue_shards
-from ..runs.state import RunState
-from .fingerprint import file_fingerprint
-from .inputs import unchanged
-from .plan_file import remove_extensions
-from .run_folder import RunFolder
-from .shard_work import check_model, trusted_plan
-from .storage import Storage
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InvalidValue
+from jobs.parquet.fingerprint import file_fingerprint
+from jobs.parquet.inputs import unchanged
+from jobs.parquet.plan_file import remove_extensions
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_work import check_model, trusted_plan
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import is_run_id
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.refusals import CannotRetry
 
 #: None is ever passed: rows that fail again leave the run as it was, and it ends.
 NO_LIMIT = ErrorLimit(share=1.0)
@@ -31,7 +31,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     Raises RunError or InvalidJob.
     """
     if not is_run_id(run) or not isinstance(plan, str):
-        raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", shown(run))
+        raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", brief(run))
     storage = Storage.of(context)
     remove_extensions(storage, trusted_plan(storage, plan, run, context.files).spec.output)
     found = trusted_plan(storage, plan, run, context.files)

@@ -17,19 +17,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..common.version import code_version
-from ..context import JobContext
-from ..context.answer import Answer
-from ..errors import PartDamaged, PathSwapped, RunBusy
-from ..runs.part_stats import PartStats
-from ..runs.state import RunState
-from .failed_rows import failed_rows
-from .output_file import BATCH_ROWS, open_part
-from .part import OWN_KEYS, answer_fields, write_part
-from .rows_task import RowsTask
-from .run_folder import RunFolder
-from .shard_work import trusted_plan
-from .storage import Storage
+from jobs.common.version import code_version
+from jobs.context import JobContext
+from jobs.context.answer import Answer
+from jobs.errors import PartDamaged, PathSwapped, RunBusy
+from jobs.parquet.failed_rows import failed_rows
+from jobs.parquet.output_file import BATCH_ROWS, open_part
+from jobs.parquet.part import OWN_KEYS, answer_fields, write_part
+from jobs.parquet.rows_task import RowsTask
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_work import trusted_plan
+from jobs.parquet.storage import Storage
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.part_stats import PartStats
 
 #: Of a part's columns, what its statistics are the sums of.
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")

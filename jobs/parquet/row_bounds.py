@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ShardTooLarge
-from .pages import ChunkSize, Leaf, chunk_size
+from jobs.errors import ShardTooLarge
+from jobs.parquet.pages import ChunkSize, Leaf, chunk_size
 
 #: Rows decoded at once: enough to amortise a call, few enough that long texts stay small in memory.
 BATCH_ROWS = 1024

@@ -8,16 +8,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..context import never_interrupted
-from ..context.shard_bytes import ShardBytes
-from ..errors import CorruptParquet, CorruptTable, InputError, ShardTooLarge
-from ..runs.formats import PARQUET
-from ..runs.plan import Shard
-from .column_choice import ALL_COLUMNS, ColumnChoice
-from .decoders import Table, opened_decoder
-from .read_room import ReadRoom
-from .row_bounds import SHARD_TIMES
-from .storage import Storage, reading
+from jobs.context import never_interrupted
+from jobs.context.shard_bytes import ShardBytes
+from jobs.errors import CorruptParquet, CorruptTable, InputError, ShardTooLarge
+from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.decoders import Table, opened_decoder
+from jobs.parquet.read_room import ReadRoom
+from jobs.parquet.row_bounds import SHARD_TIMES
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.plan import Shard
 
 PARQUET_TABLE = Table()
 

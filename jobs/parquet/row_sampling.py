@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..errors import InvalidJob, WrongColumnType
-from ..prompts.arguments import NOT_TEXT
-from .column_types import is_list, is_text
-from .prompt_source import PromptSource, render_behind
-from .row_values import RowProblem
+from jobs.errors import InvalidJob, WrongColumnType
+from jobs.parquet.column_types import is_list, is_text
+from jobs.parquet.prompt_source import PromptSource, render_behind
+from jobs.parquet.row_values import RowProblem
+from jobs.prompts.arguments import NOT_TEXT
 
 #: Sets of values whose check is remembered: rows of few kinds are common.
 CHECKS_REMEMBERED = 1024

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..prompts.arguments import MAX_PROMPT_BYTES
-from .nested_values import holds_map, num_values, with_dicts
+from jobs.parquet.nested_values import holds_map, num_values, with_dicts
+from jobs.prompts.arguments import MAX_PROMPT_BYTES
 
 #: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
 #: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ..context import JobContext
-from ..context.answer_memo import AnswerMemo
-from ..runs.plan import Plan, PlannedFile
-from ..tasks import Completion, OpenTask, Request
-from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .inputs import unchanged
-from .rendered import rendered_shards
-from .shard_requests import ShardRequests
-from .shard_texts import ShardTexts
-from .shard_work import check_model, shard_requests
-from .sources import read_source
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.context.answer_memo import AnswerMemo
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.fingerprint import file_fingerprint
+from jobs.parquet.inputs import unchanged
+from jobs.parquet.rendered import rendered_shards
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shard_texts import ShardTexts
+from jobs.parquet.shard_work import check_model, shard_requests
+from jobs.parquet.sources import read_source
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.tasks import Completion, OpenTask, Request
 
 
 class RowsTask(OpenTask):

@@ -18,13 +18,17 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import islice
 
-from ..errors import (
-    PartDamaged,
-    RunError,
-    RunResubmitted,
-)
-from ..runs.control import remove_waiting
-from ..runs.names import (
+from jobs.errors import PartDamaged, RunError, RunResubmitted
+from jobs.parquet.failed_rows import part_reasons
+from jobs.parquet.manifest import manifest_of
+from jobs.parquet.output_file import write_output
+from jobs.parquet.part import read_part_stats
+from jobs.parquet.plan_file import load_plan, write_text
+from jobs.parquet.replacing import replace_file
+from jobs.parquet.storage import Storage, writing
+from jobs.runs.control import remove_waiting
+from jobs.runs.end_notices import tell_end, tell_shards_failed
+from jobs.runs.plans.names import (
     MANIFEST,
     PLAN,
     REPORT,
@@ -39,22 +43,14 @@ from ..runs.names import (
     shard_job_id,
     temporary_name,
 )
-from ..runs.part_reasons import MAX_PARTS, record_reasons, recorded_reasons
-from ..runs.part_stats import PartStats
-from ..runs.plan import Plan
-from ..runs.reasons import Reasons
-from ..runs.report import report_html
-from ..runs.run_index import list_in_index
-from ..runs.state import RunState
-from ..runs.state_values import PartCount
-from ..runs.told_end import tell_end, tell_shards_failed
-from .failed_rows import part_reasons
-from .manifest import manifest_of
-from .output_file import write_output
-from .part import read_part_stats
-from .plan_file import load_plan, write_text
-from .replacing import replace_file
-from .storage import Storage, writing
+from jobs.runs.plans.plan import Plan
+from jobs.runs.redis_state.part_reasons import MAX_PARTS, record_reasons, recorded_reasons
+from jobs.runs.redis_state.run_index import list_in_index
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state_values import PartCount
+from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.report import report_html
 
 #: What a listing shows of a mark that was withdrawn.
 _WITHDRAWN_TEXT = "withdrawn: a part is missing"

@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..context.answer import Answer, failed_answer
-from ..prompts.embedding_task import pooling_values
-from ..runs.embedding_options import EMBED
-from ..runs.spec import RunSpec
-from ..tasks import Completion
+from jobs.context.answer import Answer, failed_answer
+from jobs.prompts.embedding_task import pooling_values
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Completion
 
 _NOTHING = {"embedding": None}
 

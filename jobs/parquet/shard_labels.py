@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..context.answer import Answer, failed_answer
-from ..errors import InvalidValue
-from ..prompts.labels import CONTENT_FREE, classify, scoring_of
-from ..runs.spec import RunSpec
-from ..tasks import Completion
-from .prompt_source import MessagesColumn, PromptSource
-from .row_values import RowProblem
+from jobs.context.answer import Answer, failed_answer
+from jobs.errors import InvalidValue
+from jobs.parquet.prompt_source import MessagesColumn, PromptSource
+from jobs.parquet.row_values import RowProblem
+from jobs.prompts.labels import CONTENT_FREE, classify, scoring_of
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Completion
 
 #: The columns of a row, but for those of its tokens and its error.
 COLUMNS = ("label", "probability", "probabilities", "margin")

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from ..context import JobContext
-from ..errors import RunError
-from ..runs.plan import Plan, PlannedFile
-from ..runs.shard_sizes import ShardSizes
-from .column_choice import ColumnChoice
-from .decoders import Table
-from .inputs import Inputs
-from .prompt_source import PromptSource
-from .row_reader import RowReader
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.errors import RunError
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.decoders import Table
+from jobs.parquet.inputs import Inputs
+from jobs.parquet.prompt_source import PromptSource
+from jobs.parquet.row_reader import RowReader
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.runs.plans.shard_sizes import ShardSizes
 
 #: Input of at most so many bytes, unpacked, is read: in less than a second.
 MAX_READ_BYTES = 1 << 25

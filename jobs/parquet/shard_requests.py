@@ -10,18 +10,18 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
-from ..context.answer import Answer, failed_answer
-from ..context.answer_memo import AnswerMemo
-from ..context.checks.options import NO_REPAIRS, RepairOptions
-from ..context.checks.processes import Checks
-from ..prompts.attempts import Attempted, Attempts, num_generated
-from ..prompts.tool_calls import parse_tool_calls, with_ids
-from ..tasks import Completion, Request
-from .chain import Chain
-from .row_sampling import split
-from .row_values import RowProblem
-from .shard_embeddings import ShardEmbeddings
-from .shard_labels import ShardLabels
+from jobs.context.answer import Answer, failed_answer
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.checks.options import NO_REPAIRS, RepairOptions
+from jobs.context.checks.processes import Checks
+from jobs.parquet.chain import Chain
+from jobs.parquet.row_sampling import split
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_embeddings import ShardEmbeddings
+from jobs.parquet.shard_labels import ShardLabels
+from jobs.prompts.answers.tool_calls import parse_tool_calls, with_ids
+from jobs.prompts.attempts import Attempted, Attempts, num_generated
+from jobs.tasks import Completion, Request
 
 #: What is asked of prompts for which nothing is generated.
 Measure = ShardLabels | ShardEmbeddings

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..errors import InvalidJob, InvalidValue
-from ..runs.names import is_run_id
-from ..tasks import Task
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.runs.plans.names import is_run_id
+from jobs.tasks import Task
 
 if TYPE_CHECKING:
-    from .retry_work import RetryWork
-    from .shard_work import ShardWork
-    from .verify_work import VerifyWork
+    from jobs.parquet.retry_work import RetryWork
+    from jobs.parquet.shard_work import ShardWork
+    from jobs.parquet.verify_work import VerifyWork
 
 
 class ShardTask(Task):
@@ -31,10 +31,10 @@ class ShardTask(Task):
     def open(self, context: JobContext) -> ShardWork | RetryWork:
         """Read the shard's rows, or find its part there already. Raises RunError."""
         if self._retry:
-            from .retry_work import RetryWork
+            from jobs.parquet.retry_work import RetryWork
 
             return RetryWork.open(context, self._run, self._plan, self._shard)
-        from .shard_work import ShardWork
+        from jobs.parquet.shard_work import ShardWork
 
         return ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
 
@@ -51,7 +51,7 @@ class VerifyTask(Task):
 
     def open(self, context: JobContext) -> VerifyWork:
         """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
-        from .verify_work import VerifyWork
+        from jobs.parquet.verify_work import VerifyWork
 
         return VerifyWork(context, self._run, self._plan, self._sample, self._seed)
 
@@ -62,10 +62,10 @@ def shard_task(
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
     _check_run(run, plan)
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
-        raise InvalidValue("shard is {}, expected the number of a shard", shown(shard))
+        raise InvalidValue("shard is {}, expected the number of a shard", brief(shard))
     for name, value in (("redo_damaged", redo_damaged), ("retry_errors", retry_errors)):
         if not isinstance(value, bool):
-            raise InvalidValue(f"{name} is {{}}, expected true or false", shown(value))
+            raise InvalidValue(f"{name} is {{}}, expected true or false", brief(value))
     if redo_damaged and retry_errors:
         raise InvalidJob("redo_damaged and retry_errors: a damaged part has no rows to try again")
     return ShardTask(run, plan, shard, redo_damaged, retry_errors)
@@ -74,7 +74,7 @@ def shard_task(
 def _check_run(run: object, plan: object) -> None:
     if not is_run_id(run):
         raise InvalidValue(
-            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", shown(run)
+            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", brief(run)
         )
     if not isinstance(plan, str):
         raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")

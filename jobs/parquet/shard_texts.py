@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from ..context.shard_bytes import ShardBytes
-from ..errors import ShardTooLarge
-from .row_values import RowProblem
+from jobs.context.shard_bytes import ShardBytes
+from jobs.errors import ShardTooLarge
+from jobs.parquet.row_values import RowProblem
 
 #: What a row takes besides its prompt, at least: its places in lists, or the reason why it has none.
 ROW_BYTES = 200

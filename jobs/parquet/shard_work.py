@@ -14,41 +14,41 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..context import JobContext
-from ..context.answer import Answer
-from ..context.answer_memo import AnswerMemo
-from ..context.served_model import ServedModel, model_text
-from ..context.shared_files import ReaderKey, SharedFiles
-from ..errors import PlanDamaged, RunError, RunOfAnotherModel
-from ..prompts.batch_lines import line_task
-from ..runs.formats import OPENAI_BATCH
-from ..runs.names import PLAN
-from ..runs.part_stats import PartStats
-from ..runs.plan import Plan, PlannedFile, Shard
-from ..runs.state import RunState
-from ..tasks import Completion, OpenTask, Request
-from .added_columns import with_added_fields, with_added_values
-from .batch_requests import BatchRequests
-from .chain import Chain
-from .column_choice import ColumnChoice, kept, used
-from .decoders import Table
-from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .formats.problems import split_problems
-from .inputs import unchanged
-from .part import embedding_size, output_schema, part_stats, with_answers, write_part
-from .plan_file import load_plan
-from .prompt_source import PromptSource, render_rows
-from .read_room import ReadRoom
-from .row_reader import RowReader
-from .row_values import RowProblem
-from .run_folder import RunFolder
-from .shard_embeddings import ShardEmbeddings
-from .shard_labels import ShardLabels
-from .shard_requests import ShardRequests
-from .shard_texts import ShardTexts
-from .sources import read_source
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.context.answer import Answer
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.served_model import ServedModel, model_text
+from jobs.context.shared_files import ReaderKey, SharedFiles
+from jobs.errors import PlanDamaged, RunError, RunOfAnotherModel
+from jobs.parquet.added_columns import with_added_fields, with_added_values
+from jobs.parquet.batch_requests import BatchRequests
+from jobs.parquet.chain import Chain
+from jobs.parquet.column_choice import ColumnChoice, kept, used
+from jobs.parquet.decoders import Table
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.fingerprint import file_fingerprint
+from jobs.parquet.formats.problems import split_problems
+from jobs.parquet.inputs import unchanged
+from jobs.parquet.part import embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.plan_file import load_plan
+from jobs.parquet.prompt_source import PromptSource, render_rows
+from jobs.parquet.read_room import ReadRoom
+from jobs.parquet.row_reader import RowReader
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_embeddings import ShardEmbeddings
+from jobs.parquet.shard_labels import ShardLabels
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shard_texts import ShardTexts
+from jobs.parquet.sources import read_source
+from jobs.parquet.storage import Storage
+from jobs.prompts.batch_lines import line_task
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import PLAN
+from jobs.runs.plans.plan import Plan, PlannedFile, Shard
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.part_stats import PartStats
+from jobs.tasks import Completion, OpenTask, Request
 
 
 class ShardWork(OpenTask):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..context import accept_any_sampling
-from ..runs.formats import OPENAI_BATCH
-from ..runs.spec import RunSpec
-from ..runs.template import Template
-from .batch_requests import BatchSource
-from .chain import ChainSource
-from .checked_source import CheckedSource
-from .jinja_source import JinjaSource
-from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
-from .row_sampling import SampledSource
+from jobs.context import accept_any_sampling
+from jobs.parquet.batch_requests import BatchSource
+from jobs.parquet.chain import ChainSource
+from jobs.parquet.checked_source import CheckedSource
+from jobs.parquet.jinja_source import JinjaSource
+from jobs.parquet.prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
+from jobs.parquet.row_sampling import SampledSource
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.plans.template import Template
 
 
 def prompt_source(

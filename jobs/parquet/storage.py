@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from ..context import JobContext, never_interrupted
-from ..errors import (
+from jobs.context import JobContext, never_interrupted
+from jobs.errors import (
     CorruptParquet,
     CorruptTable,
     DiskFull,
@@ -21,12 +21,12 @@ from ..errors import (
     OutputNotWritable,
     PathOutsideRoots,
 )
-from ..runs.paths import is_stored, run_path
-from .filesystem import Entry, FileStat, Filesystem
-from .local_files import LocalFiles
+from jobs.parquet.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.local_files import LocalFiles
+from jobs.runs.plans.paths import is_stored, run_path
 
 try:
-    from .object_files import ObjectFiles
+    from jobs.parquet.object_files import ObjectFiles
 except ImportError:  # obstore is not installed: the extra `cloud` brings it
     ObjectFiles = None  # type: ignore[assignment,misc]
 

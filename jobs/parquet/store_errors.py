@@ -8,7 +8,7 @@ StoreError
 └── StoreUnreachable       it gave no answer, or asked to come back later, for too long
 """
 
-from ..errors import OutputError, RunError
+from jobs.errors import OutputError, RunError
 
 
 class NotExclusive(OutputError):

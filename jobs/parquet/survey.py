@@ -9,25 +9,25 @@ from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
 from typing import Any
 
-from ..context import JobContext
-from ..context.prompt_meter import PromptMeter
-from ..errors import InvalidJob
-from ..runs.embedding_options import EMBED
-from ..runs.formats import OPENAI_BATCH
-from ..runs.plan import Plan
-from ..runs.reasons import Reasons
-from ..runs.spec import RunSpec
-from .find_files import find_files
-from .inputs import read_inputs
-from .planner import check_columns, new_plan
-from .prompt_source import PromptSource
-from .rendered import rendered_shards
-from .row_sampling import split
-from .row_values import RowProblem
-from .shard_labels import content_free
-from .shard_work import row_seed
-from .sources import prompt_source
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.context.prompt_meter import PromptMeter
+from jobs.errors import InvalidJob
+from jobs.parquet.find_files import find_files
+from jobs.parquet.inputs import read_inputs
+from jobs.parquet.planner import check_columns, new_plan
+from jobs.parquet.prompt_source import PromptSource
+from jobs.parquet.rendered import rendered_shards
+from jobs.parquet.row_sampling import split
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_labels import content_free
+from jobs.parquet.shard_work import row_seed
+from jobs.parquet.sources import prompt_source
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.statistics.reasons import Reasons
 
 #: Of the prompts that are returned, in characters: a result of the worker's has its limit.
 MAX_PICKED_CHARS = 4 << 20

@@ -8,16 +8,16 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..errors import CannotVerify, InvalidValue
-from ..runs.embedding_options import EMBED
-from ..runs.formats import OPENAI_BATCH
-from .output_file import part_rows
-from .part import answer_fields, read_part_stats
-from .rows_task import RowsTask
-from .shard_work import trusted_plan
-from .storage import Storage
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import CannotVerify, InvalidValue
+from jobs.parquet.output_file import part_rows
+from jobs.parquet.part import answer_fields, read_part_stats
+from jobs.parquet.rows_task import RowsTask
+from jobs.parquet.shard_work import trusted_plan
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.formats import OPENAI_BATCH
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
@@ -74,7 +74,7 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     """Return the numbers of some of a run's rows. Raises InvalidValue."""
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", sample, re.ASCII)
     if found is None or not (size := Fraction(found[1])):
-        raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", shown(sample))
+        raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample))
     count = min(total, math.ceil(size * total / 100 if found[2] else size))
     if count > most:
         raise InvalidValue(f"sample has {{}} rows, more than the limit of {most}: take fewer", count)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..errors import SearchTooLong
-from ..runs.paths import run_path
-from .filesystem import Entry
-from .storage import Storage, glob_chars
+from jobs.errors import SearchTooLong
+from jobs.parquet.filesystem import Entry
+from jobs.parquet.storage import Storage, glob_chars
+from jobs.runs.plans.paths import run_path
 
 #: Names that one search may meet, in all folders together: some seconds on a local disk.
 MAX_NAMES = 1_000_000

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.shown import MAX_SHOWN_CHARS, shown
-from ..errors import InvalidJob, InvalidValue
-from .client_values import without_neutral
+from jobs.common.display import MAX_SHOWN_CHARS, brief
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.client_values import without_neutral
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
@@ -107,7 +107,7 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
     n = sampling.get("n", 1)
     if isinstance(n, int) and num_prompts * n > MAX_CHOICES:
         raise InvalidJob(
-            f"{num_prompts} prompts with n={shown(n)} ask for {shown(num_prompts * n)} answers, more than "
+            f"{num_prompts} prompts with n={brief(n)} ask for {brief(num_prompts * n)} answers, more than "
             f"the limit of {MAX_CHOICES} in one job: split it, or score a Parquet file"
         )
 
@@ -129,12 +129,12 @@ def _arrived_as_text(name: str, value: str) -> InvalidValue:
         return InvalidValue(
             f"{name} arrived as the text {{}}, expected JSON such as {example}: "
             f"with rq enqueue write {name}:='{example}', in Python pass no text",
-            shown(value),
+            brief(value),
         )
     return InvalidValue(
         f"{name} arrived as the text {{}}, expected JSON: "
         f"with rq enqueue write {name}:={{}}, in Python and JSON pass it without quotes",
-        shown(value),
+        brief(value),
         value[:MAX_SHOWN_CHARS],
     )
 

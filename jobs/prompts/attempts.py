@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from ..common.shown import shown
-from ..context.checks.options import RepairOptions
-from ..context.checks.processes import Checks
-from ..errors import InvalidJob, InvalidValue
-from ..tasks import Completion, Logprob, Request
+from jobs.common.display import brief
+from jobs.context.checks.options import RepairOptions
+from jobs.context.checks.processes import Checks
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.tasks import Completion, Logprob, Request
 
 #: Of the first prompt alone.
 _OF_PROMPT = ("echo", "prompt_logprobs")
@@ -165,7 +165,7 @@ def check_repairs(
     name = "continue_on_length" if options.check is None else "check"
     n = sampling.get("n", 1)
     if type(n) is int and n > 1:
-        raise InvalidValue(f"{name} and n={{}}: a prompt that is tried again has one answer", shown(n))
+        raise InvalidValue(f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n))
     if prompt_only:
         raise InvalidJob(f"{name} and max_tokens=0: there is no answer that could be tried again")
     if options.check is not None and has_tools:

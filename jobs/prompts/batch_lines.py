@@ -9,12 +9,12 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue, JobsError, RequestFailed
-from ..tasks import Task
-from .embedding_task import embed_task
-from .prompt_task import chat_task, complete_task
-from .templated_task import refuse_template
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue, JobsError, RequestFailed
+from jobs.prompts.embedding_task import embed_task
+from jobs.prompts.prompt_task import chat_task, complete_task
+from jobs.prompts.templated_task import refuse_template
+from jobs.tasks import Task
 
 #: What a line may ask for: the task of its body, and the argument that has no default.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
@@ -42,16 +42,16 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
     """
     if custom_id(line) is None:
         raise InvalidValue(
-            "custom_id is {}, expected a text that names the line", shown(line.get("custom_id"))
+            "custom_id is {}, expected a text that names the line", brief(line.get("custom_id"))
         )
     if line.get("method") != "POST":
-        raise InvalidValue("method is {}, expected 'POST'", shown(line.get("method")))
+        raise InvalidValue("method is {}, expected 'POST'", brief(line.get("method")))
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
         what = ", which is not built" if url in _NOT_BUILT else ""
-        raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", shown(url))
+        raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", brief(url))
     if not isinstance(body, dict):
-        raise InvalidValue("body is {}, expected an object", shown(body))
+        raise InvalidValue("body is {}, expected an object", brief(body))
     refuse_template(body)
     if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
         body = {name: value for name, value in body.items() if name != "model"}

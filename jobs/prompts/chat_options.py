@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue
 
 MAX_TOOLS = 1_000
 
@@ -36,11 +36,11 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     tools = _tools(values.get("tools"))
     choice = values.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', shown(choice))
+        raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', brief(choice))
     if values.get("parallel_tool_calls") not in (None, True):
         raise InvalidValue(
             "parallel_tool_calls is {}, which is not built yet: leave it out, or send true",
-            shown(values["parallel_tool_calls"]),
+            brief(values["parallel_tool_calls"]),
         )
     has_tools = bool(tools) and choice != "none"
     if has_tools:
@@ -69,7 +69,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
         if tool["type"] != "function":
             raise InvalidValue(
                 f"tool {number} is of the type {{}}, which is not built: functions alone are",
-                shown(tool["type"]),
+                brief(tool["type"]),
             )
         function = tool.get("function")
         if (

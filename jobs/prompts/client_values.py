@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.shown import MAX_NAME_CHARS, shown
-from ..errors import InvalidJob, InvalidValue
-from .response_format import with_structured_outputs
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.answers.response_format import with_structured_outputs
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -87,7 +87,7 @@ def _kind(value: object) -> type:
 def _not_built(name: str, value: Any) -> InvalidValue:
     """What says so. The neutral values stand in a text to be formatted."""
     neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
-    return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", shown(value))
+    return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
 
 
 def _check_type(name: str, value: Any) -> None:
@@ -104,7 +104,7 @@ def _with_one_max_tokens(values: dict[str, Any]) -> dict[str, Any]:
     if older is not None and older != newer:
         raise InvalidValue(
             "max_tokens is {} and max_completion_tokens is {}, and they are one value: send one of them",
-            shown(older)[:MAX_NAME_CHARS],
-            shown(newer)[:MAX_NAME_CHARS],
+            brief(older)[:MAX_NAME_CHARS],
+            brief(newer)[:MAX_NAME_CHARS],
         )
     return {**values, "max_tokens": newer}

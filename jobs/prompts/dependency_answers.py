@@ -10,11 +10,11 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ..common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_key, result_type, results_key
-from ..common.shown import safe_name
-from ..common.stored import text
-from ..context import JobContext
-from ..errors import AnswerMissing, InvalidJob
+from jobs.common.display import safe_name
+from jobs.common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_key, result_type, results_key
+from jobs.common.stored import text
+from jobs.context import JobContext
+from jobs.errors import AnswerMissing, InvalidJob
 
 #: As many as one job holds prompts.
 MAX_DEPENDENCIES = 10_000

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..common.shown import shown
-from ..context.served_model import parse_model
-from ..errors import InvalidJob, InvalidValue
-from ..tasks import Completion, Request
-from .arguments import Unusable, parse_prompts
-from .client_values import without_neutral
-from .labels import parse_truncation
-from .prompt_task import PromptTask
-from .responses import Answers, usage
+from jobs.common.display import brief
+from jobs.context.served_model import parse_model
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.answers.responses import Answers, usage
+from jobs.prompts.arguments import Unusable, parse_prompts
+from jobs.prompts.client_values import without_neutral
+from jobs.prompts.labels import parse_truncation
+from jobs.prompts.prompt_task import PromptTask
+from jobs.tasks import Completion, Request
 
 ENCODINGS = ("float", "base64")
 
@@ -36,11 +36,11 @@ def embed_task(
     """Return the task of jobs.embed. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     for name in without_neutral(others):
-        raise InvalidValue("{} is no argument of jobs.embed", shown(name))
+        raise InvalidValue("{} is no argument of jobs.embed", brief(name))
     if encoding_format is None:
         encoding_format = "float"
     if encoding_format not in ENCODINGS:
-        raise InvalidValue("encoding_format is {}, expected 'float' or 'base64'", shown(encoding_format))
+        raise InvalidValue("encoding_format is {}, expected 'float' or 'base64'", brief(encoding_format))
     if input is None:
         raise InvalidJob("input is missing: a text, token ids, or a list of either")
     values = pooling_values(dimensions, normalize, prompt_name, truncate_prompt_tokens)
@@ -65,16 +65,16 @@ def pooling_values(
             raise InvalidValue(
                 "dimensions is {}, expected a positive integer: on the command line of RQ write "
                 "dimensions:=256",
-                shown(dimensions),
+                brief(dimensions),
             )
         values["dimensions"] = dimensions
     if normalize is not None:
         if not isinstance(normalize, bool):
-            raise InvalidValue("normalize is {}, expected true or false", shown(normalize))
+            raise InvalidValue("normalize is {}, expected true or false", brief(normalize))
         values["normalize"] = normalize
     if prompt_name is not None:
         if not isinstance(prompt_name, str):
-            raise InvalidValue("prompt_name is {}, expected a text such as 'query'", shown(prompt_name))
+            raise InvalidValue("prompt_name is {}, expected a text such as 'query'", brief(prompt_name))
         values["prompt_name"] = prompt_name
     if truncate_prompt_tokens is not None:
         values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)

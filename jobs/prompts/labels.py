@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import exp, fsum, isfinite
 from typing import Any
 
-from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue
-from .arguments import text_problem
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.arguments import text_problem
 
 MAX_LABELS = 1_000
 
@@ -38,7 +38,7 @@ class Classified:
 def parse_labels(labels: object) -> list[str]:
     """Return a copy of a list of labels. Raises InvalidJob for what is none."""
     if not isinstance(labels, list | tuple):
-        raise InvalidValue('labels is {}, expected a list of texts such as ["yes", "no"]', shown(labels))
+        raise InvalidValue('labels is {}, expected a list of texts such as ["yes", "no"]', brief(labels))
     if not 2 <= len(labels) <= MAX_LABELS:
         raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
     for number, label in enumerate(labels):
@@ -47,7 +47,7 @@ def parse_labels(labels: object) -> list[str]:
         if not label:
             raise InvalidJob(f"label {number} is empty: no token stands for it")
         if (first := labels.index(label)) != number:
-            raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", shown(label))
+            raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", brief(label))
     return list(labels)
 
 
@@ -63,7 +63,7 @@ def parse_truncation(value: object) -> int:
     """Return how many tokens of a prompt are read. Raises InvalidJob."""
     if type(value) is not int or (value < 1 and value != -1):
         raise InvalidValue(
-            "truncate_prompt_tokens is {}, expected a number of tokens, or -1 for what fits", shown(value)
+            "truncate_prompt_tokens is {}, expected a number of tokens, or -1 for what fits", brief(value)
         )
     return value
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..common.shown import shown
-from ..errors import InvalidJob
-from .arguments import MAX_PROMPT_BYTES, text_problem
+from jobs.common.display import brief
+from jobs.errors import InvalidJob
+from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 
 MAX_MESSAGES = 10_000
 
@@ -60,7 +60,7 @@ def _message(message: object, number: int) -> dict[str, Any]:
     for key in given:
         if key not in ("role", "content", "tool_calls", *TEXTS):
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
-            raise UnusableMessages(f"message {number} holds {shown(key)}, which is not built: {known}")
+            raise UnusableMessages(f"message {number} holds {brief(key)}, which is not built: {known}")
     calls = given.get("tool_calls")
     if "content" not in message and calls is None:
         raise UnusableMessages(f"message {number} has no 'content'")
@@ -89,7 +89,7 @@ def _part(part: object, number: int) -> str:
         raise UnusableMessages(f"a part of message {number} must be an object with a type, such as 'text'")
     if part["type"] != "text":
         raise UnusableMessages(
-            f"message {number} holds a part of the type {shown(part['type'])}: "
+            f"message {number} holds a part of the type {brief(part['type'])}: "
             "text alone is read, no images, audio or video"
         )
     if {key for key, value in part.items() if value is not None} != {"type", "text"}:
@@ -115,7 +115,7 @@ def _call(call: object, number: int) -> dict[str, Any]:
         )
     if call.get("type", "function") != "function":
         raise UnusableMessages(
-            f"message {number} holds a tool call of the type {shown(call['type'])}: functions alone are built"
+            f"message {number} holds a tool call of the type {brief(call['type'])}: functions alone are built"
         )
     what = f"tool call of message {number}"
     arguments = function.get("arguments")

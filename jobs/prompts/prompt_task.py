@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..context import JobContext
-from ..context.checks.options import NO_REPAIRS, RepairOptions, split_repair_options
-from ..context.served_model import parse_model
-from ..errors import InvalidJob, ResultTooLarge
-from ..tasks import Completion, OpenTask, Request, Task
-from .arguments import Unusable, check_choices, parse_prompts, parse_sampling
-from .attempts import Attempts, check_prompts, check_repairs
-from .chat_options import refuse_chat_options, split_chat_options
-from .messages import parse_messages
-from .response_options import chat_response_options, completion_options
-from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
-from .templated_task import TemplatedTask
+from jobs.context import JobContext
+from jobs.context.checks.options import NO_REPAIRS, RepairOptions, split_repair_options
+from jobs.context.served_model import parse_model
+from jobs.errors import InvalidJob, ResultTooLarge
+from jobs.prompts.answers.response_options import chat_response_options, completion_options
+from jobs.prompts.answers.responses import (
+    Answers,
+    FailedCompletion,
+    chat_completion,
+    check_answers,
+    text_completion,
+)
+from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
+from jobs.prompts.chat_options import refuse_chat_options, split_chat_options
+from jobs.prompts.messages import parse_messages
+from jobs.prompts.templated_task import TemplatedTask
+from jobs.tasks import Completion, OpenTask, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..common.shown import shown
-from ..context.served_model import parse_model
-from ..errors import InvalidJob, InvalidValue, RequestFailed
-from ..tasks import Completion, Request, Task
-from .arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
-from .chat_options import NAMES as CHAT_NAMES
-from .chat_options import split_chat_options
-from .labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
-from .messages import parse_messages
-from .prompt_task import PromptTask
-from .responses import Answers, usage
-from .templated_task import TemplatedTask
+from jobs.common.display import brief
+from jobs.context.served_model import parse_model
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed
+from jobs.prompts.answers.responses import Answers, usage
+from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
+from jobs.prompts.chat_options import NAMES as CHAT_NAMES
+from jobs.prompts.chat_options import split_chat_options
+from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
+from jobs.prompts.messages import parse_messages
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.templated_task import TemplatedTask
+from jobs.tasks import Completion, Request, Task
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
 RERANK_PROMPT = (
@@ -72,7 +72,7 @@ def _classify_task(
     if (prompt is None) == (messages is None):
         raise InvalidJob("a classification needs a prompt or messages, and not both")
     for name in options.keys() - set(CHAT_NAMES) if messages is not None else options:
-        raise InvalidValue("{} is no argument of jobs.classify", shown(name))
+        raise InvalidValue("{} is no argument of jobs.classify", brief(name))
     template = split_chat_options(options)[1].template
     asked = [prompt if messages is None else messages]
     if calibrate is not False and calibrate is not None:
@@ -122,9 +122,9 @@ def rerank_task(
             f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
         )
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidValue("top_n is {}, expected a number of documents", shown(top_n))
+        raise InvalidValue("top_n is {}, expected a number of documents", brief(top_n))
     if not isinstance(return_documents, bool):
-        raise InvalidValue("return_documents is {}, expected true or false", shown(return_documents))
+        raise InvalidValue("return_documents is {}, expected true or false", brief(return_documents))
     values = scoring_of(RERANK_LABELS)
     requests: list[Request | Unusable] = []
     for number, text in enumerate(texts):
@@ -234,7 +234,7 @@ def _one_prompt(prompt: object) -> str | list[int]:
 
 def _continuations(continuations: object) -> list[str | list[int]]:
     if not isinstance(continuations, list | tuple):
-        raise InvalidValue("continuations is {}, expected a list of texts", shown(continuations))
+        raise InvalidValue("continuations is {}, expected a list of texts", brief(continuations))
     if not 1 <= len(continuations) <= MAX_CHOICES:
         raise InvalidJob(f"continuations holds {len(continuations)}, expected 1 to {MAX_CHOICES} of them")
     found: list[str | list[int]] = []
@@ -242,7 +242,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
         if not each or not isinstance(each, str | list):
             raise InvalidValue(
                 f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty",
-                shown(each),
+                brief(each),
             )
         found.append(_one_prompt([each]))
     return found
@@ -255,7 +255,7 @@ def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
         raise InvalidValue(
-            f"calibrate is {{}}, expected true, false, or {kind} without content", shown(calibrate)
+            f"calibrate is {{}}, expected true, false, or {kind} without content", brief(calibrate)
         )
     return calibrate
 
@@ -268,7 +268,7 @@ def _without_content(messages: object) -> list[Mapping[str, Any]]:
 
 def _documents(documents: object) -> list[str]:
     if not isinstance(documents, list | tuple):
-        raise InvalidValue("documents is {}, expected a list of texts", shown(documents))
+        raise InvalidValue("documents is {}, expected a list of texts", brief(documents))
     if not 1 <= len(documents) <= MAX_PROMPTS:
         raise InvalidJob(f"documents holds {len(documents)}, expected 1 to {MAX_PROMPTS} of them")
     texts = []

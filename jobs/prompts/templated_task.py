@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..errors import InvalidJob, InvalidValue
-from ..tasks import OpenTask, Task
-from .jinja_texts import JinjaTexts, TemplateProblem
-from .template_texts import template_texts
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.templates.jinja_texts import JinjaTexts, TemplateProblem
+from jobs.prompts.templates.template_texts import template_texts
+from jobs.tasks import OpenTask, Task
 
 if TYPE_CHECKING:
-    from .dependency_answers import Dependencies
+    from jobs.prompts.dependency_answers import Dependencies
 
 #: What a template may name.
 NAMES = frozenset({"answers", "results"})
@@ -49,14 +49,14 @@ class TemplatedTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Raises AnswerMissing, InvalidJob for a template that cannot be filled in, and as the task does."""
-        from .dependency_answers import read_dependencies  # rq: only where a template is filled
+        from jobs.prompts.dependency_answers import read_dependencies  # rq: only where a template is filled
 
         template = JinjaTexts(self._texts)
         if foreign := sorted(template.names - NAMES):
             raise InvalidValue(
                 f"{self._argument} names {{}}: there are `answers`, one for each job that this one depends "
                 "on, and `results`, all that each returned",
-                shown(foreign[0]),
+                brief(foreign[0]),
             )
         texts = self._filled(template, read_dependencies(context))
         if self._roles is None:

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.keys import MODEL_FIELD
-from ..common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
-from ..context.served_model import parse_model
-from ..errors import PlanningUnderWay, UnknownRun
-from .end_calls import ON_END, WEBHOOK, EndCalls
-from .error_limit import ErrorLimit
-from .holders import Holder, holders
-from .left_jobs import LeftJob, planned_by, read_left
-from .names import PLAN, plan_job_id, shard_job_id
-from .option_checks import check_extend
-from .output import RunOutput, named_run
-from .paths import run_path
-from .plan import MAX_SHARDS
-from .run_index import list_in_index
-from .spec import RunSpec, check_queue_name
-from .state import LOCK_WAIT_S, RunState
-from .told_end import tell_cancelled
+from jobs.common import stored
+from jobs.common.keys import MODEL_FIELD
+from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
+from jobs.context.served_model import parse_model
+from jobs.errors import PlanningUnderWay, UnknownRun
+from jobs.runs.end_notices import tell_cancelled
+from jobs.runs.output import RunOutput, named_run
+from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
+from jobs.runs.plans.option_checks import check_extend
+from jobs.runs.plans.paths import run_path
+from jobs.runs.plans.plan import MAX_SHARDS
+from jobs.runs.plans.spec import RunSpec, check_queue_name
+from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
+from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.executions import Holder, holders
+from jobs.runs.redis_state.run_index import list_in_index
+from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -231,7 +231,7 @@ def _enqueue_planning(
     function: str = PLANNING,
 ) -> None:
     """Put a planning job into the place of any earlier one."""
-    for earlier in read_left(connection, [plan_job]):
+    for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     JobQueue(connection, queue_name).enqueue(
         pipe,
@@ -254,7 +254,7 @@ def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
 
 def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> str | None:
     """Return the planning job that waits or runs; None for one that is over, or that is told to stop."""
-    left = [] if state.is_cancelled() else read_left(connection, [plan_job])
+    left = [] if state.is_cancelled() else read_earlier(connection, [plan_job])
     for job in left:
         if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
             return plan_job
@@ -289,7 +289,7 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     return None
 
 
-def _is_on_its_queue(connection: Redis, job: LeftJob) -> bool:
+def _is_on_its_queue(connection: Redis, job: EarlierJob) -> bool:
     """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
     keys = queue_keys(job.origin)
     return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))

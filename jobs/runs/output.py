@@ -7,13 +7,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.keys import run_folder_key
-from ..errors import JobsError, PlanDamaged, UnknownRun
-from .key_types import wrong_types_told
-from .names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
-from .paths import is_stored, real_path, run_path
-from .plan import PinnedModel, Plan
+from jobs.common import stored
+from jobs.common.keys import run_folder_key
+from jobs.errors import JobsError, PlanDamaged, UnknownRun
+from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
+from jobs.runs.plans.paths import is_stored, real_path, run_path
+from jobs.runs.plans.plan import PinnedModel, Plan
+from jobs.runs.redis_state.key_types import wrong_types_told
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..context.webhooks import call_webhook, check_host
-from ..errors import InvalidValue
-from .refusals import WebhookFailed, WebhookRefused
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.context.webhooks import call_webhook, check_host
+from jobs.errors import InvalidValue
+from jobs.runs.refusals import WebhookFailed, WebhookRefused
 
 #: Seconds before each further call.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
@@ -38,7 +38,7 @@ def post_run_end(
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
     if not 0 < len(body) <= MAX_BODY_BYTES:
-        raise InvalidValue("content is {}, expected a small mapping", shown(content))
+        raise InvalidValue("content is {}, expected a small mapping", brief(content))
     for pause_s in (*PAUSES_S, None):
         context.check_interrupted()
         status, problem = _post(context, webhook, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import InputChanged, RunError
+from jobs.errors import InputChanged, RunError
 
 
 class RunFailed(RunError):

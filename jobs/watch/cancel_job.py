@@ -8,10 +8,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.rq_jobs import JobStatus, executions_key, job_key, queue_keys, rate_limited_key
-from ..runs.control import stop_held
-from ..runs.lock import transact
+from jobs.common import stored
+from jobs.common.rq_jobs import JobStatus, executions_key, job_key, queue_keys, rate_limited_key
+from jobs.runs.control import stop_held
+from jobs.runs.redis_state.lock import transact
 
 if TYPE_CHECKING:
     from redis import Redis

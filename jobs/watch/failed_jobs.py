@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.job_results import error_text
-from ..common.rq_jobs import (
+from jobs.common import stored
+from jobs.common.display import printable, safe_name
+from jobs.common.job_results import error_text
+from jobs.common.rq_jobs import (
     JOB_PREFIX,
     JobStatus,
     dependency_ids,
@@ -20,10 +21,9 @@ from ..common.rq_jobs import (
     relatives_keys,
     results_key,
 )
-from ..common.shown import printable, safe_name
-from ..errors import fault_line
-from ..runs.snapshot import error_line
-from .cancel_job import CANCELLABLE
+from jobs.errors import fault_line
+from jobs.runs.watching.snapshot import error_line
+from jobs.watch.cancel_job import CANCELLABLE
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from ..common.keys import QUARANTINE, RQ
-from ..common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY
+from jobs.common.keys import QUARANTINE, RQ
+from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import WatchError
 
-from ..common.rq_jobs import (
+from jobs.common.rq_jobs import (
     JOB_PREFIX,
     QUEUES_KEY,
     RATE_LIMITS_KEY,
@@ -23,7 +23,7 @@ from ..common.rq_jobs import (
     rate_limited_key,
     time_text,
 )
-from ..common.stored import text
+from jobs.common.stored import text
 
 if TYPE_CHECKING:
     from redis import Redis

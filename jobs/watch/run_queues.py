@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..common.rq_jobs import queue_keys
-from ..runs.snapshot import read_workers
+from jobs.common.rq_jobs import queue_keys
+from jobs.runs.watching.snapshot import read_workers
 
 if TYPE_CHECKING:
     from redis import Redis

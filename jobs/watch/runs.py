@@ -11,16 +11,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.keys import run_key, run_parts_key
-from ..common.rq_jobs import JobStatus, job_key, job_status
-from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..errors import RunKeyDamaged, UnknownRun
-from ..runs.names import shard_job_id
-from ..runs.part_reasons import recorded_reasons
-from ..runs.reasons import Reason
-from ..runs.run_index import newest_runs
-from ..runs.snapshot import (
+from jobs.common import stored
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.keys import run_key, run_parts_key
+from jobs.common.rq_jobs import JobStatus, job_key, job_status
+from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.redis_state.part_reasons import recorded_reasons
+from jobs.runs.redis_state.run_index import newest_runs
+from jobs.runs.redis_state.state import PLAN_ERROR, RunState
+from jobs.runs.redis_state.totals import FIELDS, Totals
+from jobs.runs.statistics.reasons import Reason
+from jobs.runs.watching.snapshot import (
     RunSnapshot,
     awaited_model,
     read_planned,
@@ -29,9 +31,7 @@ from ..runs.snapshot import (
     shards_of,
     too_many_errors,
 )
-from ..runs.state import PLAN_ERROR, RunState
-from ..runs.totals import FIELDS, Totals
-from .run_queues import NO_QUEUE, RunQueue, read_queues
+from jobs.watch.run_queues import NO_QUEUE, RunQueue, read_queues
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
-from ..common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from ..common.shown import safe_name
-from ..common.stored import count, json_object, text
+from jobs.common.display import safe_name
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.stored import count, json_object, text
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from redis.exceptions import ResponseError
 
-from ..common.keys import RUNS_KEY
-from ..common.shared_keys import OF_A_QUEUE, SHARED
-from ..common.shown import safe_name
+from jobs.common.display import safe_name
+from jobs.common.keys import RUNS_KEY
+from jobs.common.shared_keys import OF_A_QUEUE, SHARED
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 
 if TYPE_CHECKING:
     from redis import Redis

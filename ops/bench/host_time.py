@@ -2,7 +2,7 @@
 
     python -m ops.bench.host_time
 
-The engine itself runs: it schedules, builds the batch and keeps its books; only the runner is replaced, by
+The engine itself runs: it schedules and builds the batch; only the runner is replaced, by
 one that answers every row with the same token. Counted is the CPU time of the thread, so that other
 processes on the machine disturb little.
 """
@@ -21,10 +21,10 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import ModelConfig
-from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
-from engine.run.runner import PoolSize
+from engine.run.forward.pending_tokens import DeviceTokens, PendingTokens, Sampled
+from engine.run.forward.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread
 

@@ -15,7 +15,7 @@ from rq import Queue
 from starlette.testclient import TestClient
 
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
-from jobs.runs.run_index import list_in_index
+from jobs.runs.redis_state.run_index import list_in_index
 from jobs.watch.runs import RunSummary
 from tests.dashboard.conftest import Open
 from tests.jobs.test_failed_jobs import end, fail

@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
-from engine.run import check_machine, device
+from engine.run.machine import device
+from engine.run.start import check_machine
 from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from jobs.doctor.installation import check_installation
 from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad
 from tests.faults.mounts import MountRefused, Mounts
 from tests.rq_workers import ROOT
-from worker.doctor import worker_checks
+from worker import doctor
 
 MODEL = ROOT / "ops" / "demo" / "model"
 
@@ -199,7 +200,7 @@ def test_wrong_settings_are_found(
     monkeypatch.chdir(tmp_path)
     for name, value in {"TOKENMILL_MODEL": str(MODEL), **variables}.items():
         monkeypatch.setenv(name, value)
-    (told,) = bad(worker_checks._check_settings())
+    (told,) = bad(doctor._check_settings())
     assert found in told.found + told.mend
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import engine.attention.kv_cache
 from engine import Engine, EngineConfig, EngineStats
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.families import COMMON, Family
 from tests.engine.family_runs import BLOCK_SIZE, NUM_NEW_TOKENS, config_of, prompts, run

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-import engine.run.model_runner
+import engine.run.forward.model_runner
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import read_model_config
-from engine.run.memory import cpu_allowance_bytes
+from engine.run.forward.memory import cpu_allowance_bytes
 
 
 def peak_rss_bytes() -> int:
@@ -29,7 +29,7 @@ def fill(config: EngineConfig) -> dict[str, int]:
     """Run one more prompt than fits, each as long as a sequence may be."""
     with Engine(config) as built:
         runner = built._open_runner()
-        assert isinstance(runner, engine.run.model_runner.ModelRunner)
+        assert isinstance(runner, engine.run.forward.model_runner.ModelRunner)
         model_len, num_blocks = built.max_model_len, built.stats().num_blocks
         rng = random.Random(0)
         for i in range(num_blocks * config.block_size // model_len + 1):
@@ -53,8 +53,8 @@ def main(folder: str, kv_cache_bytes: int) -> None:
     torch.set_num_threads(1)
     config = EngineConfig(folder, kv_cache_bytes=kv_cache_bytes, max_num_seqs=24, max_num_batched_tokens=512)
     print(json.dumps(fill(config)))
-    block_bytes = engine.run.model_runner.block_bytes
-    engine.run.model_runner.block_bytes = lambda *args: block_bytes(*args) // 2  # type: ignore[assignment]
+    block_bytes = engine.run.forward.model_runner.block_bytes
+    engine.run.forward.model_runner.block_bytes = lambda *args: block_bytes(*args) // 2  # type: ignore[assignment]
     print(json.dumps(fill(config)))
 
 

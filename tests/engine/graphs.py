@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.run.model_runner
+import engine.run.forward.model_runner
 from engine.attention import CapturableBackend
 from engine.attention.base import AttentionMetadata
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
-from engine.run.decode_graphs import Replay
+from engine.run.forward.decode_graphs import Replay
 
 
 @dataclass
@@ -95,12 +95,12 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     """From now on engines on a CPU capture: those of the torch backend, or of one that can be captured."""
     capture = SimulatedCapture()
-    load = engine.run.model_runner.load_backend
+    load = engine.run.forward.model_runner.load_backend
 
     def load_capturable(name: str, device: torch.device, *rest: Any, **options: Any) -> CapturableBackend:
         backend = load(name, device, *rest, **options)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
-    monkeypatch.setattr(engine.run.model_runner, "load_backend", load_capturable)
-    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args, **options: capture)
+    monkeypatch.setattr(engine.run.forward.model_runner, "load_backend", load_capturable)
+    monkeypatch.setattr(engine.run.forward.model_runner, "choose_capture", lambda *args, **options: capture)
     return capture

@@ -11,7 +11,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config
 

@@ -18,7 +18,7 @@ from engine import Engine, SamplingParams
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.models.registry import ARCHITECTURES
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, prompts, reference_of, run
 from tests.engine.graphs import simulate_graphs

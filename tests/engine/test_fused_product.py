@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels.fused_heads import project_heads
-from engine.kernels.fused_product import linear_add, norm_gate, norm_linear
+from engine.kernels.products.fused_heads import project_heads
+from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import load_backend
+from engine.cpu_kernels.processor import processor_flags
 from engine.layers import int8
 from engine.layers.int8 import ZERO, Int8Product, quantize_rows, quantize_weight
-from engine.layers.processor import processor_flags
 
 DTYPES = (torch.float32, torch.bfloat16)
 needs_int8 = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels import decode_attention
+from engine.kernels.attention import decode as decode_attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
 
 pytestmark = pytest.mark.long

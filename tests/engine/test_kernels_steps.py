@@ -28,7 +28,7 @@ from engine.kernels.logit_edits import edit_logits as by_kernel
 from engine.kernels.pending import TILE
 from engine.kernels.sampler import weigh
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
-from engine.run.static_rows import StaticRows
+from engine.run.forward.static_rows import StaticRows
 from engine.sampling import weights
 from engine.sampling.edit_logits import edit_logits as by_torch
 from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask

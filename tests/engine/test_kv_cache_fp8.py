@@ -16,7 +16,7 @@ from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
-from engine.run.warm_up import make_step
+from engine.run.forward.warm_up import make_step
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.paged import DEVICE, TOLERANCE, make_batch
 from tests.engine.reference import Reference

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
-from engine.run import row_logprobs
+from engine.run.forward import row_logprobs
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.reference import Reference
 

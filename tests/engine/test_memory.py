@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine.run.model_runner
+import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
-from engine.run.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
+from engine.run.machine.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
 from tests.engine.checkpoints import Shape, make_checkpoint
 from tests.engine.graphs import simulate_graphs
 
@@ -118,7 +118,7 @@ def start_on(
         gpu.take(step_bytes * len(step.token_ids))
         return launch(runner, step, sampling)
 
-    monkeypatch.setattr(engine.run.model_runner, "gpu_memory", lambda device: gpu)
+    monkeypatch.setattr(engine.run.forward.model_runner, "gpu_memory", lambda device: gpu)
     monkeypatch.setattr(KVCache, "__init__", make_cache_there)
     monkeypatch.setattr(ModelRunner, "_capture_graphs", capture_there)
     monkeypatch.setattr(ModelRunner, "launch", launch_there)

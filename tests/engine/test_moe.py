@@ -232,7 +232,7 @@ def test_weights_are_a_softmax_in_float32(num_experts: int, kernels: LayerKernel
 def test_many_choices_are_grouped_as_torch_sorts_them() -> None:
     """More than a program looks at together, of few experts and of many, some of which nobody chose."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    from engine.kernels.expert_groups import TILE, group_by_expert
+    from engine.kernels.products.expert_groups import TILE, group_by_expert
 
     for num_tokens, num_chosen, num_experts in ((TILE, 2, 3), (1, 1, 1), (TILE // 4 + 1, 8, 150)):
         generator = torch.Generator().manual_seed(num_tokens)
@@ -247,7 +247,7 @@ def test_many_choices_are_grouped_as_torch_sorts_them() -> None:
 def test_a_row_of_padding_gets_experts_that_are_there() -> None:
     """Whatever its scores are: a choice outside would be read outside of the weights."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    from engine.kernels.expert_groups import choose_experts as choose
+    from engine.kernels.products.expert_groups import choose_experts as choose
 
     for value in (torch.nan, torch.inf, -torch.inf):
         scores = random(3, 5).to(DEVICE)

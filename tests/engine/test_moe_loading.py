@@ -18,7 +18,7 @@ from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import ConfigError, MissingWeights, WeightMismatch
 from engine.layers.parallel import TensorParallel
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.family_runs import config_of, reference_of, run
 

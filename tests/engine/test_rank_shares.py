@@ -20,10 +20,10 @@ from engine import (
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import (

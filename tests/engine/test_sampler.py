@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
-from engine.sampling.params import COLUMNS, SamplingParams
+from engine.sampling.parameters.sampling import COLUMNS, SamplingParams
 from engine.sampling.philox import first_words, philox4x32
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row

@@ -21,9 +21,9 @@ from engine import (
     SamplingParams,
 )
 from engine.attention.torch_backend import TorchBackend
-from engine.layers import processor
-from engine.run import model_runner
-from engine.run.memory import allowed_bytes
+from engine.cpu_kernels import processor
+from engine.run.forward import model_runner
+from engine.run.forward.memory import allowed_bytes
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 PACKAGE = Path(engine.__file__).parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,14 +182,6 @@ def test_it_says_the_same_however_it_is_computed(
         assert [each.token_ids for each in other.generate(prompts, rows)] == expected
         assert "a step raised" not in caplog.text
         assert other.stats().num_preemptions > 0 or "block_size" not in options
-
-
-def test_without_llguidance_it_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with engine_of(folder) as engine:
-        with pytest.raises(InvalidSampling, match=r"tokenmill\[structured\]"):
-            engine.add("1", "hello", SamplingParams(structured_outputs={"regex": "a"}))
-        assert engine.generate(["hello"], SamplingParams(max_tokens=1))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from engine.layers.parallel import TensorParallel
 from engine.models import served
 from engine.models.registry import ARCHITECTURES
 from engine.models.served import model_table, refuse_known, served_architectures
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from jobs.cli import main
 from tests.engine.architectures import (
     REFUSED,
@@ -42,8 +42,8 @@ from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
 
-#: Each for something that the others lack: two calls of a layer, values narrower than keys, a soft cap with
-#: windows, other names in config.json, sinks, chunks, a window that the mask alone tells of.
+#: Each for something that the others lack: values narrower than keys, a soft cap with
+#: windows, other names in config.json, chunks, a window that the mask alone tells of.
 SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "llama4_text", "qwen2_moe"]
 MIXING = [
     "bloom",

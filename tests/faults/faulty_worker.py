@@ -22,9 +22,9 @@ from jobs.parquet import planner, run_folder, shard_work
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
-from jobs.runs import shard_jobs
-from jobs.runs import state as run_state
-from jobs.runs.state import RunState
+from jobs.runs.redis_state import shard_jobs
+from jobs.runs.redis_state import state as run_state
+from jobs.runs.redis_state.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker import BatchWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jobs.runs import state as run_state
+from jobs.runs.redis_state import state as run_state
 from tests.worker.fake_engine import FakeEngineWorker
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from jobs.runs.names import part_shard
+from jobs.runs.plans.names import part_shard
 from tests.faults.harness import Harness
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy
 

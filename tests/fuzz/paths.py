@@ -12,7 +12,7 @@ from jobs.errors import JobsError
 from jobs.parquet.find_files import find_files
 from jobs.parquet.shard_task import shard_task
 from jobs.parquet.storage import Storage
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from tests.fuzz.named import check_says
 from tests.fuzz.values import JSON, SAMPLING, TEXTS
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.s3_server import BUCKET
 from tests.jobs.test_kills import finish, open_work
 

@@ -17,7 +17,7 @@ from rq.job import JobStatus
 
 from jobs.cli import commands as cli
 from jobs.common.keys import held_key, worker_key
-from jobs.runs.names import part_name, shard_job_id
+from jobs.runs.plans.names import part_name, shard_job_id
 from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, leftovers, wait_until
 

@@ -14,7 +14,7 @@ from jobs.context import JobContext
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn
 from jobs.installed import check_sampling
 from jobs.parquet.survey import survey_parquet
-from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
+from jobs.runs.plans.spec import MAX_ROWS_PER_SHARD, RunSpec
 from tests.jobs.answering import queued_jobs, score_parquet
 from tests.jobs.chains import GREEDY, TWO, write
 from tests.jobs.conftest import Invoke

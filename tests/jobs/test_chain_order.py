@@ -11,7 +11,7 @@ from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.parquet.chain import Chain, ChainSource
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse
 from tests.jobs.chains import GREEDY, TWO, brackets
 

@@ -17,8 +17,8 @@ from jobs.context.shared_files import SharedFiles
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import (
     fails,
     feed,

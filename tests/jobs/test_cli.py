@@ -15,7 +15,7 @@ from jobs.cli import commands as cli
 from jobs.cli import waiting
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import fail, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 

@@ -13,8 +13,8 @@ from rq.results import Result
 
 from jobs.common.keys import SUBMISSION_FIELD, run_key, run_parts_key
 from jobs.context import JobContext
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import fail, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 

@@ -19,7 +19,7 @@ from jobs.installed import check_sampling
 from jobs.parquet.prompt_source import MessagesColumn
 from jobs.prompts.client_values import NEUTRAL, without_neutral
 from jobs.prompts.messages import UnusableMessages, normal_messages
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import opened_task, run_task
 

@@ -13,7 +13,7 @@ import pytest
 
 import jobs
 from engine import SamplingParams
-from engine.sampling.params import NOT_BUILT
+from engine.sampling.parameters.sampling import NOT_BUILT
 from jobs.cli import main
 from jobs.prompts.client_values import NEUTRAL, OLDER_NAMES
 from worker.settings import WorkerSettings

@@ -20,8 +20,8 @@ from jobs.context import JobContext
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.parquet.survey import Asked, pick_requests
-from jobs.runs.dry_run import NUM_TRIED, Estimate, estimate
-from jobs.runs.trials import Trial, Tried
+from jobs.runs.watching.dry_run import NUM_TRIED, Estimate, estimate
+from jobs.runs.watching.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, work_off

@@ -22,7 +22,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.parquet.survey import survey_parquet
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, queued_jobs, refuse, score_parquet, work_off
 from tests.jobs.conftest import Invoke

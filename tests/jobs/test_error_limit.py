@@ -16,7 +16,7 @@ import jobs
 from jobs.cli import waiting
 from jobs.context import JobContext
 from jobs.errors import InvalidValue
-from jobs.runs.error_limit import ErrorLimit
+from jobs.runs.redis_state.error_limit import ErrorLimit
 from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs

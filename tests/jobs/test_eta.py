@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.runs.part_stats import PartStats
-from jobs.runs.recorded_parts import SeenParts
-from jobs.runs.shard_sizes import ShardSizes
-from jobs.runs.time_left import Progress, Span, seconds_left, time_left
+from jobs.runs.plans.shard_sizes import ShardSizes
+from jobs.runs.redis_state.recorded_parts import SeenParts
+from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
 
 #: Rows that a worker has in its batch, and in a shard.
 BATCH, SHARD = 16, 50

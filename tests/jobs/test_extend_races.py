@@ -12,7 +12,7 @@ from rq.job import Job
 from jobs.context import JobContext
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import OpenTask
 from tests.jobs.answering import (
     feed,

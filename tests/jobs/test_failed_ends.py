@@ -19,10 +19,10 @@ from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
 from jobs.errors import OutputNotWritable, RunKeyDamaged
 from jobs.runs.control import submit_run
-from jobs.runs.end_calls import TOLD
-from jobs.runs.names import plan_job_id, shard_job_id
-from jobs.runs.state import RunState
-from jobs.runs.told_end import tell_failed, tells_of
+from jobs.runs.end_notices import tell_failed, tells_of
+from jobs.runs.plans.names import plan_job_id, shard_job_id
+from jobs.runs.redis_state.end_calls import TOLD
+from jobs.runs.redis_state.state import RunState
 from tests.forking import ForkedWorkers
 from tests.jobs.answering import fail as write_failure
 from tests.jobs.answering import queued_jobs, run_task, work_off

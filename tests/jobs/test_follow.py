@@ -15,9 +15,9 @@ from rq.serializers import JSONSerializer
 from jobs.common.keys import run_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext
-from jobs.runs.follow import End, follow
-from jobs.runs.names import shard_job_id
-from jobs.runs.snapshot import RunSnapshot, read_snapshot
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.test_progress import snapshot

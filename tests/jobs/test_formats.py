@@ -20,7 +20,7 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.parquet.part import OUTPUT_FIELDS
-from jobs.runs.names import part_name, temporary_name
+from jobs.runs.plans.names import part_name, temporary_name
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]
@@ -175,7 +175,7 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
     )
     code = """
 import sys, pyarrow
-from jobs.runs.plan import Shard
+from jobs.runs.plans.plan import Shard
 from jobs.parquet.row_reader import RowReader
 from jobs.parquet.storage import Storage
 folder, rows = sys.argv[1], int(sys.argv[2])

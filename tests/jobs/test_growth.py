@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jobs.parquet.growth import extended
 from jobs.parquet.inputs import Inputs
-from jobs.runs.plan import Plan, PlannedFile, Shard, cut_shards
+from jobs.runs.plans.plan import Plan, PlannedFile, Shard, cut_shards
 from tests.jobs.test_plan import MODEL, make_spec
 
 #: Of each moment the row groups that each of the files has gained.

@@ -16,8 +16,8 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.storage import reading
-from jobs.runs import plan, spec
-from jobs.runs.names import PLAN
+from jobs.runs.plans import plan, spec
+from jobs.runs.plans.names import PLAN
 from tests.jobs.answering import (
     MODEL,
     fails,

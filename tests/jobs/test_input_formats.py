@@ -33,7 +33,7 @@ from jobs.parquet.formats import line_scan
 from jobs.parquet.formats.lines import MAX_LINE_BYTES
 from jobs.parquet.row_reader import RowReader, Table
 from jobs.parquet.storage import Storage
-from jobs.runs.plan import cut_shards
+from jobs.runs.plans.plan import cut_shards
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.input_files import (

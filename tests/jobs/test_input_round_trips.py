@@ -15,7 +15,7 @@ from jobs.parquet.formats import line_scan
 from jobs.parquet.formats.line_scan import scan_lines
 from jobs.parquet.row_reader import RowReader, Table
 from jobs.parquet.storage import Storage
-from jobs.runs.plan import cut_shards
+from jobs.runs.plans.plan import cut_shards
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 VALUES = st.recursive(

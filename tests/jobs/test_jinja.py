@@ -17,10 +17,10 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
 from jobs.parquet import jinja_source
-from jobs.prompts import jinja_texts
-from jobs.prompts.jinja_environment import render as render_texts
-from jobs.prompts.jinja_texts import JinjaTexts, TemplateProblem
-from jobs.runs.spec import RunSpec
+from jobs.prompts.templates import jinja_texts
+from jobs.prompts.templates.jinja_environment import render as render_texts
+from jobs.prompts.templates.jinja_texts import JinjaTexts, TemplateProblem
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 

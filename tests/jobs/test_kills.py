@@ -24,9 +24,9 @@ from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.spec import RunSpec
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 

@@ -24,7 +24,7 @@ from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_labels import ShardLabels
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.survey import survey_parquet
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, score_parquet, work_off
 from tests.jobs.conftest import Invoke

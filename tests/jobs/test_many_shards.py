@@ -14,11 +14,11 @@ from redis import Redis
 
 from jobs.common.keys import run_key, run_parts_key
 from jobs.context import JobContext
-from jobs.runs import recorded_parts, shard_jobs, waiting_jobs
 from jobs.runs.control import _is_nearer_to_end, cancel_run
-from jobs.runs.names import shard_job_id
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.redis_state import recorded_parts, shard_jobs, waiting_jobs
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import RunDetail, list_shards, read_run
 from tests.jobs.answering import queued_jobs, run_task, score_parquet
 

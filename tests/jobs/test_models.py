@@ -19,9 +19,9 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
 from jobs.runs.control import submit_run
-from jobs.runs.follow import End, follow
-from jobs.runs.plan import Plan
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.plans.plan import Plan
+from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

@@ -17,7 +17,7 @@ from jobs.parquet import exclusive_rename, local_files
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.parquet.store_errors import NotExclusive
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.test_kills import finish, open_work
 
 REFUSALS = [errno.EPERM, errno.ENOTSUP, errno.ENOSYS]

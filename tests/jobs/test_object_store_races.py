@@ -21,8 +21,8 @@ from jobs.parquet import object_files
 from jobs.parquet.listing_child import listing
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
-from jobs.runs.spec import RunSpec
-from jobs.runs.state import RunState
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 from tests.jobs.stored_runs import ROOT, MakeContext, in_store, rows, run_all, spec_of, whole_run
 from tests.jobs.test_kills import finish, open_work, release_lock

@@ -28,9 +28,9 @@ from jobs.parquet.find_files import find_files
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import RunNotHere
-from jobs.runs.spec import RunSpec
-from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, refuse, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing

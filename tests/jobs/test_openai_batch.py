@@ -20,7 +20,7 @@ from jobs.context import JobContext
 from jobs.errors import CorruptTable, InvalidJob
 from jobs.installed import check_sampling
 from jobs.parquet.formats import line_scan
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,

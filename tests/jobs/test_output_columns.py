@@ -22,8 +22,8 @@ from jobs.context import JobContext
 from jobs.context.shard_bytes import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
 from jobs.parquet.part import OUTPUT_FIELDS
-from jobs.runs.plan import cut_shards
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.plan import cut_shards
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import InvalidJob, UnsupportedScheme
-from jobs.runs.plan import PinnedModel, Plan, PlannedFile, Shards, cut_shards
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, Shards, cut_shards
+from jobs.runs.plans.spec import RunSpec
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
 

@@ -26,9 +26,9 @@ from jobs.parquet.local_check import check_columns_here
 from jobs.parquet.sources import prompt_source
 from jobs.parquet.storage import Storage
 from jobs.parquet.walk import Walk
-from jobs.runs.plan import Plan
-from jobs.runs.spec import RunSpec
-from jobs.runs.template import MAX_SHARD_PIECES, Template
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.plans.template import MAX_SHARD_PIECES, Template
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

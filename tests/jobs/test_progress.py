@@ -15,7 +15,7 @@ import pytest
 from rq.job import JobStatus
 
 from jobs.cli.progress import LINE_EVERY_S, Bar, Lines, duration_text, progress
-from jobs.runs.snapshot import RunSnapshot
+from jobs.runs.watching.snapshot import RunSnapshot
 
 
 def snapshot(**changed: Any) -> RunSnapshot:

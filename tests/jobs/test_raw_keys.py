@@ -17,7 +17,7 @@ from redis import Redis
 from jobs.cli import commands as cli
 from jobs.common.keys import run_key, run_parts_key
 from jobs.context import JobContext
-from jobs.runs.names import shard_job_id
+from jobs.runs.plans.names import shard_job_id
 from tests.jobs.answering import queued_jobs, score_parquet, work_off
 
 ODD = b"\xff\xfe\x1b[2J"

@@ -19,11 +19,11 @@ from redis import Redis
 
 from jobs.cli.commands import main
 from jobs.context import JobContext
-from jobs.runs.lengths import BOUNDS, count_lengths, read_lengths
-from jobs.runs.part_stats import PartStats
-from jobs.runs.reasons import Reasons
-from jobs.runs.report import report_html
-from jobs.runs.run_statistics import MAX_BINS, RunStatistics
+from jobs.runs.statistics.lengths import BOUNDS, count_lengths, read_lengths
+from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.report import report_html
+from jobs.runs.statistics.run_statistics import MAX_BINS, RunStatistics
 from tests.jobs.answering import score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

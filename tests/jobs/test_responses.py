@@ -21,9 +21,9 @@ from engine import Engine, EngineConfig, SamplingParams
 from jobs import errors
 from jobs.context import JobContext
 from jobs.installed import check_sampling
+from jobs.prompts.answers.tool_calls import parse_tool_calls
 from jobs.prompts.messages import normal_messages
-from jobs.prompts.tool_calls import parse_tool_calls
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, run_task, score_parquet

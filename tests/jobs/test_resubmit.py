@@ -22,7 +22,7 @@ from jobs.context import JobContext
 from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
 from jobs.runs.control import submit_run
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import list_runs
 from tests.jobs.answering import feed, opened_task, queued_jobs, run_task, score_parquet, work_off
 

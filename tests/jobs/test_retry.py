@@ -29,8 +29,8 @@ from jobs.parquet import part, retry_work
 from jobs.parquet.retry_work import RetryWork
 from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run, submit_run
+from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import CannotRetry
-from jobs.runs.state import RunState
 from jobs.table import own_function
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs, list_shards, read_run

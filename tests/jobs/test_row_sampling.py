@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
 from jobs.installed import check_sampling
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout
 from tests.jobs.conftest import Invoke

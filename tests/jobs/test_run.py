@@ -22,7 +22,7 @@ from jobs.context import JobContext
 from jobs.parquet.prompt_source import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_work import row_seed
-from jobs.runs.names import part_name, shard_job_id
+from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,
@@ -71,7 +71,7 @@ def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(
 
     for number in range(3):
         write_prompts(tmp_path / f"{number}.parquet", ["a", "b"])
-    monkeypatch.setattr("jobs.runs.shard_jobs.CHUNK", 1)
+    monkeypatch.setattr("jobs.runs.redis_state.shard_jobs.CHUNK", 1)
     for checks in itertools.count():
         countdown = iter(range(checks))
 

@@ -20,8 +20,8 @@ from jobs.context import JobContext
 from jobs.errors import InvalidJob, RunCancelled
 from jobs.parquet import run_folder
 from jobs.runs.control import retry_run, submit_run
-from jobs.runs.end_calls import EndCalls
 from jobs.runs.post_end import PAUSES_S, post_run_end
+from jobs.runs.redis_state.end_calls import EndCalls
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
 from jobs.table import own_function
 from tests.jobs.answering import queued_jobs, refuse, run_task, work_off

@@ -13,9 +13,9 @@ from redis import Redis
 from jobs.common.keys import run_folder_key, run_key, run_lock_key, run_parts_key
 from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged
-from jobs.runs import state as run_state
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
+from jobs.runs.redis_state import state as run_state
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import feed, opened_task, queued_jobs, refuse, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 

@@ -10,7 +10,7 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import LockNotOwnedError
 
-from jobs.runs.lock import RunLock
+from jobs.runs.redis_state.lock import RunLock
 
 NAME = "tokenmill:run:r:lock"
 

@@ -24,7 +24,7 @@ from jobs.errors import InputChanged
 from jobs.parquet.row_bounds import BATCH_ROWS
 from jobs.parquet.row_reader import RowReader
 from jobs.parquet.storage import Storage
-from jobs.runs.plan import Shard, cut_shards
+from jobs.runs.plans.plan import Shard, cut_shards
 from jobs.tasks import OpenTask
 from tests.jobs.answering import feed, opened_task, queued_jobs, score_parquet
 

@@ -19,9 +19,9 @@ from jobs.context.shared_files import SharedFiles
 from jobs.errors import RunBusy, RunCancelled
 from jobs.parquet.shard_work import trusted_plan
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN
-from jobs.runs.shard_jobs import enqueue_shards
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import PLAN
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet
 
 MakeContext = Callable[[], JobContext]

@@ -25,9 +25,9 @@ from jobs.parquet import output_file
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PARTS, part_name
 from jobs.runs.output import named_run
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import PARTS, part_name
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse

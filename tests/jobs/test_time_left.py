@@ -25,10 +25,10 @@ import jobs.parquet.shard_lengths
 from jobs.cli.commands import main
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
-from jobs.runs.plan import Plan
-from jobs.runs.shard_sizes import MAX_SIZES, ShardSizes
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.shard_sizes import MAX_SIZES, ShardSizes
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import read_run
 from tests.jobs.answering import queued_jobs, run_task, score_parquet
 

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 import jobs
 from jobs.context import JobContext, Lease
 from jobs.context.checks.processes import Checks
+from jobs.runs.end_notices import tell_failed
 from jobs.runs.refusals import RunFailed
-from jobs.runs.told_end import tell_failed
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs, score_parquet, work_off

@@ -28,7 +28,7 @@ from jobs.errors import (
     TrialFailed,
 )
 from jobs.parquet.verify_work import MAX_DIFFERENCES, sampled_rows
-from jobs.runs.trials import Trial
+from jobs.runs.watching.trials import Trial
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke

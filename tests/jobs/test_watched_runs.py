@@ -15,9 +15,9 @@ from redis import Redis
 from jobs.common.keys import RUNS_KEY, run_errors_key, run_key, run_parts_key
 from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged, UnknownRun
-from jobs.runs.reasons import MAX_EXAMPLES, Reasons
-from jobs.runs.run_index import list_in_index
-from jobs.runs.totals import store_totals
+from jobs.runs.redis_state.run_index import list_in_index
+from jobs.runs.redis_state.totals import store_totals
+from jobs.runs.statistics.reasons import MAX_EXAMPLES, Reasons
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.jobs.answering import fail, queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke

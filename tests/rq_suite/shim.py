@@ -26,7 +26,7 @@ from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.queue import Queue
 
-from worker.imports import load_parts
+from worker.start.imports import load_parts
 from worker.store.webhooks import Webhooks
 
 TEST_TIMEOUT_S = 60

@@ -14,7 +14,7 @@ from redis import Redis
 from jobs.errors import JobsError, PlanningUnderWay
 from tests.thaws.freezing import Freezer, Killed
 from tests.thaws.world import ROWS, Worker, World
-from worker.store.claimed_job import ClaimedJob
+from worker.store.records.claimed_job import ClaimedJob
 
 # What the one that freezes is at: each leaves a job at the head of the queue, or a person's wish.
 

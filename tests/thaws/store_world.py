@@ -16,8 +16,8 @@ from redis import Redis
 
 from jobs.parquet import object_files
 from jobs.parquet.listing_child import listing
-from jobs.runs.names import part_name, part_shard
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import part_name, part_shard
+from jobs.runs.plans.spec import RunSpec
 from tests.thaws.freezing import Freezer, Traced
 from tests.thaws.world import ROWS, ROWS_PER_SHARD, World
 

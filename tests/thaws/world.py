@@ -17,18 +17,18 @@ from jobs.common.keys import held_key, run_key, run_lock_key, worker_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
 from jobs.runs import control as run_control
-from jobs.runs.names import part_name
-from jobs.runs.snapshot import RunSnapshot, failure_text, read_snapshot
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import part_name
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_snapshot
 from jobs.table import own_function
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, feed, opened_task, refuse, shout
 from tests.thaws.freezing import Killed, traced_files
-from worker.store.claimed_job import ClaimedJob, Wanted
-from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
-from worker.store.outcome import Outcome
-from worker.store.results import printable
+from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.function_call import parse_call
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import printable
 
 ROWS, ROWS_PER_SHARD, SHARDS = 5, 2, 3
 QUEUE = "bulk"

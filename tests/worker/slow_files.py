@@ -133,5 +133,5 @@ class SignalledWhileImporting(FakeEngineWorker):
 
 class _Signaller(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname == "worker.io_thread.packing":  # what worker.io_thread.io_loop imports
+        if fullname == "worker.io_thread.held.packing":  # what worker.io_thread.io_loop imports
             os.kill(os.getpid(), signal.SIGTERM)

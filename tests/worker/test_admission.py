@@ -7,9 +7,9 @@ import json
 import pytest
 
 from jobs.table import ALLOWED_FUNCTIONS
-from worker.admission import Admission
 from worker.errors import NotAllowed
-from worker.store.claimed_job import ClaimedJob
+from worker.io_thread.held.admission import Admission
+from worker.store.records.claimed_job import ClaimedJob
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ from engine import SamplingParams
 from jobs.context.served_model import ServedModel
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
-from worker.admission import Admission
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Stepped
+from worker.io_thread.held.admission import Admission
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.packing import Packer
-from worker.io_thread.payload_budget import PayloadBudget
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
-from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Wanted
 from worker.store.user_code import Callbacks
 from worker.store.webhooks import Webhooks
 from worker.threads.functions import FunctionPool

@@ -13,8 +13,8 @@ from rq.suspension import resume, suspend
 
 from jobs.common.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
-from worker.store.claimed_job import Claim, Wanted
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Claim, Wanted
 
 PROMPT = "jobs.complete"
 

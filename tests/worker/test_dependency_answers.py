@@ -7,7 +7,7 @@ from typing import Any
 from rq.job import Dependency, Job, JobStatus
 
 from tests.rq_workers import Workers
-from worker.io_thread.task_files import MAX_OPENING
+from worker.io_thread.pool.task_files import MAX_OPENING
 
 LINES = "{{ answers | join(' + ') }}"
 

@@ -18,12 +18,12 @@ from jobs.watch.samples import Point
 from tests.worker.test_beginnings import ByHand
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.fair_share import FORGET_S, FairShare
-from worker.io_thread.fleet import LONGEST_POLL_S, POLL_S, Fleet
+from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.limits import Limits
-from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.poll_rates import LONGEST_POLL_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
-from worker.store.claimed_job import Claim, Wanted
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Claim, Wanted
 from worker.store.registries import Registries
 from worker.store.worker_record import WorkerRecord
 
@@ -121,12 +121,12 @@ def test_jobs_that_only_this_worker_takes_are_left_to_others_in_vain() -> None:
 
 def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
     hand = ByHand(bulk.connection, slots=64)
-    fleet = Fleet(["bulk"], LIMITS, jitter=lambda: 1.0)
+    poll_rates = PollRates(["bulk"], LIMITS, jitter=lambda: 1.0)
     claimer = Claimer(
         queue_names=["bulk"],
         store=hand.store,
         registries=Registries(bulk.connection, "w"),
-        fleet=fleet,
+        poll_rates=poll_rates,
         runner=hand.runner,
         packer=hand.packer,
         budget=PayloadBudget(1, 1 << 26),
@@ -136,7 +136,7 @@ def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> No
         clock=lambda: hand.moment,
     )
     enqueue(bulk, 6)
-    fleet.hear({"bulk": 3}, num_started=0)
+    poll_rates.hear({"bulk": 3}, num_started=0)
     held = []
     for _ in range(4):
         claimer.claim(hand.moment)
@@ -147,14 +147,14 @@ def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> No
 
 
 def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
-    fleet = Fleet(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
-    assert (fleet.poll_s(0), fleet.renew_s, fleet.keys_s) == (POLL_S, 2.0, 2.0)
-    fleet.hear({"bulk": 300, "other": 3}, num_started=6000)
-    assert (fleet.poll_s(0), fleet.poll_s(1)) == (1.5, POLL_S)
-    assert (fleet.renew_s, fleet.keys_s) == (6.0, 60.0)
-    fleet.hear({"bulk": 5000}, num_started=10**6)
-    assert (fleet.poll_s(0), fleet.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
-    short = Fleet(["bulk"], replace(LIMITS, lease_s=2))
+    poll_rates = PollRates(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
+    assert (poll_rates.poll_s(0), poll_rates.renew_s, poll_rates.keys_s) == (POLL_S, 2.0, 2.0)
+    poll_rates.hear({"bulk": 300, "other": 3}, num_started=6000)
+    assert (poll_rates.poll_s(0), poll_rates.poll_s(1)) == (1.5, POLL_S)
+    assert (poll_rates.renew_s, poll_rates.keys_s) == (6.0, 60.0)
+    poll_rates.hear({"bulk": 5000}, num_started=10**6)
+    assert (poll_rates.poll_s(0), poll_rates.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
+    short = PollRates(["bulk"], replace(LIMITS, lease_s=2))
     short.hear({"bulk": 300}, num_started=10**6)
     assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
 

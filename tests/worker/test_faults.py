@@ -15,7 +15,7 @@ from rq.job import Job, JobStatus
 from jobs.errors import DiskFull
 from tests.rq_workers import Workers, leftovers
 from worker.io_thread.faults import WorkerFaults, is_fault
-from worker.store.claimed_job import ClaimedJob
+from worker.store.records.claimed_job import ClaimedJob
 
 F = "tests.worker.functions."
 FAULTY = "tests.worker.faulty_worker.FaultyWorker"

@@ -18,10 +18,10 @@ from rq.utils import now
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
-from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.job_store import JobStore
-from worker.store.outcome import Outcome
-from worker.store.results import pack
+from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import pack
 
 END = Callable[[Queue], Job]
 

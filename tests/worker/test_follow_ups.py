@@ -16,12 +16,12 @@ from jobs.context.checks.processes import Checks
 from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
 from worker.engine_thread.orders import Add
-from worker.io_thread.beginnings import Beginnings
-from worker.io_thread.held_job import HeldJob, JobState
-from worker.io_thread.held_jobs import HeldJobs
-from worker.io_thread.inspections import Inspections
-from worker.io_thread.packing import Packer
-from worker.io_thread.streams import Streams
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_job import HeldJob, JobState
+from worker.io_thread.held.held_jobs import HeldJobs
+from worker.io_thread.held.inspections import Inspections
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.held.streams import Streams
 from worker.metrics.tally import Tally
 from worker.stock_worker import drive
 from worker.traces.job_trace import Traces

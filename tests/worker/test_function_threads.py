@@ -15,7 +15,7 @@ from rq.job import JobStatus
 from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import ROOT, Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
-from worker.store.timeouts import ThreadDeathPenalty, timeout_error
+from worker.store.records.timeouts import ThreadDeathPenalty, timeout_error
 from worker.threads.functions import FunctionPool, JobStopped
 
 F = "tests.worker.functions."

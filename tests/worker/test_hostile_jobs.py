@@ -105,7 +105,7 @@ def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
         workers.redis.xadd(f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"})
     workers.redis.sadd("rq:groups", "g")
     workers.burst("--with-scheduler")
-    workers.burst()  # what the first one's scheduler and upkeep have queued
+    workers.burst()  # what the first one's scheduler and maintenance have queued
     assert text_of(workers.result(first)) == "echo:a"
     for job in (dependent, late):
         assert workers.redis.hget(job.key, "status") == b"failed"

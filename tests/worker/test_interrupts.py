@@ -15,7 +15,7 @@ import pytest
 from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import wait_until
-from worker.store.timeouts import ThreadDeathPenalty
+from worker.store.records.timeouts import ThreadDeathPenalty
 from worker.threads.functions import Call, FunctionPool, JobStopped
 from worker.threads.interrupts import check_interrupted, shield_imports
 

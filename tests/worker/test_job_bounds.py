@@ -17,11 +17,11 @@ from rq.serializers import JSONSerializer
 
 from jobs.table import ALLOWED_FUNCTIONS
 from tests.rq_workers import Workers, leftovers, text_of
-from worker.admission import Admission
 from worker.errors import TooLarge
-from worker.store.bounds import check_containers
-from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.io_thread.held.admission import Admission
 from worker.store.job_store import JobStore
+from worker.store.records.bounds import check_containers
+from worker.store.records.claimed_job import ClaimedJob, Wanted
 
 MIB = 1 << 20
 CALL = ["jobs.complete", None, ["a"], {"max_tokens": 1}]

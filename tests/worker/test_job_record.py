@@ -14,11 +14,11 @@ from redis import Redis
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from worker.store.claimed_job import ClaimedJob
-from worker.store.job_record import CALLBACKS, JobRecord, read_record
-from worker.store.next_step import Policy, next_step
-from worker.store.outcome import Outcome
-from worker.store.stored_job import job_of
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.job_record import CALLBACKS, JobRecord, read_record
+from worker.store.records.next_step import Policy, next_step
+from worker.store.records.outcome import Outcome
+from worker.store.records.stored_job import job_of
 
 MAX_BYTES = 1 << 20
 CALL = json.dumps(["mine.add", None, [1], {"b": 2}]).encode()

@@ -14,7 +14,7 @@ import pytest
 from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.log_format import is_json
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
-from jobs.runs.names import run_and_shard, shard_job_id
+from jobs.runs.plans.names import run_and_shard, shard_job_id
 from tests.rq_workers import Workers
 from tokenmill_dashboard.serve import NotServed, start_log
 from worker.errors import SettingsError

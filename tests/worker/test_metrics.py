@@ -22,20 +22,20 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Completion, EngineStats
-from engine.schedule.outputs import RequestMetrics
+from engine.schedule.sequences.outputs import RequestMetrics
 from jobs.watch.samples import Point
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
-from worker.io_thread.held_job import HeldJob
-from worker.io_thread.held_jobs import JobCounts
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import JobCounts
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
-from worker.metrics.shown import Shown, WatchedWorker
 from worker.metrics.tally import OTHER, Counts, EndedJob, Histogram
+from worker.metrics.watched_worker import Shown, WatchedWorker
 from worker.settings import SettingsError, WorkerSettings
-from worker.store.claimed_job import ClaimedJob
-from worker.store.outcome import Outcome
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.outcome import Outcome
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,

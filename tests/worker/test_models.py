@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import ModelNotServed
 from jobs.runs.control import submit_run
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.rq_workers import Workers, stats_of, wait_until
 
 

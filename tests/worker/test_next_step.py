@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rq.job import Retry as RetryWish
 
-from worker.store.next_step import End, Policy, Repeat, Retry, next_step
+from worker.store.records.next_step import End, Policy, Repeat, Retry, next_step
 
 YEAR_S = 365 * 86_400
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rq_workers import Workers
-from worker.openmp import spin_briefly
+from worker.start.openmp import spin_briefly
 
 
 def test_idle_threads_spin_for_a_moment_unless_the_operator_says_otherwise() -> None:

@@ -14,11 +14,11 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import Workers, leftovers
-from worker.store.claimed_job import ClaimedJob, Wanted
-from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
-from worker.store.outcome import Outcome
-from worker.store.results import pack
+from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.function_call import parse_call
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import pack
 
 F = "tests.worker.functions."
 STATUSES = list(JobStatus)

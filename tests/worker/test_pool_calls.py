@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet, ShardBytes
-from worker.io_thread.held_job import HeldJob
-from worker.io_thread.pool_calls import PoolCalls
-from worker.io_thread.room_line import Place
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.pool.pool_calls import PoolCalls
+from worker.io_thread.pool.room_line import Place
 
 
 class Pool:

@@ -20,10 +20,10 @@ from rq.job import JobStatus
 
 from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of, wait_until
-from worker.io_thread.end_writer import EndWriter
-from worker.io_thread.held_job import HeldJob
-from worker.store.outcome import Outcome
-from worker.store.results import pack
+from worker.io_thread.held.end_writer import EndWriter
+from worker.io_thread.held.held_job import HeldJob
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import pack
 
 F = "tests.worker.functions."
 MIB = 1 << 20

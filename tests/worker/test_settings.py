@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, ModelIdentity
-from engine.run import device
-from engine.run.device import resolve_device
+from engine.run.machine import device
+from engine.run.machine.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
-from worker.imports import load_functions
 from worker.settings import WorkerSettings, name_variables, with_variables
+from worker.start.imports import load_functions
 
 
 def test_an_env_file_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,6 @@ def test_object_stores_stand_among_the_folders_of_the_data_roots(
     )
     with pytest.raises(SettingsError, match="is no object's path"):
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
-    monkeypatch.setattr("worker.settings.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"pip install 'tokenmill\[worker,cloud\]'"):
-        load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a")
 
 
 @pytest.mark.parametrize("name", ["jobs.mine.f", "worker.tasks.f", "engine.f"])

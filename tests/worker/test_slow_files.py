@@ -27,16 +27,16 @@ from jobs.context.shard_bytes import ShardBytes
 from jobs.parquet.local_files import LocalFiles
 from jobs.parquet.shard_task import shard_task
 from jobs.parquet.shard_work import ShardWork
-from jobs.runs.names import shard_job_id
+from jobs.runs.plans.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import MODEL, queued_jobs, score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from tests.slow_files import slow
 from worker.errors import FileTimeout
-from worker.io_thread.held_job import HeldJob
-from worker.io_thread.packing import Packer
-from worker.io_thread.pool_calls import PoolCalls
-from worker.io_thread.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.pool.pool_calls import PoolCalls
+from worker.io_thread.pool.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
 from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0

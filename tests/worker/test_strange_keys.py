@@ -18,10 +18,10 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import ROOT, Workers, leftovers, text_of, wait_until, wait_until_started
-from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
-from worker.store.outcome import Outcome
 from worker.store.quarantine import Quarantine
+from worker.store.records.claimed_job import Wanted
+from worker.store.records.outcome import Outcome
 from worker.store.registries import Registries
 
 NAME = "strange"

@@ -1,6 +1,6 @@
 """An urgent prompt through the worker's own parts into a batch that bulk work fills, counted in steps.
 
-Queues, claim and threads are left out: the packer, the engine's loop, its scheduler and its books are real,
+Queues, claim and threads are left out: the packer, the engine's loop, its scheduler are real,
 and so is the order in which they run. Only the model is replaced, by one whose tokens are drawn at random.
 """
 
@@ -16,10 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig
-from engine.run.pending_tokens import PendingTokens
-from engine.run.runner import PoolSize
+from engine.run.forward.pending_tokens import PendingTokens
+from engine.run.forward.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from tests.e2e.conftest import MODEL
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Add, Stepped

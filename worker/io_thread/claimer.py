@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from worker.io_thread.fair_share import FairShare
-from worker.io_thread.fleet import POLL_S, Fleet
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
-from worker.io_thread.packing import Packer
-from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.poll_rates import POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.timer import Timer
-from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Wanted
 from worker.store.registries import Registries
 
 ISOLATION_S = 10.0
@@ -37,7 +37,7 @@ class Claimer:
         queue_names: Sequence[str],
         store: JobStore,
         registries: Registries,
-        fleet: Fleet,
+        poll_rates: PollRates,
         runner: JobRunner,
         packer: Packer,
         budget: PayloadBudget,
@@ -47,7 +47,7 @@ class Claimer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue_names, self._store, self._registries = queue_names, store, registries
-        self._fleet, self._shares = fleet, [FairShare() for _ in queue_names]
+        self._poll_rates, self._shares = poll_rates, [FairShare() for _ in queue_names]
         self._runner, self._packer, self._budget, self._releaser = runner, packer, budget, releaser
         self._limits, self._log, self._clock = limits, log, clock
         self._tokens: dict[int, str] = {}
@@ -139,7 +139,7 @@ class Claimer:
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             takes_suspects = is_idle and place == self._turn % len(lanes)
-            takers, rounds_up = self._shares[lane].among(self._fleet.num_workers(lane), moment)
+            takers, rounds_up = self._shares[lane].among(self._poll_rates.num_workers(lane), moment)
             wanted.append(
                 Wanted(
                     self._queue_names[lane],
@@ -160,7 +160,7 @@ class Claimer:
                 self._note_suspension(claim.is_suspended)
             self._foreign[lane] = claim.num_foreign
             self._num_kept += len(claim.jobs)
-            poll_s = self._polls[lane].period_s = self._fleet.poll_s(lane)
+            poll_s = self._polls[lane].period_s = self._poll_rates.poll_s(lane)
             taken = [job.job_id for job in claim.jobs]
             self._shares[lane].left(claim.first_left, moment, poll_s, taken)
             if claim.jobs and not claim.first_left:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from worker.store.claimed_job import ClaimedJob
+from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
 """So many faults with jobs of one function, none of which ended well in between, and the worker leaves."""

@@ -16,18 +16,18 @@ from worker.engine_thread.orders import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_thread.fleet import KEYS_PERIOD_S, POLL_S, Fleet
+from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
-from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.maintenance import Maintenance
+from worker.io_thread.poll_rates import KEYS_PERIOD_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.io_thread.timer import Timer
-from worker.io_thread.upkeep import Upkeep
-from worker.store.claimed_job import Mode
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Mode
 from worker.store.scripts import is_wrong_type
 from worker.store.stock_jobs import StockJobs
 
@@ -60,20 +60,25 @@ class IoLoop:
         store: JobStore,
         runner: JobRunner,
         claimer: Claimer,
-        fleet: Fleet,
+        poll_rates: PollRates,
         releaser: Releaser,
         reporter: Reporter,
         budget: PayloadBudget,
         orders: SimpleQueue[Order],
         limits: Limits,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         stock: StockJobs,
         log: logging.Logger,
         events: SimpleQueue[Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue_names, self._store, self._runner = queue_names, store, runner
-        self._claimer, self._fleet, self._releaser, self._reporter = claimer, fleet, releaser, reporter
+        self._claimer, self._poll_rates, self._releaser, self._reporter = (
+            claimer,
+            poll_rates,
+            releaser,
+            reporter,
+        )
         self._budget, self._orders, self._limits, self._log = budget, orders, limits, log
         self._events, self._clock, self._stock = events, clock, stock
         self._phase = Phase.SERVING
@@ -96,7 +101,7 @@ class IoLoop:
             self._keep_leases,
             self._show_progress,
             self._take_up_abandoned,
-            upkeep.do_what_is_due,
+            maintenance.do_what_is_due,
         )
         self.turned_at = clock()
         self.redis_at: float | None = None
@@ -255,7 +260,7 @@ class IoLoop:
 
     def _look_at_keys(self, moment: float) -> None:
         """Set aside what is of no use in the keys that all jobs share, and say so."""
-        self._keys.period_s = self._fleet.keys_s
+        self._keys.period_s = self._poll_rates.keys_s
         if self._keys.due(moment):
             self._check_keys()
             self._store.quarantine.tell(self._log)
@@ -312,7 +317,7 @@ class IoLoop:
     # Duties
 
     def _keep_leases(self, moment: float) -> None:
-        self._renew.period_s = self._fleet.renew_s
+        self._renew.period_s = self._poll_rates.renew_s
         if self._renew.due(moment):
             self._runner.drop(self._store.renew(self._runner.held))
 

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
-from jobs.runs.told_end import tells_of
+from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
-from worker.io_thread.end_writer import EndWriter
-from worker.io_thread.held_job import HeldJob
-from worker.io_thread.pool_calls import PoolCalls
-from worker.store.claimed_job import ClaimedJob
+from worker.io_thread.held.end_writer import EndWriter
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.pool.pool_calls import PoolCalls
 from worker.store.job_store import JobStore
-from worker.store.outcome import EndStatus, FinishReply, Outcome
-from worker.store.results import Raised, is_small, pack, printable
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.outcome import EndStatus, FinishReply, Outcome
+from worker.store.records.results import Raised, is_small, pack, printable
+from worker.store.records.timeouts import JobTimeoutException
 from worker.store.scripts import is_wrong_type
-from worker.store.timeouts import JobTimeoutException
 from worker.store.user_code import Callbacks
 from worker.threads.functions import FunctionPool
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from worker.io_thread.faults import WorkerFault
 from worker.io_thread.job_runner import JobRunner
-from worker.store.claimed_job import ClaimedJob, Mode
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import ClaimedJob, Mode
 
 
 class Releaser:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
-from worker.io_thread.fleet import Fleet
 from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.poll_rates import PollRates
 from worker.io_thread.timer import Timer
-from worker.metrics.shown import Shown
+from worker.metrics.watched_worker import Shown
 from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
@@ -22,20 +22,20 @@ LOG_PERIOD_S = 10.0
 class Reporter:
     """Shows state and statistics every few seconds. The I/O thread's.
 
-    engine_stats: the engine's counters after its last step, for whoever hears of it to set. fleet: hears what
-    is counted of the queues.
+    engine_stats: the engine's counters after its last step, for whoever hears of it to set. poll_rates: hears
+    what is counted of the queues.
     """
 
     def __init__(
         self,
         record: WorkerRecord,
-        fleet: Fleet,
+        poll_rates: PollRates,
         runner: JobRunner,
         max_num_seqs: int,
         log: logging.Logger,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._record, self._fleet, self._runner, self._log = record, fleet, runner, log
+        self._record, self._poll_rates, self._runner, self._log = record, poll_rates, runner, log
         self._max_num_seqs, self._wall_clock = max_num_seqs, wall_clock
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
         self._keep = Timer(POINT_PERIOD_S)
@@ -83,7 +83,7 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None) -> None:
         counts = self._record.count()
-        self._fleet.hear(counts.workers, counts.num_started)
+        self._poll_rates.hear(counts.workers, counts.num_started)
         queued = counts.jobs
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(

@@ -16,9 +16,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from jobs.common.shown import safe_name
-from worker.metrics.shown import Shown, WatchedWorker
+from jobs.common.display import safe_name
 from worker.metrics.tally import Histogram
+from worker.metrics.watched_worker import Shown, WatchedWorker
 
 _QUEUE_HELP = "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum."
 

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import EngineTurns, Health, IoTurns
-from worker.metrics.shown import WatchedWorker
+from worker.metrics.watched_worker import WatchedWorker
 
 REQUEST_S = 5.0
 """Seconds for one request with its answer; then its connection is closed."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine import Completion
-from jobs.common.shown import safe_name
+from jobs.common.display import safe_name
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)

@@ -12,7 +12,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.rq_jobs import job_key
-from worker.store.claimed_job import ClaimedJob, is_text
+from worker.store.records.claimed_job import ClaimedJob, is_text
 from worker.store.scripts import Scripts, is_wrong_type
 
 PAGE = 200

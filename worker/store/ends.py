@@ -11,8 +11,8 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import utcformat
 
-from worker.store.next_step import End, Repeat, Retry
-from worker.store.outcome import Outcome
+from worker.store.records.next_step import End, Repeat, Retry
+from worker.store.records.outcome import Outcome
 
 
 class EndCalls:

@@ -17,13 +17,21 @@ from rq.utils import now, utcformat
 
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key
-from worker.store.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, LeftJob, Mode, Wanted, names_execution
 from worker.store.dependents import Dependents
 from worker.store.ends import EndCalls
-from worker.store.outcome import FinishReply, Outcome
 from worker.store.quarantine import NO_EXECUTION, Entry, Quarantine
-from worker.store.restore import restore
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
+from worker.store.records.claimed_job import (
+    CLAIM_BATCH,
+    Claim,
+    ClaimedJob,
+    EarlierJob,
+    Mode,
+    Wanted,
+    names_execution,
+)
+from worker.store.records.outcome import FinishReply, Outcome
+from worker.store.records.restore import restore
 from worker.store.scripts import Scripts
 
 FAR_S = 10 * 365 * 86_400
@@ -203,7 +211,7 @@ class JobStore:
         dead = [(address, "", "") for address, s in zip(found, left_s, strict=True) if s < 0]
         return self._release(dead, "abandoned", max_deaths)
 
-    def adopt(self, left: Sequence[LeftJob]) -> list[tuple[ClaimedJob, str]]:
+    def adopt(self, left: Sequence[EarlierJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
         now_ts = self._stamp()[1]
         tail = (self._worker_name, now_ts, self._lease_s, repr(self._clock() + FAR_S))

@@ -9,9 +9,9 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.common.display import safe_name
 from jobs.common.keys import QUARANTINE, prefixed
 from jobs.common.shared_keys import OF_A_QUEUE, SHARED
-from jobs.common.shown import safe_name
 from worker.store.scripts import Scripts
 
 MOST_LINES = 20

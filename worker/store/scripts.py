@@ -13,24 +13,24 @@ from redis.exceptions import NoScriptError, RedisError
 from jobs.common.keys import OWN, RQ
 
 _SCRIPTS = {
-    "claim": ["job_hash", "open_execution"],
+    "claim": ["shared/job_hash", "shared/open_execution"],
     "renew": [],
-    "finish": ["rate_limit", "end_execution"],
-    "retry": ["rate_limit", "end_execution"],
-    "close": ["rate_limit", "end_execution"],
-    "queue_dependent": ["rate_limit"],
-    "rate_limits": ["rate_limit"],
-    "release": ["job_hash", "open_execution"],
+    "finish": ["shared/rate_limit", "shared/end_execution"],
+    "retry": ["shared/rate_limit", "shared/end_execution"],
+    "close": ["shared/rate_limit", "shared/end_execution"],
+    "queue_dependent": ["shared/rate_limit"],
+    "rate_limits": ["shared/rate_limit"],
+    "release": ["shared/job_hash", "shared/open_execution"],
     "progress": [],
-    "adopt": ["job_hash", "open_execution"],
+    "adopt": ["shared/job_hash", "shared/open_execution"],
     "dependent": [],
     "set_aside": [],
     "check_types": [],
-    "enqueue_due": ["rate_limit"],
+    "enqueue_due": ["shared/rate_limit"],
 }
 """Each script, and the shared heads that it has after those of all."""
 
-_HEADS = ("quarantine", "holding")
+_HEADS = ("shared/quarantine", "shared/holding")
 
 
 @cache

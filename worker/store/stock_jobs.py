@@ -14,9 +14,9 @@ from rq.serializers import JSONSerializer
 
 from jobs.common.keys import RQ, prefixed
 from jobs.common.rq_jobs import executions_key, queue_keys
-from worker.store.claimed_job import ClaimedJob, LeftJob, is_text, names_execution
 from worker.store.job_store import JobStore
 from worker.store.quarantine import NO_EXECUTION, NO_TEXT, Entry
+from worker.store.records.claimed_job import ClaimedJob, EarlierJob, is_text, names_execution
 
 _LOCK = prefixed("tokenmill:maintenance-stock:%s")
 _MOST = 1000
@@ -74,16 +74,16 @@ class StockJobs:
         reason = NO_EXECUTION if key.startswith(f"{RQ}:wip:") else NO_TEXT
         self._store.quarantine.set_aside([Entry(key.encode(), each, reason) for each in unreadable])
 
-    def _started(self, queue: str) -> list[LeftJob]:
+    def _started(self, queue: str) -> list[EarlierJob]:
         passed = self._clock()
         key = queue_keys(queue).started
         [members] = self._read(lambda pipe: pipe.zrangebyscore(key, 0, passed, 0, _MOST))
         self._set_aside(key, [each for each in members if not names_execution(each)])
         ids = [member.decode().rsplit(":", 1) for member in members if names_execution(member)]
         why = "the worker that ran it is gone"
-        return [LeftJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
+        return [EarlierJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
 
-    def _intermediate(self, queue: str) -> list[LeftJob]:
+    def _intermediate(self, queue: str) -> list[EarlierJob]:
         key, moment = queue_keys(queue).popped, self._clock()
         [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
         self._set_aside(key, [job_id for job_id in found if not is_text(job_id)])
@@ -99,7 +99,7 @@ class StockJobs:
 
         seen = self._read(look)
         return [
-            LeftJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
+            EarlierJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
             for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
             if not executions and moment - _seconds(first, moment) > _STUCK_S
         ]

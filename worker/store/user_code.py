@@ -11,10 +11,10 @@ from rq.job import Job, JobStatus
 from rq.job_lifecycle import call_exception_handlers
 from rq.utils import import_attribute
 
-from worker.store.job_record import CALLBACKS, JobRecord
-from worker.store.outcome import Outcome
-from worker.store.results import Raised, printable
-from worker.store.timeouts import ThreadDeathPenalty
+from worker.store.records.job_record import CALLBACKS, JobRecord
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import Raised, printable
+from worker.store.records.timeouts import ThreadDeathPenalty
 from worker.store.webhooks import Webhooks
 
 

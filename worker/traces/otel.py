@@ -24,7 +24,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
-from jobs.common.shown import safe_name
+from jobs.common.display import safe_name
 from worker.traces.job_trace import NO_CARRIER, JobTrace, TracedEnd, TraceIds, Traces
 
 FLUSH_S = 3.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...common.shown import MAX_NAME_CHARS, shown
-from ...errors import InvalidJob, InvalidValue
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.errors import InvalidJob, InvalidValue
 
 #: Names of the options, as jobs and runs take them.
 NAMES = ("check", "continue_on_length", "max_attempts", "repair_template")
@@ -102,7 +102,7 @@ def _check(value: Any) -> dict[str, Any]:
         raise InvalidValue(
             'check is {}, expected one of {{"json": schema}}, {{"regex": pattern}} and '
             '{{"function": "module.name"}}',
-            shown(value),
+            brief(value),
         )
     ((kind, what),) = value.items()
     if kind == "json":
@@ -111,7 +111,7 @@ def _check(value: Any) -> dict[str, Any]:
     if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
         raise InvalidValue(
             "function of check is {}, which names no function in a module: write module.function",
-            shown(text),
+            brief(text),
         )
     return {kind: text}
 
@@ -124,7 +124,7 @@ def _schema(value: Any) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise InvalidJob(f"json of check is a text that is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidValue("json of check is {}, expected a JSON schema: an object", shown(value))
+        raise InvalidValue("json of check is {}, expected a JSON schema: an object", brief(value))
     try:
         size = len(json.dumps(value))
     except (ValueError, RecursionError) as error:
@@ -146,7 +146,7 @@ def _repair_template(value: Any) -> str:
 
 def _text(what: str, value: Any, max_chars: int = MAX_CHARS) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= max_chars:
-        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {max_chars} characters", shown(value))
+        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {max_chars} characters", brief(value))
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -156,15 +156,15 @@ def _text(what: str, value: Any, max_chars: int = MAX_CHARS) -> str:
 
 def _attempts(value: Any) -> int:
     if isinstance(value, str):
-        raise InvalidValue("max_attempts arrived as the text {}: write max_attempts:=3", shown(value))
+        raise InvalidValue("max_attempts arrived as the text {}: write max_attempts:=3", brief(value))
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ATTEMPTS:
         raise InvalidValue(
-            f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", shown(value)
+            f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", brief(value)
         )
     return value
 
 
 def _truth(value: Any) -> bool:
     if value not in (None, True, False) or isinstance(value, int) != isinstance(value, bool):
-        raise InvalidValue("continue_on_length is {}, expected true or false", shown(value))
+        raise InvalidValue("continue_on_length is {}, expected true or false", brief(value))
     return bool(value)

@@ -10,10 +10,9 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from jobs.context.checks.options import RepairOptions
+from jobs.errors import InvalidJob
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
-
-from ...errors import InvalidJob
-from .options import RepairOptions
 
 #: Seconds that one check may take.
 DEFAULT_LIMIT_S = 5.0

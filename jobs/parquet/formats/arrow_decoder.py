@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...errors import CorruptTable, SchemaMismatch, ShardTooLarge
-from ..column_choice import ColumnChoice
-from ..read_room import ReadRoom
-from ..row_bounds import BATCH_ROWS, PAGES_TIMES
-from .arrow_messages import Message, Messages, read_messages
+from jobs.errors import CorruptTable, SchemaMismatch, ShardTooLarge
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.formats.arrow_messages import Message, Messages, read_messages
+from jobs.parquet.read_room import ReadRoom
+from jobs.parquet.row_bounds import BATCH_ROWS, PAGES_TIMES
 
 #: Types that few readers know, and what takes their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}

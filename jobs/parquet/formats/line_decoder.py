@@ -8,15 +8,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...errors import CorruptTable
-from ...runs.formats import HEADED
-from ...runs.plan import Block
-from ..column_choice import ColumnChoice
-from ..read_room import ReadRoom
-from .kinds import Kind, arrow_type, json_array, text_array
-from .lines import lines_from
-from .problems import with_problems
-from .records import Record, records
+from jobs.errors import CorruptTable
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.formats.kinds import Kind, arrow_type, json_array, text_array
+from jobs.parquet.formats.lines import lines_from
+from jobs.parquet.formats.problems import with_problems
+from jobs.parquet.formats.records import Record, records
+from jobs.parquet.read_room import ReadRoom
+from jobs.runs.plans.formats import HEADED
+from jobs.runs.plans.plan import Block
 
 #: Rows, and bytes of text, of one batch.
 BATCH_ROWS, BATCH_BYTES = 1024, 1 << 21

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ...common.shown import shown
-from ...errors import CorruptTable, SchemaMismatch
-from ...runs.formats import HEADED, OPENAI_BATCH
-from ...runs.plan import Block
-from ..storage import Storage, reading
-from .kinds import Kind, kind_of, kind_of_texts, merged, text_kind
-from .lines import lines_from, text_stream
-from .problems import PROBLEM
-from .records import Record, records
+from jobs.common.display import brief
+from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.parquet.formats.kinds import Kind, kind_of, kind_of_texts, merged, text_kind
+from jobs.parquet.formats.lines import lines_from, text_stream
+from jobs.parquet.formats.problems import PROBLEM
+from jobs.parquet.formats.records import Record, records
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import HEADED, OPENAI_BATCH
+from jobs.runs.plans.plan import Block
 
 #: Bytes of a block: what a shard may have to read before its first row.
 BLOCK_BYTES = 1 << 20
@@ -120,7 +120,7 @@ def _header(path: str, rows: Iterator[Record]) -> Record:
     if header.problem is not None:
         raise CorruptTable(path, "CSV", header.problem)
     if twice := [name for name, count in Counter(header.value).items() if count > 1]:
-        raise SchemaMismatch(path, f"it has two columns named {shown(twice[0])}")
+        raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
     _check_names(path, header.value)
     return header
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ...errors import CorruptTable
-from ...runs.plan import Block
+from jobs.errors import CorruptTable
+from jobs.runs.plans.plan import Block
 
 #: Bytes of one line: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20

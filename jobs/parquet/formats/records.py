@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ...common.shown import shown
-from ...errors import CorruptTable
-from ...prompts.batch_lines import custom_id
-from ...runs.formats import JSONL, OPENAI_BATCH, TSV
-from ...runs.plan import Block
-from .lines import MAX_LINE_BYTES, Line
+from jobs.common.display import brief
+from jobs.errors import CorruptTable
+from jobs.parquet.formats.lines import MAX_LINE_BYTES, Line
+from jobs.prompts.batch_lines import custom_id
+from jobs.runs.plans.formats import JSONL, OPENAI_BATCH, TSV
+from jobs.runs.plans.plan import Block
 
 #: How JSON writes half of a surrogate pair, which is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -75,7 +75,7 @@ def _json_record(line: Line, text: bytes) -> Record:
     else:
         if isinstance(value, dict):
             return Record(line.number, line.behind, value)
-        problem = f"is JSON, but no object: {shown(value)}"
+        problem = f"is JSON, but no object: {brief(value)}"
     return Record(line.number, line.behind, None, f"line {line.number} {problem}")
 
 

@@ -105,10 +105,10 @@ def _attention(name: str, paged: Paged, device: torch.device) -> Case:
 
 def layer_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """One layer's other kernels on so many tokens."""
-    from engine.kernels.gate_and_mul import silu_and_mul
-    from engine.kernels.kv_store import store_kv  # Triton's, which a CPU user need not have
+    from engine.kernels.attention.kv_store import store_kv  # Triton's, which a CPU user need not have
+    from engine.kernels.attention.rotary import norm_rotate_and_store
+    from engine.kernels.products.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
-    from engine.kernels.rotary import norm_rotate_and_store
 
     after = f", {rows:,} tokens"
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import load_backend
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_rows import SamplingRows
 from ops.bench.kernels.timing import Case
@@ -35,11 +35,11 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
 
     Where there is no launch beside it, the sum that the one launch makes falls to the norm that follows.
     """
-    from engine.kernels.fused_heads import project_heads  # Triton's, which a CPU user need not have
-    from engine.kernels.fused_product import linear_add, norm_gate, norm_linear
-    from engine.kernels.gate_and_mul import silu_and_mul
+    from engine.kernels.attention.rotary import norm_rotate_and_store
+    from engine.kernels.products.fused_heads import project_heads  # Triton's, which a CPU user need not have
+    from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
+    from engine.kernels.products.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
-    from engine.kernels.rotary import norm_rotate_and_store
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)

@@ -1,0 +1,176 @@
+"""Causal attention of whole prompts and of chunks of them over the paged cache.
+
+The queries of a sequence are the end of its context: what a prefix hit or an earlier chunk left in the cache
+is read through the block table like the rest. Source: FlashAttention-2, arXiv:2307.08691, over the blocks of
+PagedAttention, arXiv:2309.06180.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.attention.kv_tile import (
+    LOG2_E,
+    LOWEST,
+    NUM_STAGES,
+    PREFILL_TILE_BYTES,
+    base2_cap,
+    first_seen,
+    fold_tile,
+    load_block_ids,
+    pad_head_dim,
+    tile_tokens,
+)
+
+QUERY_TILE = 64  # the rows of one warp group's matrix instruction on Hopper
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """The prefilling sequences of a step, their queries cut into tiles of QUERY_TILE, on the device.
+
+    seqs, starts: [tiles] int32, each tile's sequence and the first of its queries.
+    query_ranges: [seqs, 2] int32, each sequence's first row in the queries, and the row after its last.
+    context_lens: [seqs] int32, the step's own tokens included.  block_tables: [seqs, blocks] int32.
+    """
+
+    seqs: Tensor
+    starts: Tensor
+    query_ranges: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def prefill_kernel(
+    out_ptr, query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr,
+    tile_seqs_ptr, tile_starts_ptr, query_ranges_ptr, context_lens_ptr, tables_ptr,
+    log2_scale, table_stride, query_stride, block_stride, token_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (head, tile of queries)."""
+    head = tl.program_id(0)
+    query_tile = tl.program_id(1)
+    seq = tl.load(tile_seqs_ptr + query_tile).to(tl.int64)
+    tile_start = tl.load(tile_starts_ptr + query_tile)
+    first_row = tl.load(query_ranges_ptr + 2 * seq)
+    num_queries = tl.load(query_ranges_ptr + 2 * seq + 1) - first_row
+    context_len = tl.load(context_lens_ptr + seq)
+
+    query = tile_start + tl.arange(0, QUERY_TILE)
+    dims = tl.arange(0, DIM_PAD)
+    inside = (query < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = (first_row + query).to(tl.int64)
+    places = query_ptr + rows[:, None] * query_stride + head * HEAD_DIM + dims[None, :]
+    queries = tl.load(places, mask=inside, other=0.0)
+
+    # query i is token context_len - num_queries + i and sees the tokens up to itself
+    first_token = context_len - num_queries + tile_start
+    last_seen = context_len - num_queries + query
+    end = tl.minimum(first_token + QUERY_TILE, context_len)
+    begin = 0  # tiles count from the first token that any query sees, so that none before it is read
+    begin_of_unmasked = 0
+    first_seens = None
+    if WINDOW is not None or CHUNK is not None:
+        # rows past the last query see what it sees: not nothing
+        first_seens = first_seen(tl.minimum(last_seen, context_len - 1), WINDOW, CHUNK)
+        begin = first_seen(first_token, WINDOW, CHUNK)
+        begin_of_unmasked = begin + tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE) * TILE
+    end_of_unmasked = begin + (first_token + 1 - begin) // TILE * TILE
+    kv_head = head // GROUP
+    keys_ptr += kv_head * HEAD_DIM
+    values_ptr += kv_head * HEAD_DIM
+    if key_scales_ptr is not None:
+        log2_scale *= tl.load(key_scales_ptr + kv_head)
+    tables_ptr += seq * table_stride
+    tile = tl.arange(0, TILE)
+
+    acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+    row_max = tl.full([QUERY_TILE], LOWEST, tl.float32)
+    row_sum = tl.zeros([QUERY_TILE], tl.float32)
+    if sinks_ptr is not None:  # a score without a value
+        row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        row_sum += 1.0
+    if first_seens is not None:
+        blocks = load_block_ids(tables_ptr, begin + tile, end, BLOCK_SIZE)
+        for start in tl.range(begin, begin_of_unmasked, TILE):
+            next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
+            acc, row_max, row_sum = fold_tile(
+                queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+                start + tile, end, first_seens, last_seen, log2_scale,
+                block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
+            )  # fmt: skip
+            blocks = next_blocks
+        end_of_unmasked = tl.maximum(begin_of_unmasked, end_of_unmasked)
+    blocks = load_block_ids(tables_ptr, begin_of_unmasked + tile, end, BLOCK_SIZE)
+    for start in tl.range(begin_of_unmasked, end_of_unmasked, TILE):
+        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
+        acc, row_max, row_sum = fold_tile(
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+            start + tile, end, None, last_seen, log2_scale,
+            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, False,
+        )  # fmt: skip
+        blocks = next_blocks
+    for start in tl.range(end_of_unmasked, end, TILE):
+        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
+        acc, row_max, row_sum = fold_tile(
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+            start + tile, end, None, last_seen, log2_scale,
+            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
+        )  # fmt: skip
+        blocks = next_blocks
+    places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
+    result = acc / row_sum[:, None]
+    if value_scales_ptr is not None:
+        result *= tl.load(value_scales_ptr + kv_head)
+    tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def prefill_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PrefillTiles,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the attention of the tiles' rows of `query` to the same rows of `out`.
+
+    query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
+    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the step's own tokens included.
+    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
+    scales: of a cache of FP8 numbers, as LayerKVCache has them.
+    """
+    heads, head_dim = query.shape[1:]
+    assert query.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
+    block_size, kv_heads = key_cache.shape[1:3]
+    dim_pad, itemsize = pad_head_dim(head_dim), query.element_size()
+    # The accumulator, 64 * head_dim float32, takes 64 registers of each thread at 128. float32 products are
+    # made in registers besides; with fewer warps they spill (seen in code compiled for sm_90).
+    num_warps = 16 if itemsize == 4 else (8 if dim_pad > 128 else 4)
+    # heads in the first place of the grid: those of one group read the same keys at the same time
+    prefill_kernel[(heads, len(batch.seqs))](
+        out, query, key_cache, value_cache, *(scales or (None, None)), sinks,
+        batch.seqs, batch.starts, batch.query_ranges, batch.context_lens, batch.block_tables,
+        scale * LOG2_E.value, batch.block_tables.stride(0), query.stride(0),
+        key_cache.stride(0), key_cache.stride(1),
+        HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
+        TILE=tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES), QUERY_TILE=QUERY_TILE,
+        num_warps=num_warps, num_stages=2 if itemsize == 4 else NUM_STAGES,
+        # left to itself, the assembler gives 16 warps of float32 few registers and spills some
+        maxnreg=128 if itemsize == 4 else None,
+    )  # fmt: skip

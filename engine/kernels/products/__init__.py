@@ -1,0 +1,1 @@
+"""Matrix products: fused, quantized, and grouped by experts."""

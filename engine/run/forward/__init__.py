@@ -1,0 +1,1 @@
+"""One step of the model on this rank: its inputs, its graphs, its tokens."""

@@ -1,0 +1,187 @@
+"""DecodeGraphs: steps in which every sequence has one new token, recorded once and replayed.
+
+On a GPU a decode step is hundreds of short kernels, and starting them from Python takes longer than they
+run. A CUDA graph starts all of them with one call, but replays the very addresses and sizes it recorded: so
+there is one graph for each of a ladder of batch sizes, a step takes the next larger one, and all of them read
+the same static rows. A padding row has slot -1 and context length 0: it stores nothing and attends to
+nothing, and what is sampled from it is never read.
+
+A step is two graphs: one advances the rows (`attention.decode_state`) and computes them, the other samples
+their next tokens into the state that the next step starts from. The host writes only what it alone knows:
+rows of sequences that joined or moved, padding where one left, new blocks (`batch_rows`). What requests
+change of logits is other in each step: then the tokens are chosen without the second graph.
+Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import CapturableBackend
+from engine.attention.forward_batch import ForwardBatch
+from engine.run.forward.batch_rows import BatchRows
+from engine.run.forward.pending_tokens import Sampled
+from engine.run.forward.static_rows import StaticRows
+from engine.sampling.logit_edits import LogitEdits
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.batch.step_batch import StepBatch
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+Forward = Callable[[ForwardBatch], Tensor]
+Choose = Callable[[Tensor, SamplingRows, LogitEdits | None, Tensor], None]
+
+
+class CudaCapture:
+    """Records what a callable launches; all graphs share one memory pool, so only the largest one takes any.
+
+    They may share it because they never run at the same time and nothing in it outlives a replay. Make a new
+    one for another set of graphs: the pool is gone with the last graph in it.
+    """
+
+    def __init__(self, device: torch.device, *, may_wait: bool = False) -> None:
+        """may_wait: what is captured may wait for the device, which is found out before it is recorded."""
+        self._may_wait = may_wait
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        """Run once, so that kernels are compiled and loaded and libraries set up, then record.
+
+        Raises RuntimeError for what waits for the device.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            run()
+            if self._may_wait:
+                mode = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    run()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread asks for the state of events meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        replay: Replay = graph.replay
+        return replay
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Ladder of sizes to capture: 1, 2, 4, then by 8 to 128, by 16 to 256, by 32, and max_num_seqs itself.
+
+    Padding costs nothing where a step is bound by reading the weights; above 64 rows it is at most an eighth.
+    """
+    ladder = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_seqs, 32)]
+    return [size for size in ladder if size < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """Owner of the graphs and of their rows. They read the weights and the KV pool where those are now."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        choose: Choose,
+        backend: CapturableBackend,
+        capture: Capture,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """All calls of both are captured, each graph is run once with padding.
+
+        forward: ForwardBatch -> hidden states [tokens, hidden_size].
+        choose: hidden states [rows, hidden_size], their sampling values, edits of their logits, and token ids
+        [rows] int64, which it replaces by the chosen ones; the edits' pending tokens are those from before.
+        """
+        self._forward, self._choose, self._backend = forward, choose, backend
+        self._rows = BatchRows(max_num_seqs, block_size)
+        self._static = StaticRows(
+            max_num_seqs, -(-max_model_len // block_size), block_size, device, backend.write_rows
+        )
+        self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
+        self._sizes = batch_sizes(max_num_seqs)
+        # the largest first: the others fit into the memory it took
+        largest_first = [
+            (capture(self._bind_forward(size, max_model_len)), capture(self._bind_choose(size)))
+            for size in reversed(self._sizes)
+        ]
+        self._replays = largest_first[::-1]
+        for compute, choose_tokens in self._replays:
+            compute()  # the first time takes longer, and what is wrong with one shows here
+            choose_tokens()
+
+    @property
+    def num_graphs(self) -> int:
+        """Two for each size."""
+        return 2 * len(self._replays)
+
+    def fits(self, step: StepBatch) -> bool:
+        """Whether `run` can take this step: one token of each sequence, each samples the next, no more."""
+        num_seqs = len(step.slots)
+        if not step.gives_tokens_alone:
+            return False
+        return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
+
+    def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
+        """Compute the step without waiting for it. last: what `to_device` calls sampled."""
+        graph = bisect_left(self._sizes, len(step.slots))
+        compute, choose_tokens = self._replays[graph]
+        try:
+            rows, changes = self._rows.update(step)
+            self._static.write(changes, step, sampling, last)
+            compute()
+            edits = sampling.ready_edits()  # masks come while the step runs
+            if edits is None:
+                choose_tokens()
+            else:
+                # a row's token before is what it has computed now
+                at = rows[edits.rows]
+                self._choose_of(self._sizes[graph], edits.placed(at, at[edits.pending[:, 0]]))
+        except BaseException:
+            self._rows.forget()
+            raise
+        return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
+
+    def _bind_forward(self, size: int, max_context_len: int) -> Callable[[], None]:
+        """What to capture: a decode step of `size` rows out of the static ones, up to hidden states."""
+        forward, advance = self._forward, self._backend.advance
+        state, outputs = self._static.state.first(size), self._hidden
+        batch = ForwardBatch(
+            token_ids=state.token_ids,
+            positions=state.positions,
+            slot_mapping=state.slot_mapping,
+            sample_rows=self._static.indices[:0],  # the LM head is not a part of `forward`
+            attention=self._backend.decode_metadata(
+                self._static.indices[:size],
+                state.context_lens,
+                state.block_tables,
+                max_context_len,
+                self._static.order[:size],
+            ),
+        )
+
+        def run() -> None:
+            advance(state)
+            outputs[size] = forward(batch)
+
+        return run
+
+    def _bind_choose(self, size: int) -> Callable[[], None]:
+        """What to capture: the next tokens of the rows, with nothing changed of their logits."""
+        choose, outputs, state = self._choose, self._hidden, self._static.state.first(size)
+        return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
+
+    def _choose_of(self, size: int, edits: LogitEdits) -> None:
+        """The same with edits, by what the graph before has computed."""
+        state = self._static.state.first(size)
+        self._choose(self._hidden[size], state.sampling, edits, state.next_token_ids)

@@ -1,0 +1,133 @@
+"""How much memory this process may still take, and what it takes on a CPU besides weights and KV pool."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.run.config import EngineConfig
+from engine.run.forward.row_logprobs import PIECE_NUMBERS
+from engine.run.machine.cgroups import PROC, ROOT, Cgroup, cgroups_of
+from engine.sampling.sampler import CUT_ROWS_AT_ONCE
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+# glibc's mallopt parameters (malloc.h) and the values they get.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
+SPARE_HEAP_BYTES = 64 * 2**20
+OLD_MMAP_LIMIT = 32 * 2**20
+CPU_KV_CACHE_LIMIT = 4 * GIB
+CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
+# Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
+# compiler; the rest is for fragments.
+LIBRARY_BYTES = 512 * 2**20
+SAMPLER_BYTES = 48  # its scratch for each row that it cuts at once and each token of the vocabulary
+LOGPROB_BYTES = 12  # scratch of the log probabilities for each logit that is looked at together
+BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
+
+
+def keep_freed_memory() -> None:
+    """Let this process reuse the memory of a step's tensors, where glibc would give it back to the kernel.
+
+    It maps blocks above 32 MiB anew for each tensor, so that every layer of a large prefill pays for page
+    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). What an engine takes at most
+    does not grow, but up to 2 GiB of it stay with the process when the engine is closed. Does nothing where
+    the C library has no mallopt. Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    # Older ones refuse a threshold above 32 MiB. Without one the others would freeze it at 128 KiB.
+    if not (mallopt(M_MMAP_THRESHOLD, GIB) or mallopt(M_MMAP_THRESHOLD, OLD_MMAP_LIMIT)):
+        logger.info("the C library refuses to keep freed memory: large prefills are slower")
+        return
+    mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+    mallopt(M_TOP_PAD, SPARE_HEAP_BYTES)
+
+
+def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
+    """For each rank the smaller of 4 GiB and its part of a quarter of the memory still allowed."""
+    return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
+
+
+def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: int, max_model_len: int) -> int:
+    """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
+
+    The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
+    for attention; logits, those that are kept for log probabilities, and the scratch of these and of the
+    sampler; token ids and block tables of running sequences, and what is kept of all blocks. Requests that
+    wait are the caller's: 40 bytes for each token of a prompt.
+    """
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
+    longest_chunk = min(num_tokens, max_model_len)
+    attention = max_model_len * (8 * heads + 5 * longest_chunk)
+    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
+    slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
+    logprobs = LOGPROB_BYTES * max(PIECE_NUMBERS, model.vocab_size)
+    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + logprobs + slots
+
+
+def _experts(model: ModelConfig) -> int:
+    """Numbers of a token on its way through the experts of a layer, 0 if it has none."""
+    num_chosen = model.values.get("num_experts_per_tok") or 0
+    columns = model.values.get("moe_intermediate_size") or model.intermediate_size
+    numbers: int = num_chosen * (3 * model.hidden_size + 5 * columns)
+    return numbers
+
+
+def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
+    """Bytes still free to this process: what the machine has available, less if a cgroup allows less.
+
+    The paths are parameters for tests. Where neither can be read (not Linux), 4 GiB are assumed.
+    """
+    limits = [_mem_available(proc / "meminfo"), *map(_headroom, cgroups_of("memory", proc, cgroup_root))]
+    return max(0, min((limit for limit in limits if limit is not None), default=4 * GIB))
+
+
+def _mem_available(meminfo: Path) -> int | None:
+    for line in _read(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _headroom(group: Cgroup) -> int | None:
+    """Limit less usage; page cache that the kernel would drop first does not count as used."""
+    names = ("memory.max", "memory.current")
+    if group.version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, usage = map(group.read, names)
+    if not limit.isdigit() or not usage.isdigit():
+        return None  # "max", or no such file
+    stat = dict(line.split() for line in group.read("memory.stat").splitlines())
+    inactive_file = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return int(limit) - int(usage) + inactive_file
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
+    """Settle max_model_len against the model and the pool. Raises ConfigError."""
+    pool_tokens = num_blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_len:
+        raise ConfigError(f"max_model_len={wanted} is more than the model's {model_len} positions; lower it")
+    if pool_tokens < 2 or (wanted is not None and wanted > pool_tokens):
+        raise ConfigError(
+            f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "
+            f"{wanted or 'any'} tokens; raise kv_cache_bytes or memory_utilization (or free memory) or "
+            "lower max_model_len"
+        )
+    return wanted or min(model_len, pool_tokens)

@@ -1,0 +1,399 @@
+"""ModelRunner: owner of the model, the KV pool's tensors and the device they are on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention import CapturableBackend, KernelBackend, load_backend
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.pooling import read_pooling
+from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
+from engine.kernels.upload import upload
+from engine.layers.parallel import TensorParallel
+from engine.models.base import CausalModel
+from engine.models.load import load_model
+from engine.models.served import nearest
+from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
+from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
+from engine.run.forward.pending_tokens import DeviceTokens, PendingTokens, Sampled
+from engine.run.forward.pool_rows import pool
+from engine.run.forward.probe import Probe
+from engine.run.forward.row_logprobs import StepLogprobs
+from engine.run.forward.runner import PoolSize
+from engine.run.forward.to_device import to_device
+from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
+from engine.run.machine.cpu_threads import CpuThreads
+from engine.run.machine.device import numbered, on_device, resolve_device
+from engine.run.machine.dtype import served_dtype
+from engine.run.machine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
+from engine.sampling.logit_edits import LogitEdits
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.batch.step_batch import StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads the model, or one rank's share of it, sizes the pool, and runs one batch at a time.
+
+    Raises ConfigError and its subclasses for whatever cannot be loaded or does not fit.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
+    ) -> None:
+        self.device = numbered(resolve_device(config.device))
+        served = served_dtype(config.dtype, model_config.dtype, config.device)
+        if served.reason and tp.rank == 0:
+            logger.warning("%s", served.reason)
+        self.dtype: torch.dtype = getattr(torch, served.name)
+        self.backend: KernelBackend = load_backend(
+            config.attention_backend, self.device, self.dtype, config.block_size, config.kv_cache_dtype,
+            deterministic=config.deterministic,
+        )  # fmt: skip
+        self._config = config
+        self._model_config = model_config
+        self._tp = tp
+        pooling = read_pooling(folder, model_config, config.pooling)
+        self._pooling_modes = () if pooling is None else pooling.modes
+        self._sampled: Sampled | None = None  # by the step launched last
+        self._kv_scales: list[Scales] | None = None  # of each layer, if the cache holds FP8
+        self._memory = gpu_memory(self.device)
+        self._graphs: DecodeGraphs | None = None
+        self._graphs_failed = False
+        self._cpu_threads: CpuThreads | None = None
+        if self.device.type == "cpu":
+            keep_freed_memory()
+            if config.adapt_cpu_threads and tp.size == 1:
+                self._cpu_threads = CpuThreads()
+        try:
+            with on_device(self.device):
+                self.model = self._load(folder)
+                self._probe()
+                self.backend.prepare(self.dtype)
+                if config.kv_cache_dtype != "auto":
+                    self._kv_scales = self._measure_kv_scales()
+                    self._probe()
+                self._allocate()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
+                "memory_utilization, max_num_batched_tokens or max_num_seqs"
+            ) from error
+
+    @torch.inference_mode()
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        """Start the step on the device, up to a token for each row that samples, which rank 0 chooses.
+
+        Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
+        order of their launches, so that a step can read what the one before has sampled. On a CPU the step
+        has run when this returns. Any thread may call this, one at a time.
+        """
+        if self._cpu_threads is not None:
+            self._cpu_threads.adapt()
+        with on_device(self.device):
+            return self._launch(step, sampling)
+
+    def _launch(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
+        if len(step.copy_from):
+            self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
+        if self._graphs is not None and self._graphs.fits(step):
+            self._sampled = self._graphs.run(step, sampling, self._sampled)
+        elif not step.gives_tokens_alone:
+            return self._launch_with_more(step, sampling)
+        else:
+            batch, rows = to_device(step, self.backend, self.device, self._sampled, sampling)
+            self._sampled = self._choose(self.forward(batch), rows, sampling)
+        return DeviceTokens(self._sampled)
+
+    @property
+    def backend_name(self) -> str:
+        """The attention backend, as configurations name it."""
+        return self.backend.name
+
+    def close(self) -> None:
+        """Let go of the graphs once what was launched has run; model and pool are freed with this object.
+
+        Before the process group ends: NCCL waits for graphs that hold its communicators.
+        """
+        if self._graphs is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._graphs = None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps run from recorded graphs."""
+        return self._graphs is not None
+
+    @torch.inference_mode()
+    def logits(self, step: StepBatch) -> Tensor:
+        """Logits of the rows that sample, as from `forward`."""
+        batch, _ = to_device(step, self.backend, self.device, self._sampled)
+        return self.forward(batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute the batch and store its keys and values; returns logits [samples, vocabulary].
+
+        On ranks other than 0 they are a part of the vocabulary's.
+        """
+        logits: Tensor = self.model(batch, self.cache)
+        return logits
+
+    def _choose(self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch) -> Sampled:
+        assert rows is not None, "they come with the step"
+        edits, last = sampling.ready_edits(), self._sampled
+        if edits is not None and last is not None:
+            edits = edits.placed(edits.rows, last.places[edits.pending[:, 1]])
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        before = None if last is None else last.token_ids
+        choose(logits, rows, edits, before, token_ids, self.backend, self._tp)
+        return Sampled(token_ids, np.arange(len(token_ids)))
+
+    def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
+        """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
+        batch, values = to_device(step, self.backend, self.device, self._sampled, sampling)
+        wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
+        (pooled_rows,) = upload([step.pooled_rows], self.device)
+        rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
+        hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
+        ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
+        sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
+        logits = self.model.logits(sampling_states)
+        wanted.keep(logits)
+        self._sampled = self._choose(logits, values, sampling)
+        logprobs = wanted.compute(self._sampled.token_ids, scored) if step.wants_logprobs else None
+        if not len(pooled_rows):
+            return DeviceTokens(self._sampled, logprobs)
+        positions = step.positions[step.pooled_rows]
+        vectors = pool(pooled, step.pooled_counts, positions, self._pooling_modes)
+        return DeviceTokens(self._sampled, logprobs, vectors)
+
+    def _load(self, folder: Path) -> CausalModel:
+        """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
+        try:
+            return self._load_for_backend(folder)
+        except AttentionRefused as error:
+            is_bound = self._config.attention_backend != "auto" or self._config.deterministic
+            if is_bound or self.backend.name == "torch":
+                raise
+            logger.warning("attention_backend='auto' takes 'torch', which is slower: %s", error)
+        self.backend = load_backend("torch", self.device, self.dtype, self._config.block_size)
+        return self._load_for_backend(folder)
+
+    def _load_for_backend(self, folder: Path) -> CausalModel:
+        return load_model(
+            self._model_config,
+            folder,
+            model_path=self._config.model_path,
+            tp=self._tp,
+            backend=self.backend,
+            max_positions=self._longest,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self._config.quantization,
+            embeds=bool(self._pooling_modes),
+            deterministic=self._config.deterministic,
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Tokens no sequence exceeds, however large the pool will be."""
+        model_len = self._model_config.max_position_embeddings
+        return min(self._config.max_model_len or model_len, model_len)
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return self.dtype if self._kv_scales is None else FP8
+
+    def _block_bytes(self) -> int:
+        return block_bytes(self.model.attention_layers, self._config.block_size, self._kv_dtype)
+
+    def _make_cache(self, num_blocks: int) -> KVCache:
+        return KVCache(
+            self.model.attention_layers,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            dtype=self._kv_dtype,
+            device=self.device,
+            scales=self._kv_scales,
+        )
+
+    @torch.inference_mode()
+    def _measure_kv_scales(self) -> list[Scales]:
+        """Compute the keys and values of some tokens in the model's dtype, and take scales by those.
+
+        The tokens are spread over the vocabulary, the same on every worker and rank. Raises ConfigError.
+        """
+        num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
+        num_blocks = -(-num_tokens // self._config.block_size)
+        self.cache = self._make_cache(num_blocks)
+        step = make_step([num_tokens], [num_tokens], self._config.block_size, num_blocks)
+        token_ids = np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
+        self.logits(replace(step, token_ids=token_ids))
+        scales = measure_scales(self.cache)
+        del self.cache
+        return scales
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Compute a few tokens over a pool of their own, which is as the real one will be.
+
+        Raises UnsupportedModel for what mixes them, ConfigError for what goes wrong over FP8 numbers alone.
+        """
+        probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
+        self.cache = self._make_cache(probe.num_blocks)
+        problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
+        del self.cache
+        if not problem or self._tp.rank != 0:  # the others hold a part of the logits
+            return
+        name = self._model_config.architecture
+        if self._kv_scales is not None:
+            raise ConfigError(
+                f"kv_cache_dtype={self._config.kv_cache_dtype!r} cannot be used: over such a cache, and not "
+                f"over one of its own dtype, {name} {problem}; leave it out"
+            )
+        raise UnsupportedModel(f"{name} {problem}; {nearest(name)}")
+
+    def _allocate(self) -> None:
+        """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
+        room = self._measure_room() if self._memory is not None else None
+        self.pool_size = self._size_pool(room)
+        self.cache = self._make_cache(self.pool_size.num_blocks)
+        self._graphs = self._capture_graphs(self.pool_size.max_model_len)
+        if self._graphs is not None:
+            logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
+        share = self._config.memory_utilization
+        if self._memory is not None and room is not None and not fits(self._memory, share, room):
+            raise ConfigError(
+                f"with the KV pool in place, the largest step no longer fits into {share:.0%} of the GPU: "
+                "something else took memory meanwhile; start again, or lower memory_utilization or "
+                "kv_cache_bytes"
+            )
+
+    def _size_pool(self, room: PoolRoom | None) -> PoolSize:
+        """How many blocks there will be, and how long a sequence may be. Raises ConfigError.
+
+        room: what was measured on a GPU, None on a CPU.
+        """
+        wanted = self._config.kv_cache_bytes
+        if room is not None:
+            most = max(0, room.pool_bytes)
+            default, owner = most, f"memory_utilization={self._config.memory_utilization} of the GPU"
+        else:
+            most = allowed_bytes() // self._tp.size
+            default, owner = (
+                default_cpu_kv_cache_bytes(self._tp.size),
+                "the memory this process may still take",
+            )
+        if wanted is not None and wanted > most:
+            raise ConfigError(
+                f"kv_cache_bytes={wanted} on each rank is more than the {most} bytes left of {owner}; "
+                "lower it, or leave it out"
+            )
+        num_blocks = self._tp.minimum((wanted or default) // self._block_bytes())
+        max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
+        return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
+
+    def _measure_room(self) -> PoolRoom:
+        """Run the largest steps and capture the graphs once over a small pool; see what they leave."""
+        assert self._memory is not None
+        num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
+        self.cache = self._make_cache(num_blocks)
+        scratch_bytes = self.cache.pool.nbytes
+
+        share = self._config.memory_utilization
+        room = measure_room(
+            self._memory,
+            share,
+            warm_up=lambda: self.warm_up(num_blocks),
+            capture=lambda: self._capture_graphs(self._longest),
+        )
+        del self.cache
+        return replace(room, pool_bytes=room.pool_bytes + scratch_bytes)
+
+    def warm_up(self, num_blocks: int) -> None:
+        """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
+        steps = warm_up_steps(self._config, self._longest, num_blocks)
+        for step in steps:
+            self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
+        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of as many as may run
+        for edited in with_edits(sampling, self._model_config.vocab_size):
+            self.launch(steps[0], edited).wait()
+
+    @torch.inference_mode()
+    def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+        """Capture decode steps over the pool as it is now; None if steps run without graphs."""
+        # not self: with this object the graphs shall go
+        model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
+        capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
+        if capture is None or self._graphs_failed:
+            return None
+        assert isinstance(backend, CapturableBackend)
+        try:
+            return DecodeGraphs(
+                lambda batch: model.hidden_states(batch, cache),
+                lambda hidden, rows, edits, tokens: choose(
+                    model.logits(hidden), rows, edits, tokens, tokens, backend, tp
+                ),
+                backend,
+                capture,
+                max_num_seqs=self._config.max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=self._config.block_size,
+                device=self.device,
+            )
+        except RuntimeError as error:
+            if not model.may_wait or isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.warning(
+                "decode steps run without CUDA graphs, as this model's cannot be recorded: %s", error
+            )
+            self._graphs_failed = True
+            return None
+
+
+def choose(
+    logits: Tensor,
+    rows: SamplingRows,
+    edits: LogitEdits | None,
+    sampled: Tensor | None,
+    chosen: Tensor,
+    backend: KernelBackend,
+    tp: TensorParallel,
+) -> None:
+    """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
+
+    Rank 0 alone has all of the vocabulary's.  edits: of the logits, which are changed.  sampled: [any] int64,
+    where the edits' pending tokens lie; it may be `chosen`.
+    """
+    if tp.rank == 0:
+        if edits is not None:
+            logits = backend.edit(logits, edits, sampled)
+        backend.sample(logits, rows, chosen)
+    tp.broadcast(chosen)
+
+
+def choose_capture(
+    config: EngineConfig, backend: KernelBackend, device: torch.device, *, may_wait: bool = False
+) -> Capture | None:
+    """How decode steps are captured; None on a CPU, with enforce_eager, and for backends that cannot be."""
+    if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
+        return None
+    return CudaCapture(device, may_wait=may_wait)
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """The device's memory to measure; None on a CPU, where the pool has a stated size."""
+    return GpuMemory(device) if device.type == "cuda" else None

@@ -1,0 +1,174 @@
+"""Log probabilities of a step, computed where its logits are, in pieces: those of a chunk would not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.upload import upload
+from engine.layers.parallel import TensorParallel
+from engine.layers.row_tiles import each_row
+from engine.models.base import CausalModel
+from engine.sampling.parameters.sampling import MAX_LOGPROBS
+from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.sequences.logprobs import NOT_WANTED, RowLogprobs
+
+PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class DeviceLogprobs:
+    """What the rows of a step say, as tensors on its device: see RowLogprobs."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    starts: NDArray[np.int64]
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is to be copied to the host."""
+        return [self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
+
+    def on_host(self, tensors: list[Tensor]) -> RowLogprobs:
+        """tensors: copies of `tensors`, on the CPU."""
+        logprobs, ranks, top_ids, top_logprobs = (tensor.numpy() for tensor in tensors)
+        return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
+
+
+@dataclass
+class LogprobPieces:
+    """Collects the rows of a step piece by piece.
+
+    by_row: what a row says has the same bits in a piece of any size and width.
+    """
+
+    by_row: bool = False
+    _logprobs: list[Tensor] = field(default_factory=list)
+    _ranks: list[Tensor] = field(default_factory=list)
+    _widths: list[NDArray[np.int64]] = field(default_factory=list)
+    _top_ids: list[Tensor] = field(default_factory=list)
+    _top_logprobs: list[Tensor] = field(default_factory=list)
+
+    def add(self, logits: Tensor, token_ids: Tensor, width: int) -> None:
+        """Add rows with their most likely tokens, `width` of each.
+
+        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, the tokens whose log
+        probability is wanted; a negative one stands for any.
+        """
+        logits = logits.float()
+        total = each_row(log_sum_exp, logits) if self.by_row else log_sum_exp(logits)
+        token_ids = token_ids.clamp(min=0).unsqueeze(1)
+        own = logits.gather(1, token_ids)
+        self._logprobs.append((own - total).squeeze(1))
+        before = torch.arange(logits.shape[1], device=logits.device) < token_ids
+        self._ranks.append(1 + ((logits > own) | ((logits == own) & before)).sum(-1))
+        width = min(width, logits.shape[1])
+        self._widths.append(np.full(len(logits), width))
+        if width:
+            highest, ids = top_of_each(logits, width) if self.by_row else logits.topk(width, dim=-1)
+            self._top_ids.append(ids.int().flatten())
+            self._top_logprobs.append((highest - total).flatten())
+
+    def all(self) -> DeviceLogprobs:
+        """What was added; some were."""
+        device = self._ranks[0].device
+        no_ids = torch.zeros(0, dtype=torch.int32, device=device)
+        no_logprobs = torch.zeros(0, dtype=torch.float32, device=device)
+        return DeviceLogprobs(
+            torch.cat(self._logprobs),
+            torch.cat(self._ranks),
+            np.concatenate(([0], np.cumsum(np.concatenate(self._widths)))),
+            torch.cat(self._top_ids or [no_ids]),
+            torch.cat(self._top_logprobs or [no_logprobs]),
+        )
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """[rows, vocabulary] -> [rows, 1]."""
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The highest logits of each row, float32, and their ids; of equal ones the first, whatever the width.
+
+    Of equal numbers topk takes others when it is asked for more. So it is given integers, of which no two are
+    equal: a float's bits, turned so that they are in the numbers' order, before those of its id.
+    """
+    bits = logits.view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys += torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    ids = keys.topk(width, dim=-1).indices
+    return logits.gather(1, ids), ids
+
+
+def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
+    """Pieces of rows that are looked at together, and how many of the most likely tokens of each.
+
+    tops: [rows] int64, how many each wants; rows of few stand in no piece with those of many.
+    """
+    most = max(1, PIECE_NUMBERS // vocab_size)
+    is_wide = tops > MAX_LOGPROBS
+    edges = [0] if not len(tops) else [0, *(np.flatnonzero(np.diff(is_wide)) + 1).tolist(), len(tops)]
+    for first, end in pairwise(edges):
+        for start in range(first, end, most):
+            piece = slice(start, min(end, start + most))
+            yield piece, int(tops[piece].max())
+
+
+class StepLogprobs:
+    """The log probabilities that one step gives. A rank other than 0 takes part, and has none in the end.
+
+    scored_rows: [rows] int64, on the device, the rows that score.
+    """
+
+    def __init__(
+        self,
+        step: StepBatch,
+        model: CausalModel,
+        tp: TensorParallel,
+        device: torch.device,
+        *,
+        by_row: bool = False,
+    ) -> None:
+        """by_row: as LogprobPieces has it."""
+        self._model, self._tp, self._by_row = model, tp, by_row
+        wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
+        self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
+        is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
+        self._places = np.cumsum(is_new) - 1
+        self._wanted, self.scored_rows, self._scored_token_ids, self._place_of = upload(
+            [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
+        )
+        self._raw = torch.zeros((0, 1), device=device)
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep what is wanted of the rows that sample, [samples, vocabulary], before they are changed."""
+        if self._tp.rank == 0 and len(self._wanted):
+            self._raw = logits[self._wanted]
+
+    def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
+        """All of them, those of the samples first; None on ranks other than 0.
+
+        sampled: [samples] int64, the tokens.  hidden: [rows, hidden_size], of the rows that score.
+        """
+        pieces = LogprobPieces(self._by_row)
+        if self._tp.rank == 0 and len(self._wanted):
+            token_ids = sampled[self._wanted]
+            for piece, width in cut(self._sample_tops, self._raw.shape[1]):
+                pieces.add(self._raw[piece], token_ids[piece], width)
+        for piece, width in cut(self._scored_tops, self._model.vocab_size):
+            first, last = self._places[piece.start], self._places[piece.stop - 1]
+            logits = self._model.logits(hidden[first : last + 1])
+            if self._tp.rank == 0:
+                if len(logits) < piece.stop - piece.start:
+                    logits = logits[self._place_of[piece] - int(first)]
+                pieces.add(logits, self._scored_token_ids[piece], width)
+        return pieces.all() if self._tp.rank == 0 else None

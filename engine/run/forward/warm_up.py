@@ -1,0 +1,97 @@
+"""Steps that take the most memory a step can take, and have every kernel compiled that steps will use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from engine.run.config import EngineConfig
+from engine.sampling.logit_edits import EditParts, token_mask
+from engine.sampling.parameters.sampling import MAX_LOGPROBS
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.schedule.batch.step_batch import StepBatch
+
+FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
+SHORT_PROMPTS = (64, 256)  # no backend tiles otherwise for shorter ones, down to those of 16 tokens
+
+
+def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
+    """The largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
+
+    As many prompts as may run, sharing the token budget; one chunk of the whole budget at the end of the
+    longest context, both with log probabilities of all; as many decodes as may run, at the longest context;
+    single decodes at doubling contexts, because a backend may cut longer ones into more pieces; and short
+    prompts, because products of few rows may have tiles of their own.
+    """
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    share, rest = divmod(num_tokens, num_seqs)
+    prompts = [min(share + (i < rest), max_model_len) for i in range(num_seqs)]
+    contexts = [max_model_len]
+    while contexts[-1] > FIRST_CONTEXT:
+        contexts.append(contexts[-1] // 2)
+    steps = [
+        make_step(query_lens, context_lens, config.block_size, num_blocks)
+        for query_lens, context_lens in (
+            (prompts, prompts),
+            ([min(num_tokens, max_model_len)], [max_model_len]),
+            ([1] * num_seqs, [max_model_len] * num_seqs),
+            *(([1], [context]) for context in contexts),
+            *(([length], [length]) for length in SHORT_PROMPTS if length <= min(num_tokens, max_model_len)),
+        )
+    ]
+    steps[:2] = (with_logprobs(step) for step in steps[:2])
+    return steps
+
+
+def with_logprobs(step: StepBatch) -> StepBatch:
+    """The step with log probabilities of all its tokens, short of the whole vocabulary's."""
+    rows = np.arange(len(step.token_ids))
+    return replace(
+        step,
+        sample_tops=np.full_like(step.sample_rows, MAX_LOGPROBS),
+        scored_rows=rows,
+        scored_token_ids=np.zeros_like(rows),
+        scored_tops=np.full_like(rows, MAX_LOGPROBS),
+    )
+
+
+def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
+    """A step of the last query_lens[i] of context_lens[i] tokens, all sampling; sequences share blocks."""
+    lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
+    ends, tokens = np.cumsum(lens), np.arange(lens.sum())
+    shape = len(lens), -(-int(contexts.max()) // block_size)
+    return StepBatch(
+        token_ids=np.zeros_like(tokens),
+        positions=tokens + np.repeat(contexts - ends, lens),
+        slot_mapping=tokens % (num_blocks * block_size),
+        sample_rows=ends - 1,
+        block_tables=(np.arange(shape[0] * shape[1], dtype=np.int32) % num_blocks).reshape(shape),
+        context_lens=contexts,
+        query_lens=lens,
+    )
+
+
+def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
+    """The same with a ban, which changes logits where they are, and with all kinds of edits for each row.
+
+    Then logits are copied and masks taken apart.
+    """
+    parts, num_rows = EditParts(), len(sampling.values)
+    ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
+    mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)
+    for row in range(num_rows):
+        parts.allow(row, mask)
+        parts.penalize(row, (1.0, 1.0, 2.0), np.ones((1, 2), np.int32))
+    parts.banned.append((0, token + 1))
+    parts.biased.append((0, token))
+    parts.biases.append(np.ones(1, np.float32))
+    return [replace(sampling, edits=edits) for edits in (ban, parts.joined(np.arange(num_rows)))]
+
+
+def nucleus_sampling(num_rows: int) -> SamplingBatch:
+    """Sampling values that take the sampler's longest way."""
+    values = neutral_rows(num_rows)
+    for name in ("temperature", "top_p", "min_p"):
+        values[name] = 0.5
+    return SamplingBatch(values, np.zeros(num_rows, np.uint64))

@@ -1,0 +1,1 @@
+"""What a request says of sampling, pooling and scoring, checked."""

@@ -1,0 +1,1 @@
+"""A sequence: its tokens, its progress, what it returns."""

@@ -1,0 +1,39 @@
+"""What a message may repeat of a value, and how: arguments hold prompts, and names are what others chose."""
+
+from __future__ import annotations
+
+MAX_SHOWN_CHARS = 80
+
+#: What stands in a log for such a value.
+HIDDEN = "..."
+
+
+def brief(value: object) -> str:
+    """Return a value as Python writes it, cut after MAX_SHOWN_CHARS characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+#: Characters of a name: of a column or a queue at most, and of a job's id as much as a message shows.
+MAX_NAME_CHARS = 255
+
+#: The same of a longer text, such as a path or the line that says what went wrong.
+MAX_TEXT_CHARS = 2000
+
+
+def printable(text: str | bytes, kept: str = "") -> str:
+    """Return text with each character escaped that a terminal may obey or not show, but those in `kept`."""
+    if isinstance(text, bytes):
+        text = text.decode(errors="backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
+    """Return what others chose as a message may show it: printable, and cut after `most` characters."""
+    cut = name[:most]
+    return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."

@@ -1,0 +1,1 @@
+"""OpenAI's response objects, made of completions."""

@@ -1,0 +1,77 @@
+"""What a job asks of its response, beside the sampling values of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue
+
+#: Of each token of a chat, as OpenAI's API has it.
+MAX_TOP_LOGPROBS = 20
+
+NAMES = ("echo", "logprobs", "prompt_logprobs", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """echo: with the prompt's text. prompt_only: and with none behind it. num_top: likeliest tokens beside
+    each one's log probability, None where none is asked for."""
+
+    echo: bool = False
+    prompt_only: bool = False
+    num_top: int | None = None
+
+
+def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
+    """Part a completion's arguments: sampling values with what the response needs. Raises InvalidJob."""
+    sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
+    echo, num_top = values.get("echo") or False, values.get("logprobs")
+    if not isinstance(echo, bool):
+        raise InvalidValue("echo is {}, expected true or false", brief(echo))
+    if values.get("top_logprobs"):
+        raise InvalidJob("top_logprobs belongs to a chat: a completion has a number in logprobs")
+    if num_top is None or num_top is False:
+        sampling.pop("logprobs", None)
+        num_top = None
+    elif type(num_top) is not int:
+        raise InvalidValue("logprobs is {}, expected a number of tokens", brief(num_top))
+    if not echo:
+        return sampling, ResponseOptions(num_top=num_top)
+    sampling["echo"] = True
+    if num_top is not None:
+        sampling["prompt_logprobs"] = num_top
+    prompt_only = type(values.get("max_tokens")) is int and values["max_tokens"] == 0
+    if prompt_only:
+        sampling["max_tokens"] = 1  # which is left out of the response
+    return sampling, ResponseOptions(True, prompt_only, num_top)
+
+
+def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
+    """The same of a chat's. Its reasoning is given apart unless `separate_reasoning` is false."""
+    sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
+    if values.get("echo"):
+        raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
+    sampling.setdefault("separate_reasoning", True)
+    wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs")
+    if wanted not in (None, True, False) or isinstance(wanted, (int, float)) != isinstance(wanted, bool):
+        raise InvalidValue("logprobs is {}, expected true or false: a number is top_logprobs", brief(wanted))
+    if num_top and not wanted:
+        raise InvalidJob("top_logprobs needs logprobs=true")
+    if not wanted:
+        return sampling, ResponseOptions()
+    num_top = 0 if num_top is None else num_top
+    if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidValue(
+            f"top_logprobs is {{}}, expected an integer from 0 to {MAX_TOP_LOGPROBS}", brief(num_top)
+        )
+    return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
+
+
+def refuse_response_options(values: Mapping[str, Any]) -> None:
+    """Raise InvalidJob where the output of a run has no place for what is asked for."""
+    for name in NAMES:
+        if values.get(name) not in (None, False):
+            raise InvalidJob(f"{name} is not built for a run yet: its output has no column for it")

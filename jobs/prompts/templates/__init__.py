@@ -1,0 +1,1 @@
+"""Jinja templates, rendered in child processes."""

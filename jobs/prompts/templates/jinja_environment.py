@@ -1,0 +1,152 @@
+"""Jinja in its sandbox, as a child renders it: a template is a stranger's, and its limits are the child's."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+from uuid import UUID
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jobs.common.json_text import to_json
+from jobs.prompts.arguments import MAX_PROMPT_BYTES
+from jobs.prompts.templates.jinja_texts import TemplateProblem
+from sandbox.child import Worker
+
+#: What has a text.
+_WRITTEN = (
+    str,
+    int,
+    float,
+    Decimal,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    jinja2.Undefined,
+    UUID,
+)
+
+#: What reads other templates.
+_UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+
+#: What gives another text each time.
+_RANDOM_FILTER, _RANDOM_GLOBAL = "random", "lipsum"
+
+
+def _written(value: Any) -> str:
+    """Return what stands in the text for a value. Raises TemplateProblem for null."""
+    if value is None:
+        raise TemplateProblem(
+            "a value that the template writes is null: give it a default, such as {{ name or 'none' }}"
+        )
+    if isinstance(value, list | dict | tuple):
+        return to_json(value)
+    if not isinstance(value, _WRITTEN):
+        raise TemplateProblem(f"a value of type {type(value).__name__} has no text")
+    return str(value)
+
+
+class _Generator(CodeGenerator):
+    """Has `~` write values as they are written elsewhere."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined('', (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Generator
+
+    def __init__(self) -> None:
+        super().__init__(
+            undefined=jinja2.StrictUndefined,
+            finalize=jinja2.pass_context(lambda context, value: _written(value)),
+            optimized=False,  # what it would compute beforehand fails its row, and not the run
+            keep_trailing_newline=True,
+        )
+        del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
+        self.filters |= {"join": self._join, "string": _written, "tojson": to_json}
+
+    def joined(self, separator: str, items: Iterable[Any]) -> str:
+        return separator.join(map(_written, items))
+
+    def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        items = value if attribute is None else (self.getitem(each, attribute) for each in value)
+        return self.joined(d, items)
+
+    def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
+        """Return a text's template, and the names that it takes from outside. Raises TemplateProblem."""
+        try:
+            tree = self.parse(text)
+            for node in tree.find_all(_UNSERVED):
+                kind = type(node).__name__.lower()
+                raise TemplateProblem(
+                    f"the template, line {node.lineno}: {kind} reads other templates, and there are none"
+                )
+            found = meta.TrackingCodeGenerator(self)
+            found.optimizer = None
+            found.visit(tree)
+            names = frozenset(found.undeclared_identifiers - self.globals.keys())
+            return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), names
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateProblem(
+                f"the template, line {error.lineno}: {{}}", str(error.message)[:200]
+            ) from None
+        except (SyntaxError, RecursionError, MemoryError, ValueError):
+            raise TemplateProblem(
+                "the template is nested too deeply, or holds what Python cannot compile"
+            ) from None
+
+
+_environment = _Environment()
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
+    return _environment.compiled(text)
+
+
+def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return what each text makes of a row. Raises TemplateProblem."""
+    try:
+        rendered = [_compiled(text)[0].render(values) for text in texts]
+    except TemplateProblem:
+        raise
+    except RecursionError:
+        raise TemplateProblem("a macro or loop calls itself too deeply") from None
+    except MemoryError:
+        raise TemplateProblem("it takes more memory than the process may that renders it") from None
+    except Exception as error:  # noqa: BLE001  # a template is a program: whatever it raises is the row's
+        raise TemplateProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
+    if (chars := sum(map(len, rendered))) > MAX_PROMPT_BYTES:
+        raise TemplateProblem(
+            f"the prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
+        )
+    return rendered
+
+
+def find_names(worker: Worker) -> Iterator[dict[str, Any]]:
+    """Compile the texts of a template, and tell what names they take from outside."""
+    try:
+        names = set[str]().union(*(_compiled(text)[1] for text in worker.question["texts"]))
+    except TemplateProblem as problem:
+        yield {"problem": problem.args}
+    else:
+        yield {"names": sorted(names)}
+
+
+def render_values(worker: Worker) -> Iterator[dict[str, Any]]:
+    """Render the texts of a template with one set of values, which JSON holds."""
+    try:
+        yield {"texts": render(worker.question["texts"], worker.question["values"])}
+    except TemplateProblem as problem:
+        yield {"problem": problem.args}

@@ -1,0 +1,187 @@
+"""Tells of a run's end: an HTTP call, or a function of the user's, as jobs on the run's queue.
+
+Each submission that asks for it is told of once its run has finished, was stopped or was cancelled. The jobs
+are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a worker
+that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
+did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
+
+It is told, too, that a submission has failed: its planning has, or what is left of its shards, or whoever was
+to write its end. Enqueued again by hand, these may finish the run yet, which is told as any end is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from jobs.common import stored
+from jobs.common.keys import run_key
+from jobs.common.rq_jobs import JobQueue, retries
+from jobs.context import Lease
+from jobs.errors import RunBusy, UnknownRun
+from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
+from jobs.runs.plans.plan import Plan
+from jobs.runs.redis_state.end_calls import ASKED_FOR, TOLD, TOLD_FAILED
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.lock import transact
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state_values import PartCount, Verdict
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+#: The function that posts.
+POSTING = "jobs.post_run_end"
+
+#: As RQ's default for jobs, then days to look at what became of them.
+TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
+
+#: Tries of a job that failed, each at the end of its queue.
+RETRIES = 3
+
+
+def tell_end(state: RunState, plan: Plan, verdict: Verdict | None = None) -> None:
+    """Enqueue what the last submission asks for, unless it was told of.
+
+    verdict: why the run is stopped, and which submission that is of; None where the run has finished.
+    """
+    submission = state.submission() if verdict is None else verdict.submission
+    word, reason = ("finished", None) if verdict is None else ("stopped", verdict.reason)
+    size = {"output": plan.spec.output, "rows": plan.rows, "shards": len(plan.shards)}
+    _tell_of(state, submission, word, reason, size)
+
+
+def tell_cancelled(state: RunState, submission: int) -> None:
+    """Enqueue what a submission asks for that was cancelled by a person, unless it was told of.
+
+    Raises UnknownRun.
+    """
+    _tell_of(state, submission, "cancelled", None, _size(state.facts()))
+
+
+def tells_of(job_id: str) -> bool:
+    """Whether `tell_failed` may have something to tell when this job fails for good."""
+    return _job_of(job_id) is not None
+
+
+def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
+    """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
+
+    Of a planning, why is noted as well.
+
+    To be called before the job's end is written. lease: of the execution that writes it; nothing is told
+    where it is another's by now. error: what the job fails with, in one line.
+    """
+    found = _job_of(job_id)
+    if found is None:
+        return
+    run, shard = found
+    with suppress(RunBusy, UnknownRun):
+        state = RunState(connection, run, lease)
+        facts = state.facts()
+        if shard is None and facts.get("plan_job") == job_id:
+            state.refuse_plan(error)
+        if not facts.keys() & set(ASKED_FOR):
+            return
+        if shard is not None:
+            count = state.record_failed(shard)
+            if not count.is_whole:
+                tell_shards_failed(state, count, f", the last one: {error}")
+            elif not state.end().finished:
+                reason = f"all {count.total} parts are there, and the run's end is not: {error}"
+                _tell_of(state, state.submission(), "failed", reason, _size(facts))
+        elif facts.get("plan_job") == job_id:
+            _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))
+
+
+def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
+    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed.
+
+    more: what is known of that.
+    """
+    if count.has_failed:
+        reason = f"{count.failed} of {count.total} shards failed{more}"
+        with suppress(UnknownRun):  # whom to tell is lost with the rest, which is no fault of the shard's
+            _tell_of(state, state.submission(), "failed", reason, _size(state.facts()))
+
+
+def _job_of(job_id: str) -> tuple[str, int | None] | None:
+    """Return a job's run and its shard, None for the planning's; None for a job of no run."""
+    run = job_id.partition("-")[0]
+    return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
+
+
+def _size(facts: Mapping[str, str]) -> dict[str, Any]:
+    rows, shards = (stored.count(facts.get(name)) for name in ("rows", "shards"))
+    return {"output": facts["output"], "rows": rows, "shards": shards}
+
+
+def _tell_of(
+    state: RunState, submission: int, word: str, reason: str | None, size: Mapping[str, Any]
+) -> None:
+    """size: output, rows and shards; None where the run was not planned."""
+    key = run_key(state.run)
+    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors")
+    *asked_for, limit = found
+    if not any(asked_for):
+        return
+    is_end = word != "failed"
+    rows_done = errors = 0
+    for part in state.each_part():
+        rows_done += part.rows
+        errors += part.errors
+    if word == "finished":
+        limit_text = stored.text(limit) if limit else None
+        told = ErrorLimit.parse(limit_text).told(rows_done, errors, is_whole=True)
+        if told is not None and errors == rows_done:
+            word, reason = "failed", told
+    content = {
+        "run": state.run,
+        "state": word,
+        "output": size["output"],
+        "rows": size["rows"],
+        "rows_done": rows_done,
+        "errors": errors,
+        "shards": size["shards"],
+        "reason": reason,
+    }
+    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content, is_end), key)
+
+
+def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any], is_end: bool) -> None:
+    """is_end: nothing of the submission goes on, whatever is enqueued again by hand."""
+    key = run_key(state.run)
+    fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
+    found: Any = pipe.hmget(key, *fields)
+    webhook, on_end, told, told_failed, cancelled, last, queue = (
+        None if each is None else stored.text(each) for each in found
+    )
+    if queue is None or str(submission) != last or told == last:
+        return
+    if not is_end and (told_failed == last or cancelled is not None):
+        return
+    pipe.multi()
+    jobs = JobQueue(state.connection, queue)
+    name = f"{state.run}-failed" if not is_end else state.run
+    if webhook is not None:
+        _enqueue(jobs, pipe, POSTING, (webhook, dict(content)), f"{name}-webhook-{submission}")
+    if on_end is not None:
+        _enqueue(jobs, pipe, on_end, (dict(content),), f"{name}-end-{submission}")
+    pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
+    pipe.execute()
+
+
+def _enqueue(jobs: JobQueue, pipe: Pipeline, function: str, args: tuple[Any, ...], job_id: str) -> None:
+    jobs.enqueue(
+        pipe,
+        function,
+        args=args,
+        timeout=TIMEOUT_S,
+        result_ttl=RESULT_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
+        description=f"end of run {job_id.partition('-')[0]}",
+        job_id=job_id,
+        retry=retries(RETRIES),
+    )

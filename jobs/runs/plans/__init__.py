@@ -1,0 +1,1 @@
+"""What a run is asked to do, and the plan that follows from it."""

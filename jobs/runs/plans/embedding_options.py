@@ -1,0 +1,87 @@
+"""A run's task: completions, or embeddings and what those go together with. Needs no pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jobs.common.display import MAX_SHOWN_CHARS, brief
+from jobs.context.served_model import ServedModel
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.embedding_task import pooling_values
+
+GENERATE, EMBED = TASKS = ("generate", "embed")
+
+#: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
+MAX_NUMBERS = 1 << 26
+
+#: What has nothing to do with embeddings.
+_OTHERS = (
+    *("sampling_columns", "prompts", "labels", "calibrate"),
+    *("check", "check_columns", "continue_on_length", "repair_template"),
+)
+
+
+def task(value: Any) -> str:
+    """Return what a run does with its rows. Raises InvalidValue."""
+    if value is None:
+        return GENERATE
+    if value not in TASKS:
+        raise InvalidValue("task is {}, expected 'generate' or 'embed'", brief(value))
+    return str(value)
+
+
+def embedding_values(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `dimensions` and `prompt_name` as they are given. Raises InvalidJob."""
+    named = {name: options.get(name) for name in ("dimensions", "prompt_name")}
+    for name, value in named.items():
+        if value is not None and task != EMBED:
+            raise InvalidJob(f"{name} is for embeddings: give task 'embed' too")
+    pooling_values(**named)
+    return named
+
+
+def check_embeddings(
+    task: str, sampling: Mapping[str, Any], options: Mapping[str, Any], *, is_chat: bool
+) -> None:
+    """Raise InvalidJob for what a run of embeddings cannot have."""
+    if task != EMBED:
+        return
+    if is_chat:
+        raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
+    for name in sampling:
+        if name != "truncate_prompt_tokens":
+            raise InvalidValue(
+                "sampling has {}, and for embeddings nothing is generated: leave it out", brief(name)
+            )
+    for name in _OTHERS:
+        if options.get(name):
+            raise InvalidJob(f"{name} and task 'embed' do not go together: nothing is generated")
+
+
+def check_served(
+    task: str, dimensions: int | None, prompt_name: str | None, model: ServedModel, rows_per_shard: int
+) -> None:
+    """Raise InvalidJob where the served model gives no such embeddings, or a shard would hold too many."""
+    if task == EMBED and not model.embedding_size:
+        raise InvalidJob(
+            f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
+            "how, and TOKENMILL_POOLING is not set"
+        )
+    if dimensions is not None and dimensions > model.embedding_size:
+        raise InvalidJob(
+            f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+        )
+    if prompt_name is not None and prompt_name not in model.embedding_prompts:
+        raise InvalidValue(
+            "prompt_name is {}, and {} has {}",
+            brief(prompt_name),
+            brief(model.name),
+            ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
+        )
+    size = dimensions or model.embedding_size
+    if task == EMBED and size * rows_per_shard > MAX_NUMBERS:
+        raise InvalidJob(
+            f"embeddings of {size} numbers make more than {MAX_NUMBERS} of a shard of {rows_per_shard} rows: "
+            f"give at most {MAX_NUMBERS // size} rows_per_shard"
+        )

@@ -1,0 +1,89 @@
+"""Formats of a run's input files, and which one a file's name tells. Needs no pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.errors import InvalidValue, MixedFormats
+
+PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
+
+#: OpenAI's batch files: JSONL by their names, so they are asked for. Rows with a custom_id, a method, a url
+#: and a body may be somebody's rows, and an output of responses in their place a surprise.
+OPENAI_BATCH = "openai-batch"
+
+#: How the names of a format's files end; in folders only such files are input.
+SUFFIXES = {
+    PARQUET: (".parquet",),
+    CSV: (".csv",),
+    TSV: (".tsv",),
+    JSONL: (".jsonl", ".ndjson"),
+    ARROW: (".arrow", ".feather", ".ipc", ".arrows"),
+    OPENAI_BATCH: (".jsonl", ".ndjson"),
+}
+
+#: Formats whose files are lines of text: they have no types and no index of their own.
+LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
+
+#: Those whose first line names the columns.
+HEADED = frozenset({CSV, TSV})
+
+#: Formats of one output file.
+OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
+
+#: What may follow the suffix of such a file, which is compressed then.
+COMPRESSED = (".gz", ".zst", ".bz2")
+
+
+def parse_format(value: Any) -> str | None:
+    """Return a format that was asked for, None where names tell it. Raises InvalidValue."""
+    if value is not None and (not isinstance(value, str) or value not in SUFFIXES):
+        raise InvalidValue(f"input_format is {{}}, expected one of {', '.join(SUFFIXES)}", brief(value))
+    return value
+
+
+def parse_single_file(value: Any) -> str | None:
+    """Return the format of a run's one output file, None where its output is parts. Raises InvalidValue."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return PARQUET
+    if not isinstance(value, str) or value not in OUTPUTS:
+        raise InvalidValue(
+            f"single_file is {{}}, expected true, false, or one of {', '.join(OUTPUTS)}", brief(value)
+        )
+    return value
+
+
+def named_format(name: str) -> str | None:
+    """Return the format that a file's name tells, or None."""
+    name = name.lower()
+    for suffix in COMPRESSED:
+        if name.endswith(suffix):
+            found = named_format(name.removesuffix(suffix))
+            return found if found in LINES else None
+    return next((each for each, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def is_named(name: str, wanted: str | None) -> bool:
+    """Whether a file of this name is one of a wanted format; None stands for any."""
+    found = named_format(name)
+    wanted = JSONL if wanted == OPENAI_BATCH else wanted
+    return found is not None if wanted is None else found == wanted
+
+
+def one_format(names: Iterable[str], wanted: str | None) -> str:
+    """Return the format of a run's files: what is wanted, or else what their names tell; a name that tells
+    none is that of a Parquet file. Raises MixedFormats where they differ."""
+    if wanted is not None:
+        return wanted
+    first: tuple[str, str] | None = None
+    for name in names:
+        found = named_format(name) or PARQUET
+        if first is None:
+            first = found, name
+        elif found != first[0]:
+            raise MixedFormats(name, found, first[1], first[0])
+    return PARQUET if first is None else first[0]

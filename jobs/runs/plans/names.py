@@ -1,0 +1,88 @@
+"""The names of a run's files and jobs."""
+
+import re
+
+from jobs.runs.plans.formats import OPENAI_BATCH
+
+PLAN = "_plan.json"
+MANIFEST = "_manifest.json"
+
+#: As the manifest, by a name that readers of a folder of Parquet pass by.
+REPORT = "_report.html"
+
+SUCCESS = "_SUCCESS"
+TEMPORARY_PREFIX = "_tmp."
+
+#: Where one execution's claim to withdraw SUCCESS is called like a file of that name.
+WITHDRAWAL = "_WITHDRAWN"
+
+#: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
+PARTS = "_parts"
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_PART = re.compile(r"part-(\d{5,})\.parquet")
+
+
+def is_run_id(value: object) -> bool:
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
+
+
+def part_name(shard: int) -> str:
+    """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
+    return f"part-{shard:05d}.parquet"
+
+
+def output_names(single_file: str | None) -> tuple[str, ...]:
+    """Return the names of what is written of all parts, in a format; none for a run whose output is parts."""
+    if single_file == OPENAI_BATCH:
+        return ("output.jsonl", "errors.jsonl")
+    return () if single_file is None else (f"output.{single_file}",)
+
+
+def part_shard(name: str) -> int | None:
+    """Return the shard whose part has this name, or None when it is no part."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match and part_name(int(match[1])) == name else None
+
+
+def temporary_name(execution_id: str, name: str) -> str:
+    """Return the name under which one execution writes `name` before it is published.
+
+    None that a reader's `*.parquet` matches: the file is not whole.
+    """
+    return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
+
+
+def is_temporary(name: str, of: str) -> bool:
+    """Whether this is what some execution calls its file for `of` before it is published."""
+    return name.startswith(TEMPORARY_PREFIX) and name.endswith(f".{of}.tmp")
+
+
+def replacement_name(part: str) -> str:
+    """Return what a file is called that is to take the place of a part, beside the files of those who publish
+    one: who replaces a part removes the replacements of all others."""
+    return f"again-{part}"
+
+
+def shard_job_id(run: str, shard: int) -> str:
+    """Return the id of a shard's job, in the letters that RQ allows."""
+    return f"{run}-{shard:05d}"
+
+
+def plan_job_id(run: str) -> str:
+    """Return the id of the job that plans a run for `tokenmill submit`."""
+    return f"{run}-plan"
+
+
+def run_and_shard(job_id: str) -> tuple[str, int] | None:
+    """Return the run and the shard that a job's id tells; None for one that is no shard's."""
+    run, _, number = job_id.rpartition("-")
+    if not is_run_id(run) or not (number.isascii() and number.isdigit()):
+        return None
+    return run, int(number)
+
+
+def job_shard(run: str, job_id: str) -> int | None:
+    """Return the shard of a job of this run, or None when the job is not one of its shards."""
+    prefix, _, number = job_id.rpartition("-")
+    return int(number) if prefix == run and number.isdigit() else None

@@ -1,0 +1,167 @@
+"""Checks of a run's smaller options, each brought into one form. Needs no pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.checks.options import split_repair_options
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.arguments import text_problem
+
+#: As many columns as one may name one by one; a footer's size bounds how many there are.
+MAX_COLUMNS = 10_000
+
+#: More rows than any run has: beyond it a number is a slip.
+MAX_LIMIT = 1 << 50
+
+
+def column_name(argument: str, value: Any) -> str:
+    """Return what can be the name of a column. Raises InvalidValue."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters",
+            brief(value),
+        )
+    return value
+
+
+def column_names(argument: str, value: Any) -> list[str] | None:
+    """Return the columns of a list, each once and sorted: their order changes nothing. None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise InvalidValue(
+            f"{argument} is {{}}, expected a list of columns: on the command line of RQ write "
+            f"{argument}:='[\"id\"]'",
+            brief(value),
+        )
+    if len(value) > MAX_COLUMNS:
+        raise InvalidJob(f"{argument} names {len(value)} columns, more than the limit of {MAX_COLUMNS}")
+    return sorted({column_name(f"a column of {argument}", each) for each in value})
+
+
+def output_prefix(value: Any) -> str:
+    """Return the text that stands before the names of the added columns. Raises InvalidValue."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"output_prefix is {{}}, expected a text of at most {MAX_NAME_CHARS} characters", brief(value)
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair") from None
+    return value
+
+
+def check_extend(spec: Any, extend: bool) -> None:
+    """Raise InvalidJob where a run cannot be extended. spec: the run's RunSpec."""
+    if extend and spec.limit is not None:
+        raise InvalidJob(
+            f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
+        )
+
+
+def limit(value: Any) -> int | None:
+    """Return how many rows a run has at most; None for all. Raises InvalidValue."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        raise InvalidValue("limit arrived as the text {}: write limit:=100", brief(value))
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
+        raise InvalidValue(
+            f"limit is {{}}, expected a number of rows, an integer from 1 to {MAX_LIMIT}", brief(value)
+        )
+    return value
+
+
+#: What a run of batch files may be given as well: what its own arguments are in their normal form.
+_OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
+
+
+def check_batch(arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
+    for name, value in arguments.items():
+        if name in ("input_format", "limit", "model_alias") or value in (None, False, "", [], {}):
+            continue
+        if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
+            continue  # the run's, for the lines that name none
+        if value not in _OF_BATCHES.get(name, ()):
+            raise InvalidJob(
+                f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
+                "leave it out, or score the file as jsonl"
+            )
+
+
+def model_alias(value: Any, is_batch: bool) -> list[str] | None:
+    """Return names for the served model in lines of batch files; None for none. Raises InvalidJob."""
+    if value is None or value == []:
+        return None
+    if not is_batch:
+        raise InvalidJob(
+            "model_alias is for batch files, whose lines name a model: input_format openai-batch"
+        )
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise InvalidValue(
+            'model_alias is {}, expected names such as ["gpt-4o-mini"], or ["*"]', brief(value)
+        )
+    return value
+
+
+def sampling_columns(value: Any) -> dict[str, str]:
+    """Return for names of sampling values the columns that hold each row's. Raises InvalidJob."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidValue(
+            'sampling_columns is {}, expected a mapping such as {{"max_tokens": "limit"}}', brief(value)
+        )
+    for name in value:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", brief(name))
+        if name == "n":
+            raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
+    return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}
+
+
+def defaults(value: Any, has_template: bool) -> dict[str, str]:
+    """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
+    if value is None or value == {}:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidValue('defaults is {}, expected a mapping such as {{"name": "nobody"}}', brief(value))
+    if not has_template:
+        raise InvalidJob("defaults stand for null in a template, and there is none: give a template too")
+    for column, text in value.items():
+        if problem := text_problem(text, f"the default of column {brief(column)}"):
+            raise InvalidJob(problem)
+    return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
+
+
+def template_format(value: Any, template: Any) -> str:
+    """Return how a template is written. Raises InvalidJob."""
+    if value is None:
+        return "fields"
+    if value not in ("fields", "jinja"):
+        raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", brief(value))
+    if template is None and value == "jinja":
+        raise InvalidJob("template_format says how a template is written, and there is none: give one too")
+    return str(value)
+
+
+def repairs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked of the answers, as fields of a RunSpec. Raises InvalidJob."""
+    _, found = split_repair_options(options)
+    columns = column_names("check_columns", options.get("check_columns"))
+    if columns is not None and found.function is None:
+        raise InvalidJob("check_columns are for a function that checks, and there is none")
+    return {
+        "check": found.check,
+        "check_columns": columns,
+        "max_attempts": found.max_attempts,
+        "continue_on_length": found.continue_on_length,
+        "repair_template": found.template,
+    }

@@ -1,0 +1,102 @@
+"""Columns that stand in no file: of folders named `key=value`, and of the files' paths. Needs no pyarrow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from jobs.errors import SchemaMismatch
+
+#: How Hive, and whoever writes as it does, spells a null in a folder's name.
+NULL = "__HIVE_DEFAULT_PARTITION__"
+
+#: Name and text of each `key=value`, from the outside in; None for a null.
+Keys = tuple[tuple[str, str | None], ...]
+
+#: Each is a column of the run, and a value of each of its files in the plan.
+MAX_KEYS = 100
+
+_INTEGER = re.compile(r"-?[0-9]+")
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True)
+class AddedColumn:
+    """A column of one value for each file."""
+
+    name: str
+    type: Literal["int64", "string"]
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError unless a value is null or of this column's type."""
+        is_right = type(value) is int and value in _INT64 if self.type == "int64" else isinstance(value, str)
+        if value is not None and not is_right:
+            raise ValueError(f"column {self.name!r} of a file is no {self.type}")
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A file of a run's input: its real path, and what the folders that were searched for it are named.
+
+    named: the path by which it was found, whose suffix tells its format: a link's may, and its target's not.
+    """
+
+    path: str
+    keys: Keys = ()
+    named: str = ""
+
+    @property
+    def key_names(self) -> list[str]:
+        return [name for name, _ in self.keys]
+
+
+def folder_key(name: str) -> tuple[str, str | None] | None:
+    """Return key and value of a folder's name, percent codes decoded; None for a plain name."""
+    key, equals, value = name.partition("=")
+    if not key or not equals:
+        return None
+    return unquote(key), None if value == NULL else unquote(value)
+
+
+def joined_keys(above: Keys, below: Keys, path: str) -> Keys:
+    """Return the keys of what lies at a path. Raises SchemaMismatch beyond MAX_KEYS."""
+    if len(above) + len(below) > MAX_KEYS:
+        raise SchemaMismatch(path, f"its folders give more columns than the limit of {MAX_KEYS}")
+    return (*above, *below)
+
+
+def partition_columns(
+    files: Sequence[FoundFile], in_files: Sequence[str]
+) -> tuple[list[AddedColumn], list[list[Any]]]:
+    """Return the columns that the folders' names give, and each file's values in them.
+
+    A column whose values are all integers is int64, any other string. in_files: the columns of the files
+    themselves; those stay, and a folder's value of the same name is not added. Raises SchemaMismatch when
+    the files' folders do not have the same keys.
+    """
+    names = files[0].key_names
+    for file in files:
+        if file.key_names != names:
+            raise SchemaMismatch(
+                file.path, f"its folders give the columns {file.key_names}, the first file's {names}"
+            )
+        if len(set(names)) < len(names):
+            raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
+    columns: list[AddedColumn] = []
+    rows: list[list[Any]] = [[] for _ in files]
+    for place, name in enumerate(names):
+        if name in in_files:
+            continue
+        texts = [file.keys[place][1] for file in files]
+        is_integer = any(texts) and all(text is None or _is_int64(text) for text in texts)
+        columns.append(AddedColumn(name, "int64" if is_integer else "string"))
+        for row, text in zip(rows, texts, strict=True):
+            row.append(int(text) if is_integer and text is not None else text)
+    return columns, rows
+
+
+def _is_int64(text: str) -> bool:
+    return _INTEGER.fullmatch(text) is not None and len(text) <= 20 and int(text) in _INT64

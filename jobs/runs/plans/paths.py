@@ -1,0 +1,91 @@
+"""Paths as a job may write them, before anything is looked up on a disk or in a store."""
+
+import os
+import re
+from urllib.parse import unquote
+
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue, UnsupportedScheme
+
+#: Schemes of object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+STORES = ("s3", "gs", "az")
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def run_path(path: object) -> str:
+    """Return where a run's file or folder lies: a local path or file:// URI as an absolute path, relative to
+    the working directory, or scheme://bucket/key of an object store without a slash at its end.
+
+    Raises UnsupportedScheme for other URIs, InvalidJob for what is no path at all.
+    """
+    if not isinstance(path, str) or not path:
+        raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
+    if uri := _URI.fullmatch(path):
+        scheme, host, inner = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
+        # Without user, password and query, which may hold the keys of an object store; a key that was not
+        # encoded may hold a slash.
+        safe = f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}"
+        if scheme in STORES:
+            return _stored_path(scheme, uri, safe)
+        if scheme != "file":
+            raise UnsupportedScheme(safe, scheme)
+        if host not in ("", "localhost"):
+            raise UnsupportedScheme(f"file://{host}{inner}", f"file on host {host}")
+        path = unquote(inner)
+    _check_text(path)
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        raise InvalidValue(
+            "{} is relative to a working directory that is gone: give an absolute path", brief(path)
+        ) from None
+
+
+def is_stored(path: str) -> bool:
+    """Whether what `run_path` returned lies in an object store."""
+    return path.partition("://")[0] in STORES
+
+
+def real_path(path: str) -> str:
+    """Return a path that `run_path` returned without links; an object store has none."""
+    return path if is_stored(path) else os.path.realpath(path)
+
+
+def split_roots(text: str) -> list[str]:
+    """Split a list of folders and object stores at ':', but not within the '://' of a store."""
+    roots: list[str] = []
+    for part in text.split(":"):
+        if roots and roots[-1].lower() in STORES and part.startswith("//"):
+            roots[-1] += f":{part}"
+        else:
+            roots.append(part)
+    return [root for root in roots if root]
+
+
+def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
+    """Raises InvalidJob for what names no object, without showing what may be a secret."""
+    if not _BUCKET.fullmatch(uri[2]) or uri[4]:
+        raise InvalidJob(
+            f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
+            "keys for the store belong into the worker's environment"
+        )
+    key = uri[3].strip("/")
+    if any(segment in ("", ".", "..") for segment in key.split("/")) and key:
+        raise InvalidJob(f"{safe} has an empty segment, '.' or '..': name the object as the store lists it")
+    _check_text(key or "/")
+    return f"{scheme}://{uri[2]}/{key}".rstrip("/")
+
+
+def _check_text(path: str) -> None:
+    if "\0" in path or not _is_utf8(path):
+        raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", brief(path))
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,400 @@
+"""The plan of a run: its input files and shards, written once beside the output."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from jobs.common.display import brief
+from jobs.context.served_model import model_text
+from jobs.errors import InvalidJob
+from jobs.runs.plans.formats import PARQUET, SUFFIXES
+from jobs.runs.plans.names import part_name
+from jobs.runs.plans.partitions import AddedColumn
+from jobs.runs.plans.shard_sizes import ShardSizes
+from jobs.runs.plans.spec import RunSpec
+
+#: Each shard is a job in Redis, a file in the output and a line in the plan.
+MAX_SHARDS = 100_000
+
+#: No field of a shard is as large: it is kept in 64 bits.
+MAX_COUNT = 1 << 63
+
+#: Raised when a plan's meaning changes; a plan of another format is refused.
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """The one model whose answers a run holds; see jobs.context.served_model for the fields."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(value, str) for value in (self.name, self.fingerprint, self.dtype)):
+            raise ValueError("its model is not named by three texts")
+
+    def __str__(self) -> str:
+        return model_text(self.name, self.dtype, self.fingerprint)
+
+
+class Block(NamedTuple):
+    """Where a block of a text file's rows begins: the byte, of a compressed file that of its text, the number
+    of the line, counted from 1, and that of the row, from 0."""
+
+    byte: int
+    line: int
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
+    the plan's added columns.
+
+    begin, end: which of its rows the run has here, None for all: those that a file has gained since come as
+    another one of the same path, behind the files that were there (jobs.parquet.extend).
+    mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
+    with another one is looked at more closely, and is the same if all else is. blocks: of a text file, its
+    row groups.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int = field(compare=False)
+    rows: int
+    fingerprint: str
+    values: tuple[Any, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    etag: str = field(default="", compare=False)
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def own_rows(self) -> int:
+        """How many of its rows the run has here."""
+        return (self.rows if self.end is None else self.end) - self.begin
+
+    def to_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        for name, value in (("etag", ""), ("begin", 0), ("end", None)):
+            if content[name] == value:
+                del content[name]
+        return content
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a run has gained: when, in Unix seconds, of which input, as it was named then, and what.
+
+    files: so many of the plan's files are of it, and rows. The first files and rows are those of the run as
+    it was planned, and the extensions' follow in turn.
+    """
+
+    at: float
+    input: list[str]
+    files: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        counts = [type(value) is int and 0 <= value < MAX_COUNT for value in (self.files, self.rows)]
+        if not all(counts) or not all(isinstance(each, str) for each in self.input):
+            raise ValueError("an extension has a field that is none")
+
+
+class Shard(NamedTuple):
+    """A range of rows of one file.
+
+    file: index into the plan's files. start: first row within the file.
+    first_group, num_groups: the row groups that hold the range, or record batches, or a text file's blocks.
+    skip: rows of the first group before it.
+    """
+
+    file: int
+    start: int
+    rows: int
+    first_group: int
+    num_groups: int
+    skip: int
+
+
+class Shards:
+    """A plan's shards, in an array of 48 bytes each: as tuples, ten thousand of them would take 2.3 MiB."""
+
+    def __init__(self, shards: Iterable[Sequence[int]] = ()) -> None:
+        """shards: fields from 0 to below MAX_COUNT. Raises TypeError when there are not as many as needed."""
+        self._fields = array("q")
+        for shard in shards:
+            self._fields.extend(Shard(*shard))
+
+    def __len__(self) -> int:
+        return len(self._fields) // len(Shard._fields)
+
+    def __getitem__(self, number: int) -> Shard:
+        if not 0 <= number < len(self):
+            raise IndexError(f"shard {number} of {len(self)}")
+        start = number * len(Shard._fields)
+        return Shard._make(self._fields[start : start + len(Shard._fields)])
+
+    def __iter__(self) -> Iterator[Shard]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and self._fields == other._fields
+
+    def __hash__(self) -> int:
+        return hash(self._fields.tobytes())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does.
+
+    seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
+    input_format: of all files. columns: of text files, which do not say it: names, and what they hold
+    (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
+    sizes: what shards ask, for telling when the run will end. extensions: what came since it was planned.
+    file_state: of the file that it was read from, None for one that was not.
+    """
+
+    spec: RunSpec
+    seed: int
+    model: PinnedModel
+    version: str
+    files: tuple[PlannedFile, ...]
+    shards: Shards
+    added_columns: tuple[AddedColumn, ...] = ()
+    input_format: str = PARQUET
+    columns: tuple[tuple[str, Any], ...] = ()
+    repeated: tuple[int, ...] = ()
+    sizes: ShardSizes = field(default_factory=ShardSizes)
+    extensions: tuple[Extension, ...] = ()
+    file_state: Any = field(default=None, compare=False)
+
+    @property
+    def input(self) -> list[str]:
+        """The input as it was named last."""
+        return self.extensions[-1].input if self.extensions else self.spec.input
+
+    @property
+    def run(self) -> str:
+        return self.spec.run
+
+    @property
+    def rows(self) -> int:
+        found = sum(file.own_rows for file in self.files)
+        return found if self.spec.limit is None else min(found, self.spec.limit)
+
+    def part_path(self, shard: int) -> str:
+        """Return where a shard's part is."""
+        return os.path.join(self.spec.parts_folder, part_name(shard))
+
+    def first_row(self, shard: int) -> int:
+        """Return the row number of a shard's first row, counted over all files."""
+        planned = self.shards[shard]
+        return self._first_rows[planned.file] + planned.start - self.files[planned.file].begin
+
+    def shards_of(self, rows: Set[int]) -> list[int]:
+        """Return the shards that hold any of these rows."""
+        starts = [self.first_row(shard) for shard in range(len(self.shards))]
+        return sorted({bisect_right(starts, row) - 1 for row in rows})
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        """The row number of each file's first row; each of ten thousand shards asks for one."""
+        return [0, *accumulate(file.own_rows for file in self.files)]
+
+    def to_text(self) -> str:
+        content = {
+            "format": FORMAT,
+            "run": self.run,
+            "arguments": self.spec.to_json(),
+            "seed": self.seed,
+            "model": asdict(self.model),
+            "version": self.version,
+            "added_columns": [asdict(column) for column in self.added_columns],
+            "input_format": self.input_format,
+            "columns": self.columns,
+            "repeated": self.repeated,
+            "sizes": self.sizes.to_value(),
+            **({"extensions": [asdict(each) for each in self.extensions]} if self.extensions else {}),
+            "files": [file.to_json() for file in self.files],
+            "shard_fields": Shard._fields,
+        }
+        # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
+        shards = ", ".join(map(json.dumps, self.shards))
+        return f'{json.dumps(content)[:-1]}, "shards": [{shards}]}}'
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("it is no plan of a run")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"it has format {brief(content['format'])}, of another version of Tokenmill; "
+                f"this one reads format {FORMAT}"
+            )
+        try:
+            plan, run = cls._from_content(content), content["run"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a field is missing or wrong: {error}") from None
+        if plan.run != run:
+            raise ValueError("its arguments do not give its run id")
+        if any(shard.file >= len(plan.files) for shard in plan.shards):
+            raise ValueError("a shard names a file that the plan does not list")
+        if any(shard.rows > plan.spec.rows_per_shard for shard in plan.shards):
+            raise ValueError("a shard holds more rows than its arguments allow")
+        return plan
+
+    @classmethod
+    def _from_content(cls, content: Mapping[str, Any]) -> Plan:
+        columns = tuple(AddedColumn(**column) for column in content["added_columns"])
+        return cls(
+            spec=RunSpec.from_json(content["arguments"]),
+            seed=content["seed"],
+            model=PinnedModel(**content["model"]),
+            version=content["version"],
+            files=tuple(_planned_file(file, columns) for file in content["files"]),
+            shards=Shards(map(_counts, content["shards"])),
+            added_columns=columns,
+            input_format=_format(content.get("input_format", PARQUET)),
+            columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
+            repeated=tuple(_counts(content.get("repeated", ()))),
+            sizes=ShardSizes.from_value(content.get("sizes")),
+            extensions=tuple(Extension(**each) for each in content.get("extensions", ())),
+        )
+
+
+def _format(value: Any) -> str:
+    if value not in SUFFIXES:
+        raise ValueError(f"its input_format is {brief(value)}")
+    return str(value)
+
+
+def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) -> PlannedFile:
+    blocks = tuple(Block(*_counts(block)) for block in content.get("blocks", ()))
+    file = PlannedFile(**{**content, "values": tuple(content["values"]), "blocks": blocks})
+    for column, value in zip(columns, file.values, strict=True):
+        column.check(value)
+    end = file.rows if file.end is None else file.end
+    if (file.begin or file.end is not None) and not 0 <= file.begin <= end <= file.rows:
+        raise ValueError("a file's rows are not within it")
+    return file
+
+
+def _counts(shard: Sequence[Any]) -> Sequence[int]:
+    if not all(type(value) is int and 0 <= value < MAX_COUNT for value in shard):
+        raise ValueError("a shard has a field that is no count")
+    return shard
+
+
+#: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end
+#: together; but never less than a share of `rows_per_shard`, nor than what keeps a worker's batch filled.
+TAIL_SHARE = 8
+MIN_TAIL_ROWS = 128
+
+
+def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> Shards:
+    """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
+
+    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
+    row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
+    No row at all gives one empty shard, so that every run has a part and readers find the schema.
+    Raises InvalidJob beyond MAX_SHARDS full ones.
+    """
+    if limit is not None:
+        row_groups = _first_rows(row_groups, limit)
+    left = sum(map(sum, row_groups))
+    num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
+    if num_shards > MAX_SHARDS:
+        raise InvalidJob(
+            f"{left} rows in {len(row_groups)} files make {num_shards} shards of at most "
+            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or "
+            "make several runs of it"
+        )
+    shards = Shards(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard)))
+    return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
+
+
+def cut_further(
+    shards: Shards,
+    first_file: int,
+    row_groups: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    rows_per_shard: int,
+) -> Shards:
+    """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
+
+    first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
+    is in no earlier shard. Raises InvalidJob beyond MAX_SHARDS.
+    """
+    left = sum(map(sum, row_groups)) - sum(begins)
+    further = list(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard), begins, first_file))
+    if len(shards) + len(further) > MAX_SHARDS:
+        raise InvalidJob(
+            f"{left} new rows make {len(further)} shards beside the {len(shards)} that there are, more than "
+            f"the limit of {MAX_SHARDS}: submit the new files with another output"
+        )
+    return Shards([*shards, *further])
+
+
+def _smallest(left: int, rows_per_shard: int) -> int:
+    """Return how small the shards towards the end of so many rows may be."""
+    if left <= TAIL_SHARE * rows_per_shard:
+        return rows_per_shard
+    return max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
+
+
+def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+    """Return the row groups as if the files ended after so many rows."""
+    left = limit
+    cut: list[list[int]] = []
+    for groups in row_groups:
+        cut.append([])
+        for rows in groups:
+            cut[-1].append(min(rows, left))
+            left -= cut[-1][-1]
+    return cut
+
+
+def _cut(
+    row_groups: Sequence[Sequence[int]],
+    most: int,
+    least: int,
+    begins: Sequence[int] = (),
+    first_file: int = 0,
+) -> Iterator[Shard]:
+    """Yield shards of at most and, where a file does not end, at least so many rows.
+
+    begins: of each file the row to begin at; by default the first. first_file: how they are counted.
+    """
+    left = sum(map(sum, row_groups)) - sum(begins)
+    for number, groups in enumerate(row_groups, first_file):
+        ends, start = list(accumulate(groups)), begins[number - first_file] if begins else 0
+        while ends and start < ends[-1]:
+            wanted = min(most, max(least, left // TAIL_SHARE))
+            rows = min(wanted, ends[-1] - start)
+            yield _shard(number, ends, start, rows)
+            start, left = start + rows, left - rows
+
+
+def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
+    """Find the row groups of one range. ends: for each row group, the row after its last."""
+    first = bisect_right(ends, start)
+    last = bisect_left(ends, start + rows)
+    group_start = ends[first - 1] if first else 0
+    return Shard(file, start, rows, first, last - first + 1, start - group_start)

@@ -1,0 +1,365 @@
+"""The arguments of a run, checked; what makes two runs the same run. Needs no pyarrow: the CLI uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.checks.options import DEFAULT_MAX_ATTEMPTS, RepairOptions
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.answers.response_options import refuse_response_options
+from jobs.prompts.arguments import parse_sampling
+from jobs.prompts.attempts import check_run_repairs
+from jobs.prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
+from jobs.prompts.templates.template_texts import template_texts
+from jobs.runs.plans import embedding_options, label_options, option_checks
+from jobs.runs.plans.embedding_options import GENERATE, check_embeddings
+from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
+from jobs.runs.plans.label_options import check_labels
+from jobs.runs.plans.names import PARTS
+from jobs.runs.plans.option_checks import column_name
+from jobs.runs.plans.paths import real_path, run_path
+from jobs.runs.plans.prompt_steps import PromptStep, make_steps, parse_prompts
+from jobs.runs.plans.template import Template, jinja_hint
+
+#: A shard's prompts and answers are held in memory until its part is written.
+MAX_ROWS_PER_SHARD = 1_000_000
+
+#: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
+MAX_FILES = 100_000
+
+#: What is completed where nothing is named; naming it beside another source is no contradiction.
+DEFAULT_PROMPT_COLUMN = "prompt"
+
+TemplateSpec = str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
+
+    A field with a default is left out of the JSON, and of the run's id, where it has that value: a run that
+    was planned before there was such an option is the same run today.
+    """
+
+    input: list[str]
+    output: str
+    prompt_column: str | None
+    messages_column: str | None
+    template: TemplateSpec | None
+    sampling: dict[str, Any]
+    rows_per_shard: int
+    filename_column: str | None
+    input_format: str | None = None
+    single_file: str | None = None
+    keep: list[str] | None = None
+    drop: list[str] | None = None
+    output_prefix: str = ""
+    limit: int | None = None
+    sampling_columns: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
+    template_format: str = "fields"
+    prompts: list[dict[str, Any]] | None = None
+    labels: list[str] | None = None
+    calibrate: bool = False
+    check: dict[str, Any] | None = None
+    check_columns: list[str] | None = None
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    continue_on_length: bool = False
+    repair_template: str | None = None
+    task: str = GENERATE
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    model_alias: list[str] | None = None
+
+    @classmethod
+    def from_arguments(
+        cls,
+        input: Any,
+        output: Any,
+        prompt_column: Any = DEFAULT_PROMPT_COLUMN,
+        messages_column: Any = None,
+        template: Any = None,
+        sampling: Any = None,
+        rows_per_shard: Any = 1000,
+        filename_column: Any = None,
+        **options: Any,
+    ) -> RunSpec:
+        """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
+
+        input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it; openai-batch
+        for OpenAI's batch files, whose lines say what is asked, and whose output is such files too.
+        single_file: True, or csv, jsonl or arrow, for one output file of all rows in the end.
+        keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
+        names of the columns that are added. limit: so many rows, the first ones, are the run.
+        sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
+        `sampling`. defaults: for columns of the template the text that stands for null.
+        template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
+        after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
+        values of its own. labels: give the probability of each instead of generating; calibrate: less what
+        they have behind a prompt without content. check and the like: see `repairs`. task: "embed" gives
+        embeddings, of so many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
+        model_alias: models that lines of batch files name, in whose place the run's answers; "*" for any.
+        Raises InvalidJob or UnsupportedScheme.
+        """
+        has_prompts = options.get("prompts") is not None
+        _check_one_prompt(prompt_column, messages_column, template, has_prompts)
+        rows = _rows_per_shard(rows_per_shard)
+        if template is not None:
+            _check_template(
+                template, option_checks.template_format(options.get("template_format"), template), rows
+            )
+        is_batch = options.get("input_format") == OPENAI_BATCH
+        if is_batch:
+            named = {"messages_column": messages_column, "template": template, "sampling": sampling}
+            named |= {"prompt_column": prompt_column, "filename_column": filename_column}
+            option_checks.check_batch({**named, **options})
+        from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
+        is_chat = messages_column is not None or isinstance(template, list)
+        spec = cls(
+            input=_inputs(input),
+            output=real_path(run_path(output)),
+            prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
+            messages_column=None
+            if messages_column is None
+            else column_name("messages_column", messages_column),
+            template=template,
+            sampling=_sampling(sampling, rows, is_chat=is_chat or has_prompts),
+            rows_per_shard=rows,
+            filename_column=None
+            if filename_column is None
+            else column_name("filename_column", filename_column),
+            **_checked_options(options, template),
+        )
+        _check_together(spec, options)
+        return spec
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
+        """Read what `to_json` wrote. Raises KeyError when a field is missing, ValueError for one too many."""
+        known = {each.name: each for each in fields(cls)}
+        if unknown := sorted(value.keys() - known.keys()):
+            raise ValueError(f"it has the argument {brief(unknown[0])}, of another version of Tokenmill")
+        return cls(
+            **{name: value[name] for name, each in known.items() if name in value or not _has_default(each)}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        for each in fields(self):
+            if _has_default(each) and content[each.name] == _default(each):
+                del content[each.name]
+        return content
+
+    @property
+    def parts_folder(self) -> str:
+        """Where the parts are."""
+        return self.output if self.single_file is None else os.path.join(self.output, PARTS)
+
+    @property
+    def n(self) -> int:
+        """Completions of each row; the output has lists of them where that is more than one."""
+        n = self.sampling.get("n", 1)
+        return n if type(n) is int and n > 0 else 1
+
+    @cached_property
+    def run(self) -> str:
+        """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    @cached_property
+    def chat(self) -> tuple[dict[str, Any], ChatOptions]:
+        """Sampling values for the engine, and what its rows' chats have beside their messages."""
+        return split_chat_options(self.sampling)
+
+    @cached_property
+    def steps(self) -> tuple[PromptStep, ...]:
+        """The prompts of each row where they are several, else none. Raises InvalidJob."""
+        prompts = parse_prompts(self.prompts)  # again, as a plan may be made by hand
+        if prompts is None:
+            return ()
+
+        def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+            return _sampling(values, self.rows_per_shard, is_chat=is_chat)
+
+        return make_steps(prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
+
+    @cached_property
+    def repairs(self) -> RepairOptions:
+        """What is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
+
+    def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Raise InvalidJob for sampling values that no request could use, and for names that are none.
+
+        check: see JobContext. It has no value yet of what comes from columns: a name that is one is told by
+        its refusal of a value.
+        """
+        for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
+            check(sampling)
+        for name in self.sampling_columns:
+            with suppress(InvalidValue):
+                check({name: None})
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Return the names of the arguments in which the two differ."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+
+def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for arguments of which each could be, and not all."""
+    _ = spec.steps  # raises where they cannot be
+    check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
+    is_chat = spec.messages_column is not None or isinstance(spec.template, list)
+    check_embeddings(spec.task, spec.sampling, options, is_chat=is_chat)
+    check_run_repairs(
+        spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
+    )
+
+
+def _check_option_names(options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for a name that is no option of a run."""
+    known = [each.name for each in fields(RunSpec) if _has_default(each)]
+    for name in options.keys() - set(known):
+        raise InvalidValue(
+            "{} is no argument of jobs.score_parquet; its further options are " + ", ".join(known),
+            brief(name),
+        )
+
+
+def _default(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def _has_default(each: Field[Any]) -> bool:
+    return _default(each) is not MISSING
+
+
+def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any]:
+    """Return the further options in their normal form. Raises InvalidJob."""
+    _check_option_names(options)
+    given = options.get
+    is_batch = given("input_format") == OPENAI_BATCH
+    if given("prompts") is not None and given("template_format") == "jinja":
+        raise InvalidJob(
+            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
+        )
+    if given("keep") is not None and given("drop") is not None:
+        raise InvalidJob("keep and drop each say which columns the output has: give one of them")
+    return {
+        "input_format": parse_format(given("input_format")),
+        "single_file": OPENAI_BATCH if is_batch else parse_single_file(given("single_file")),
+        "keep": ["custom_id"] if is_batch else option_checks.column_names("keep", given("keep")),
+        "drop": option_checks.column_names("drop", given("drop")),
+        "output_prefix": option_checks.output_prefix(given("output_prefix")),
+        "limit": option_checks.limit(given("limit")),
+        "sampling_columns": option_checks.sampling_columns(given("sampling_columns")),
+        "defaults": option_checks.defaults(given("defaults"), template is not None or bool(given("prompts"))),
+        "template_format": option_checks.template_format(given("template_format"), template),
+        "prompts": parse_prompts(given("prompts")),
+        "task": (task := embedding_options.task(given("task"))),
+        **embedding_options.embedding_values(task, options),
+        "model_alias": option_checks.model_alias(given("model_alias"), is_batch),
+        "labels": label_options.labels(given("labels")),
+        "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
+        **option_checks.repairs(options),
+    }
+
+
+def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, has_prompts: bool) -> None:
+    """Raise InvalidJob unless one source says what to ask, of each row another thing."""
+    named = {
+        "prompt_column": prompt_column not in (None, DEFAULT_PROMPT_COLUMN),
+        "messages_column": messages_column is not None,
+        "template": template is not None,
+        "prompts": has_prompts,
+    }
+    given = [name for name, is_given in named.items() if is_given]
+    if len(given) > 1:
+        raise InvalidJob(f"{' and '.join(given)} each say what to ask: give one of them")
+
+
+def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
+    """Raise InvalidJob for what is no template, fits no row or costs too much.
+
+    form: of Jinja it says only what shows without Jinja.
+    """
+    if form == "jinja":
+        template_texts(template)
+        return
+    parsed = Template.parse(template)
+    if not parsed.columns:
+        raise InvalidJob(
+            "the template names no column, so that every row would ask the same: "
+            f"write {{column}} where a row's value goes{jinja_hint(template_texts(template)[0])}"
+        )
+    parsed.check_cost(rows_per_shard)
+
+
+def _inputs(value: Any) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise InvalidJob("input is an empty list: name at least one file, folder or glob")
+    check_num_files(len(items))
+    return [run_path(item) for item in items]
+
+
+def check_num_files(found: int) -> None:
+    """Raise InvalidJob beyond MAX_FILES."""
+    if found > MAX_FILES:
+        raise InvalidJob(
+            f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it"
+        )
+
+
+def check_queue_name(value: Any) -> None:
+    """Raise InvalidValue for what can be no queue's name."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters",
+            brief(value),
+        )
+
+
+def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidJob(
+            f"sampling is {type(value).__name__}, expected a mapping: "
+            "on the command line write sampling:='{\"max_tokens\": 64}'"
+        )
+    sampling = parse_sampling(value)
+    if is_chat:
+        split_chat_options(sampling)
+    else:
+        refuse_chat_options(sampling)
+    refuse_response_options(sampling)
+    n = sampling.get("n", 1)
+    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
+        raise InvalidValue(
+            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
+            f"{rows_per_shard} rows: give fewer rows_per_shard",
+            brief(n),
+        )
+    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
+        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
+    return sampling
+
+
+def _rows_per_shard(value: Any) -> int:
+    if isinstance(value, str):
+        raise InvalidValue("rows_per_shard arrived as the text {}: write rows_per_shard:=1000", brief(value))
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
+        raise InvalidValue(
+            f"rows_per_shard is {{}}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}", brief(value)
+        )
+    return value

@@ -1,0 +1,1 @@
+"""A run's keys in Redis."""

@@ -1,0 +1,94 @@
+"""A run's earlier jobs, read field by field: RQ's `Job.fetch` unpacks all that stands in their hashes.
+
+A few KB that anybody wrote there unpack to gigabytes, and one field that it cannot read hides all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jobs.common import stored
+from jobs.common.keys import RQ
+from jobs.common.rq_jobs import (
+    JobStatus,
+    execution_key,
+    executions_key,
+    job_key,
+    job_status,
+    queue_keys,
+    relatives_keys,
+)
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+#: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
+MAX_PAYLOAD_BYTES = 4 << 20
+
+#: RQ's registries of jobs that are in none of its queues.
+_REGISTRIES = {
+    JobStatus.FINISHED: "finished",
+    JobStatus.FAILED: "failed",
+    JobStatus.STOPPED: "failed",
+    JobStatus.DEFERRED: "deferred",
+    JobStatus.READY_TO_ENQUEUE: "ready",
+    JobStatus.SCHEDULED: "scheduled",
+    JobStatus.CANCELED: "canceled",
+}
+
+
+@dataclass(frozen=True)
+class EarlierJob:
+    """A job as its hash tells of it. status: None for one that RQ does not know. executions: their ids."""
+
+    id: str
+    status: JobStatus | None
+    origin: str
+    executions: tuple[str, ...]
+
+    def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
+        """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        if from_queue:
+            pipe.lrem(queue_keys(self.origin).waiting, 1, self.id)
+        if self.status in _REGISTRIES:
+            pipe.zrem(f"{RQ}:{_REGISTRIES[self.status]}:{self.origin}", self.id)
+        for execution in self.executions:
+            pipe.zrem(queue_keys(self.origin).started, f"{self.id}:{execution}")
+            pipe.delete(execution_key(self.id, execution))
+        pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
+
+
+def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
+    """Return those of the jobs that Redis has."""
+    with connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.exists(job_key(job_id))
+            pipe.hmget(job_key(job_id), "status", "origin")
+            pipe.zrange(executions_key(job_id), 0, -1)
+        replies = pipe.execute()
+    read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
+
+
+def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
+    """Return a planning job's function, and its keyword arguments.
+
+    A payload that cannot be read names nothing and asks for nothing.
+    """
+    packed: Any = connection.hget(job_key(plan_job), "data")
+    text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
+    try:
+        function, _, _, arguments = json.loads(text or b"")
+        return str(function), dict(arguments)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return "", {}
+
+
+def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> EarlierJob:
+    return EarlierJob(
+        job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions))
+    )

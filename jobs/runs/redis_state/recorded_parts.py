@@ -1,0 +1,229 @@
+"""The record of a run's parts in Redis: which are there, and how many that makes."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from jobs.common import stored
+from jobs.common.keys import RUN_TTL_S, run_failed_key, run_key, run_parts_key
+from jobs.runs.redis_state.key_types import key_types, wrong_types_told
+from jobs.runs.redis_state.lock import transact
+from jobs.runs.redis_state.state_values import PartCount
+from jobs.runs.redis_state.totals import PARTS, TOTALS, add_part, store_totals
+from jobs.runs.statistics.part_stats import COUNTED, PartStats
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+T = TypeVar("T")
+
+_TOTAL = b"total"
+
+#: Of a shard's number. Others may write into Redis, and Python refuses numbers of thousands of digits.
+MAX_DIGITS = 9
+
+#: Parts of a run that one look reads; of a run that has more, the last ones.
+MAX_LOOKED = 1000
+
+#: Of a run's parts, for how many its totals may have too few or too many: those that are recorded now.
+TOLERATED = 0.01
+
+
+@dataclass(frozen=True)
+class SeenParts:
+    """The recorded parts at one look.
+
+    shards: those that are recorded. latest: what is recorded of them, or of the last ones before those under
+    way. counts: what all of them have together, by the names of COUNTED.
+    """
+
+    shards: Collection[int]
+    latest: Mapping[int, PartStats]
+    counts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
+        """What was seen where these are all of them."""
+        counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
+        return cls(parts.keys(), parts, counts)
+
+
+class RecordedParts:
+    """The keys that count a run's parts; see jobs.runs.redis_state.state.RunState."""
+
+    def __init__(self, connection: Redis, run: str) -> None:
+        self.connection = self._redis = connection
+        self.run = run
+        self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
+
+    def record_part(self, stats: PartStats) -> PartCount:
+        """Record a finished shard, unless it is recorded: whoever is late knows the part perhaps as it was
+        before a retry. Add it to the run's totals.
+
+        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
+        is killed in between leaves a part uncounted, until they are
+        counted anew.
+        """
+        with self._told(), self._redis.pipeline() as pipe:
+            pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
+            return self._record(pipe, stats)
+
+    def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
+        """As `record_part`, of a part that may be replaced by another: whoever does records it then, and who
+        was frozen between reading and recording reads again."""
+
+        def record(pipe: Pipeline) -> PartCount:
+            stats = read()
+            pipe.multi()
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
+            return self._record(pipe, stats)
+
+        return self._transact(record, self._parts_key)
+
+    def _record(self, pipe: Pipeline, stats: PartStats) -> PartCount:
+        pipe.expire(self._parts_key, RUN_TTL_S)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.srem(self._failed_key, stats.shard)
+        self._count(pipe)
+        is_new, *_, length, raw_total, failed = pipe.execute()
+        if is_new:
+            add_part(pipe, self._key, stats)
+        return part_count(length, raw_total, failed)
+
+    def _count(self, pipe: Pipeline) -> None:
+        """Ask for what `part_count` takes."""
+        pipe.hlen(self._parts_key)
+        pipe.hget(self._parts_key, _TOTAL)
+        pipe.scard(self._failed_key)
+
+    def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
+        """Add parts that a listing found and drop those it did not; the others stay as they are.
+
+        Never replaces the whole record, nor one of a shard: it may finish, or be answered anew by a retry,
+        between the listing and this call. For the same reason `gone` has the records as they were before the
+        listing: another is of a part that came since.
+        """
+        fields = {str(shard): stats.to_record() for shard, stats in found.items()}
+        dropped = {str(shard): record for shard, record in gone.items()}
+
+        def amend(pipe: Pipeline) -> PartCount:
+            now: Any = pipe.hmget(self._parts_key, list(dropped)) if dropped else []
+            names = [name for name, record in zip(dropped, now, strict=True) if record == dropped[name]]
+            pipe.multi()
+            if names:
+                pipe.hdel(self._parts_key, *names)
+            for name, record in fields.items():
+                pipe.hsetnx(self._parts_key, name, record)
+            pipe.hset(self._parts_key, mapping={_TOTAL: total})
+            pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.hlen(self._parts_key)
+            *_, length = pipe.execute()
+            return PartCount(length - 1, total)
+
+        return self._change(amend, *([self._parts_key] if dropped else []))
+
+    def records(self) -> dict[int, bytes]:
+        """Return the recorded parts by shard, as they are stored."""
+        with self._told():
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        records = {}
+        for field, record in found.items():
+            with suppress(ValueError):  # `total` is none
+                records[int(field)] = record
+        return records
+
+    def parts(self) -> dict[int, PartStats]:
+        """Return the recorded parts by shard; what is no record of ours counts as none."""
+        return _read(self.records())
+
+    def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
+        """Return what is recorded of these shards' parts, as `parts` does."""
+        if not shards:
+            return {}
+        with self._told():
+            found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
+
+    def each_part(self) -> Iterator[PartStats]:
+        """Yield the recorded parts, which are read a thousand at a time: those of a long run take many MiB at
+        once. One that is recorded meanwhile may not be among them."""
+        with self._told():
+            fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        shards = _shards(fields)
+        for start in range(0, len(shards), MAX_LOOKED):
+            yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
+
+    def count_anew(self) -> None:
+        """Store what all recorded parts have together in the run's hash.
+
+        A part that is recorded meanwhile may be missed or counted twice, until this is called again.
+        """
+        store_totals(self._redis, self._key, self.each_part())
+
+    def look(self, running: Collection[int] = ()) -> SeenParts:
+        """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
+
+        running: shards under way. Of more than MAX_LOOKED parts their totals are believed, which may lack a
+        part whose worker was killed as it recorded it, until planning or the run's end counts anew. Where
+        they lack many, as of workers that kept none or where somebody broke them, all parts are read.
+        """
+        with self._told():
+            if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
+                return SeenParts.of(self.parts())
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hkeys(self._parts_key)
+                pipe.hmget(self._key, PARTS, *TOTALS)
+                fields, totals = pipe.execute()
+        shards = set(_shards(fields))
+        known = [stored.count(stored.text(each or b"")) for each in totals]
+        counted, *counts = [each for each in known if each is not None] or [0]
+        if len(counts) < len(COUNTED) or abs(counted - len(shards)) > TOLERATED * len(shards):
+            return SeenParts.of(self.parts())
+        latest = self.parts_of(_latest(shards, running))
+        return SeenParts(shards, latest, dict(zip(COUNTED, counts, strict=True)))
+
+    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
+        return self._transact(change, *watched)
+
+    def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        with self._told():
+            return transact(self._redis, change, *watched)
+
+    def _told(self) -> AbstractContextManager[None]:
+        """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
+        return wrong_types_told(self._redis, key_types(self.run))
+
+
+def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
+    """Return what the replies to `RecordedParts._count` say."""
+    total = stored.count(stored.text(raw_total or b""))
+    return PartCount(length if raw_total is None else length - 1, total, failed)
+
+
+def _shards(fields: Iterable[bytes]) -> list[int]:
+    """Return the shards among the fields of a record, whatever else was written there."""
+    return [int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS]
+
+
+def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:
+    """Return the shards that were done last, as far as numbers tell: those before the ones under way.
+
+    Of a run that is resumed or retried these are not the highest.
+    """
+    ordered = sorted(shards)
+    at = bisect(ordered, max(running, default=-1))
+    return [*ordered[at:], *ordered[:at]][-MAX_LOOKED:]
+
+
+def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
+    parts = {}
+    for shard, record in records.items():
+        with suppress(ValueError):
+            parts[shard] = PartStats.from_text(record)
+    return parts

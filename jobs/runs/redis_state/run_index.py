@@ -1,0 +1,50 @@
+"""Which runs Redis knows, without a look through its keys: an index that each submission writes.
+
+It only lists; what a run is stands in the run's own keys. So a write that fails costs no run, and an index
+that somebody replaced is begun anew.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from jobs.common import stored
+from jobs.common.keys import RUN_TTL_S, RUNS_KEY
+from jobs.runs.plans.names import is_run_id
+from jobs.runs.redis_state.key_types import wrong_types_told
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
+KEPT_S = 2 * RUN_TTL_S
+
+
+def list_in_index(connection: Redis, run: str) -> None:
+    """Put a run that is submitted or planned now first; drop those of long ago."""
+    now_ms = int(time.time() * 1000)
+    with connection.pipeline() as pipe:
+        pipe.zadd(RUNS_KEY, {run: now_ms})
+        pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - KEPT_S * 1000)
+        pipe.expire(RUNS_KEY, KEPT_S)
+        try:
+            pipe.execute()
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            connection.delete(RUNS_KEY)
+            connection.zadd(RUNS_KEY, {run: now_ms})
+
+
+def newest_runs(connection: Redis, limit: int) -> dict[str, float]:
+    """Return the runs that were submitted last, and when, in Unix seconds; the last one first.
+
+    Raises RunKeyDamaged where somebody has put another type into the index's place.
+    """
+    with wrong_types_told(connection, {RUNS_KEY: "zset"}):
+        found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
+    named = ((stored.text(run), score / 1000) for run, score in found)
+    return {run: submitted_at for run, submitted_at in named if is_run_id(run)}

@@ -1,0 +1,364 @@
+"""A run's state in Redis: what the CLI shows, and the count that tells the last shard that it is the last.
+
+Nothing here is needed to resume: parts on disk are the truth, and the planner rebuilds these keys from them.
+
+Whoever writes here may have been frozen since it looked, for any time. So each write that rests on a look is
+one transaction, which is carried out only while what was looked at is as it was: the lock is held
+(submitting, cancelling, enqueueing), the job is (what a planner writes), no other submission came
+(cancelling), no part was recorded and no end marked or withdrawn since (counting and ending).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from redis.exceptions import LockError, LockNotOwnedError
+
+from jobs.common import stored
+from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
+from jobs.context import Lease
+from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
+from jobs.runs.redis_state.end_calls import ASKED_FOR, NO_CALLS, EndCalls
+from jobs.runs.redis_state.error_limit import DEFAULT_LIMIT, ErrorLimit
+from jobs.runs.redis_state.key_types import check_lock
+from jobs.runs.redis_state.lock import RunLock
+from jobs.runs.redis_state.recorded_parts import RecordedParts, part_count
+from jobs.runs.redis_state.state_values import End, PartCount, Verdict
+from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+T = TypeVar("T")
+
+#: The field that says why the planning of the last submission failed.
+PLAN_ERROR = "plan_error"
+
+#: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
+#: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
+LOCK_TTL_S = 10
+LOCK_WAIT_S = 120
+
+
+class RunState(RecordedParts):
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it.
+
+    Every method raises RunKeyDamaged where somebody else has put another type into the place of a key.
+    """
+
+    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
+        super().__init__(connection, run)
+        self._lease = lease
+
+    def describe(self, facts: Mapping[str, str | int]) -> None:
+        """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
+        fields: dict[Any, Any] = dict(facts)
+
+        def write(pipe: Pipeline) -> None:
+            pipe.multi()
+            pipe.hdel(self._key, PLAN_ERROR)
+            pipe.hset(self._key, mapping=fields)
+            pipe.expire(self._key, RUN_TTL_S)
+            pipe.execute()
+
+        self._change(write)
+
+    def refuse_plan(self, error: str) -> None:
+        """Note why the run's planning failed, for when its job is gone. Raises RunBusy where the job that the
+        lease is of is another execution's."""
+
+        def note(pipe: Pipeline) -> None:
+            pipe.multi()
+            pipe.hset(self._key, PLAN_ERROR, error)
+            pipe.execute()
+
+        self._change(note)
+
+    def facts(self) -> dict[str, str]:
+        """Return what `describe` stored, and the marks `cancelled` and `finished`.
+
+        Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
+        """
+        with self._told():
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        facts = {stored.text(key): stored.text(value) for key, value in found.items()}
+        if not facts.keys() >= {"output", "queue"}:
+            raise UnknownRun(self.run)
+        return facts
+
+    # Submissions and cancellations
+
+    def submission(self) -> int:
+        """Return the number of the last submission: each is greater than all before, and than any that was
+        cancelled; 0 where Redis knows of none."""
+        return self._submission(self._redis)
+
+    def _submission(self, client: Redis) -> int:
+        with self._told():
+            return _number(client.hget(self._key, "submission"))
+
+    def cancelled_submission(self) -> int:
+        """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
+        will be, whenever that reaches them."""
+        with self._told():
+            return _number(self._redis.hget(self._key, "cancelled_submission"))
+
+    def submit(
+        self,
+        pipe: Pipeline,
+        plan_job: str,
+        output: str,
+        queue: str,
+        model: str | None = None,
+        limit: ErrorLimit = DEFAULT_LIMIT,
+        calls: EndCalls = NO_CALLS,
+        *,
+        anew: bool = True,
+    ) -> None:
+        """Take back a cancellation or a stop: a new planning job submits the run.
+
+        Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.
+
+        An end stays until the planning finds that it is none: what is refused there changes no finished run.
+        model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
+        from now on. calls: what is told of its end. anew: False where the planning under way serves.
+        """
+        found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
+        number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
+        facts = {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit)}
+        asked_for = {} if model is None else {"plan_model": model}
+        fields: dict[Any, Any] = {**facts, **asked_for, **calls.to_fields(), "submission": number}
+        pipe.multi()
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
+        pipe.hset(self._key, mapping=fields)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.delete(self._failed_key)
+        pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
+
+    def open_submission(self, plan_job: str, output: str, queue: str, *wishes: Any) -> None:
+        """Submit the run with the job that plans it, unless that is what submitted it.
+
+        wishes: as of `submit`. Raises RunCancelled when the run was cancelled since: the job runs again
+        because its worker died, and that is no new submission; RunBusy when it is another execution's job.
+        """
+
+        def enter(pipe: Pipeline) -> None:
+            found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
+            if found[0] != plan_job.encode():
+                self.submit(pipe, plan_job, output, queue, *wishes)
+                pipe.execute()
+            elif found[1] is not None:
+                pipe.multi()
+                pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
+                pipe.execute()
+                raise RunCancelled(self.run)
+
+        self._change(enter, self._key)
+
+    def cancel(self, lock: RunLock, submission: int) -> None:
+        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
+
+        def mark(pipe: Pipeline) -> None:
+            self._check_is_last(pipe, submission)
+            self._mark_cancelled(pipe, submission, {})
+
+        self.write(lock, mark, self._key)
+
+    def stop(self, verdict: Verdict) -> None:
+        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
+        reason = {"stopped": verdict.reason}
+        self.as_of(verdict.submission, lambda pipe: self._mark_cancelled(pipe, verdict.submission, reason))
+
+    def _mark_cancelled(self, pipe: Pipeline, submission: int, reason: dict[str, str]) -> None:
+        # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
+        number = max(submission, _now_ms())
+        fields: dict[Any, Any] = {"cancelled": 1, "cancelled_submission": number, **reason}
+        pipe.multi()
+        pipe.hset(self._key, mapping=fields)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.execute()
+
+    def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
+        """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
+
+        def checked(pipe: Pipeline) -> T:
+            self._check_is_last(pipe, submission)
+            return change(pipe)
+
+        return self._transact(checked, self._key)
+
+    def _check_is_last(self, pipe: Pipeline, submission: int) -> None:
+        if self._submission(pipe) != submission:
+            raise RunResubmitted(self.run)
+
+    def check_not_cancelled(self) -> None:
+        """Raise RunCancelled after `cancel`, until the run is submitted again."""
+        if self.is_cancelled():
+            raise RunCancelled(self.run)
+
+    def begin(self, moment: float) -> None:
+        """Note when work on the submission began, if nobody has. Raises as check_not_cancelled."""
+        with self._told(), self._redis.pipeline() as pipe:
+            pipe.hexists(self._key, "cancelled")
+            pipe.hsetnx(self._key, "began_at", str(moment))
+            is_cancelled, _ = pipe.execute()
+        if is_cancelled:
+            raise RunCancelled(self.run)
+
+    def is_cancelled(self) -> bool:
+        with self._told():
+            return bool(self._redis.hexists(self._key, "cancelled"))
+
+    def judge(self) -> Verdict | None:
+        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
+        with self._told():
+            fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
+        rows, errors, text, submission = fields
+        told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
+        if told is None:
+            return None
+        reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
+        return Verdict(reason, _number(submission))
+
+    # The end
+
+    def record_failed(self, shard: int) -> PartCount:
+        """Record that a shard's job has failed for good; of one that has a part it does not count.
+
+        Raises RunBusy where the job that the lease is of is another execution's.
+        """
+
+        def record(pipe: Pipeline) -> PartCount:
+            has_part = pipe.hexists(self._parts_key, str(shard))
+            pipe.multi()
+            if not has_part:
+                pipe.sadd(self._failed_key, shard)
+                pipe.expire(self._failed_key, RUN_TTL_S)
+            self._count(pipe)
+            *_, length, raw_total, failed = pipe.execute()
+            return part_count(length, raw_total, failed)
+
+        return self._change(record, self._parts_key)
+
+    def end(self) -> End:
+        with self._told():
+            found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
+        return _end(found)
+
+    def mark_finished(self, seen: End) -> bool:
+        """Mark the run finished, on the strength of a look at its parts after `seen` was read.
+
+        Returns False where an end was withdrawn since: look again.
+        """
+
+        def mark(pipe: Pipeline) -> bool:
+            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
+            if _end(found).withdrawals != seen.withdrawals:
+                return False
+            pipe.multi()
+            pipe.hset(self._key, "finished", "1")
+            pipe.expire(self._key, RUN_TTL_S)
+            pipe.execute()
+            return True
+
+        return self._transact(mark, self._key)
+
+    def withdraw_finished(self, seen: End) -> bool:
+        """Take back an end that is no longer true, on the strength of a look after `seen` was read.
+
+        Returns False where the run has ended since: look again.
+        """
+
+        def withdraw(pipe: Pipeline) -> bool:
+            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
+            if _end(found) != seen:
+                return False
+            pipe.multi()
+            pipe.hdel(self._key, "finished")
+            pipe.hset(self._key, "withdrawals", str(seen.withdrawals + 1))
+            pipe.execute()
+            return True
+
+        return self._change(withdraw, self._key)
+
+    # Who may write
+
+    @contextmanager
+    def lock(self, wait_s: float = LOCK_WAIT_S) -> Iterator[RunLock]:
+        """Hold the run for planning or cancelling; call `keep` on it between long steps.
+
+        Raises RunBusy when it cannot be had within wait_s, or was lost to another before the body ended,
+        and RunKeyDamaged at once where nobody ever could have it.
+        """
+        check_lock(self._redis, self.run)
+        lock = RunLock(
+            self._redis,
+            run_lock_key(self.run),
+            timeout=LOCK_TTL_S,
+            blocking_timeout=wait_s,
+            raise_on_release_error=False,  # `keep` has told while it mattered
+        )
+        try:
+            with self._told(), lock:
+                yield lock
+        except LockError:
+            raise RunBusy(self.run) from None
+
+    def keep(self, lock: RunLock) -> None:
+        """Hold the lock on, or anew where it has run out and is free: another may have had it in between.
+
+        Raises redis.exceptions.LockError, RunBusy outside of `lock`, when another has it.
+        """
+        try:
+            lock.reacquire()
+        except LockNotOwnedError:
+            if not lock.acquire(blocking=False):
+                raise
+
+    def check_held(self) -> None:
+        """Raise RunBusy where the job that the lease is of is another execution's."""
+        if self._lease is not None and self._redis.zscore(self._lease.key, self._lease.member) is None:
+            raise RunBusy(self.run)
+
+    def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change while the lock is held, and return what `change` returns.
+
+        change: looks at what it rests on, calls `multi`, queues commands and executes them. It is called
+        again where one of the keys `watched` has changed meanwhile, or the lock ran out and was taken anew.
+        Raises as `keep` does, and RunBusy when the job that the lease is of is another's.
+        """
+        while True:
+            self.keep(lock)
+            with suppress(LockNotOwnedError):
+                return self._change(partial(lock.checked, change), lock.key, *watched)
+
+    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change while the job is held that the lease is of, where there is one."""
+        lease = self._lease
+        if lease is None:
+            return self._transact(change, *watched)
+
+        def checked(pipe: Pipeline) -> T:
+            if pipe.zscore(lease.key, lease.member) is None:
+                raise RunBusy(self.run)
+            return change(pipe)
+
+        return self._transact(checked, lease.key, *watched)
+
+
+def _number(raw: Any) -> int:
+    """Return a stored number; 0 for none, and for what is no number: others may write into Redis."""
+    return stored.count(stored.text(raw)) or 0 if isinstance(raw, bytes) else 0
+
+
+def _end(found: list[bytes | None]) -> End:
+    return End(found[0] is not None, _number(found[1]))
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,1 @@
+"""What is counted of parts and told of a run."""

@@ -1,0 +1,85 @@
+"""Why rows have errors: the kinds of reasons, how many rows each, and examples."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs.common import stored
+
+#: Characters of a reason that are kept.
+MAX_REASON_CHARS = 200
+
+#: Kinds that are told apart; rows of further ones are counted together.
+MAX_KINDS = 1000
+OTHERS = "other reasons"
+
+#: Row numbers that are kept of each.
+MAX_EXAMPLES = 3
+
+
+@dataclass
+class Reason:
+    """Rows that have an error for one reason.
+
+    text: of the first row. rows: how many. examples: the first ones' numbers, counted over the whole input.
+    """
+
+    text: str
+    rows: int = 0
+    examples: list[int] = field(default_factory=list)
+
+
+class Reasons:
+    """Counts rows by reason; texts that differ in their numbers alone are one reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Reason] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(reason.rows for reason in self._found.values())
+
+    def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
+        """Count rows of one reason. rows: ascending numbers; count: how many, where not all are named."""
+        text = text[:MAX_REASON_CHARS]
+        kind = re.sub(r"\d+", "0", text)
+        if kind not in self._found and len(self._found) >= MAX_KINDS:
+            kind = text = OTHERS
+        reason = self._found.setdefault(kind, Reason(text))
+        if rows and reason.examples and rows[0] < reason.examples[0]:
+            reason.text = text
+        reason.rows += len(rows) if count is None else count
+        reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
+
+    def commonest(self, most: int) -> list[Reason]:
+        """Return at most so many, the commonest first; of equal ones that with the first row."""
+        return sorted(self._found.values(), key=lambda each: (-each.rows, each.examples))[:most]
+
+
+def reasons_text(reasons: Reasons, most: int) -> str:
+    """Return the commonest ones as they are kept in Redis for one part."""
+    found = [[each.text, each.rows, each.examples] for each in reasons.commonest(most)]
+    return json.dumps({"reasons": found})
+
+
+def read_reasons(records: Iterable[bytes]) -> Reasons:
+    """Return what parts have together. Records that are none of ours count as none."""
+    reasons = Reasons()
+    for record in records:
+        for entry in _entries(stored.json_object(record).get("reasons")):
+            reasons.add(*entry)
+    return reasons
+
+
+def _entries(value: Any) -> Iterable[tuple[str, list[int], int]]:
+    for entry in value if isinstance(value, list) else ():
+        if not isinstance(entry, list) or len(entry) != 3:
+            continue
+        text, count, rows = entry
+        if not (isinstance(text, str) and stored.count(count) is not None and isinstance(rows, list)):
+            continue
+        yield text, [row for row in rows[:MAX_EXAMPLES] if stored.count(row) is not None], count

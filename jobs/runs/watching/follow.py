@@ -1,0 +1,120 @@
+"""Waits for a run and shows its progress."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from redis.exceptions import ConnectionError, TimeoutError
+
+from jobs.errors import UnknownRun
+from jobs.runs.watching.obstacles import no_worker_text
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
+
+#: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
+POLL_S, MAX_POLL_S = 0.5, 5.0
+LOOK_SHARE = 0.1
+
+
+class End(enum.Enum):
+    """How waiting for a run ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    PLAN_FAILED = "planning failed"
+    SHARDS_FAILED = "shards failed"
+    STRANDED = "nothing is left to run, and the run did not finish"
+    FORGOTTEN = "this Redis no longer knows the run: it was flushed, or came back without its data"
+
+
+class Display(Protocol):
+    """Where progress goes."""
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The last look at a run, how it ended, and the seconds spent waiting."""
+
+    snapshot: RunSnapshot
+    end: End
+    seconds: float
+
+
+def follow(
+    look: Callable[[], RunSnapshot],
+    display: Display,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    listened: Callable[[], Sequence[str]] = tuple,
+) -> Followed:
+    """Look at a run until it ends, however long no worker takes it up or Redis is away.
+
+    clock: seconds, any zero. listened: the queues on which workers listen. Raises what the first look raises.
+    """
+    started_at = counted_from = clock()
+    first = previous = look()
+    snapshot = first
+    has_worker, awaited, took_s = True, None, clock() - started_at
+    while True:
+        now = clock()
+        if snapshot.awaits_plan or snapshot.tokens < previous.tokens:
+            first, counted_from = snapshot, now  # parts that were there, or went, are no work of this submit
+        seconds = now - counted_from
+        display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
+        if end := _end(snapshot, previous):
+            return Followed(snapshot, end, now - started_at)
+        if has_worker != (snapshot.workers > 0):
+            has_worker = not has_worker
+            display.warn(_about_workers(snapshot, listened))
+        if awaited != snapshot.awaited_model:
+            awaited = snapshot.awaited_model
+            if awaited is not None and snapshot.workers:
+                display.warn(f"no worker on queue {snapshot.queue!r} serves model {awaited}; still waiting")
+        sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
+        looked_at = clock()
+        try:
+            previous, snapshot = snapshot, _look_again(look, display, sleep)
+        except UnknownRun:
+            return Followed(snapshot, End.FORGOTTEN, clock() - started_at)
+        took_s = clock() - looked_at
+
+
+def _look_again(
+    look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]
+) -> RunSnapshot:
+    """Look as often as it takes until Redis answers."""
+    is_away = False
+    while True:
+        try:
+            return look()
+        except (ConnectionError, TimeoutError) as error:
+            if not is_away:
+                display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
+            is_away = True
+        sleep(POLL_S)
+
+
+def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
+    if snapshot.cancelled and not snapshot.finished:
+        return End.CANCELLED
+    if snapshot.plan_status in REFUSED:
+        return End.PLAN_FAILED  # also of a run that had finished: this submission was refused
+    if snapshot.finished and not snapshot.is_planning:
+        return End.FINISHED
+    if not snapshot.is_idle:
+        return None
+    if snapshot.failed:
+        return End.SHARDS_FAILED
+    # A look is not one instant: the last shard may have ended between two of its reads.
+    return End.STRANDED if snapshot is not previous and previous.is_idle else None
+
+
+def _about_workers(snapshot: RunSnapshot, listened: Callable[[], Sequence[str]]) -> str:
+    if snapshot.workers:
+        return f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
+    return f"{no_worker_text(snapshot.queue, listened())}; still waiting"

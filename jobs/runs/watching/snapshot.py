@@ -1,0 +1,382 @@
+"""What Redis knows of a run at one moment, in three round trips however many shards it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jobs.common import stored
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.job_results import last_error, last_value
+from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
+from jobs.common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, queue_keys
+from jobs.errors import FAULT_PREFIX, InvalidValue
+from jobs.runs.plans.names import job_shard, shard_job_id
+from jobs.runs.plans.plan import MAX_SHARDS
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.executions import num_held, silent_workers
+from jobs.runs.redis_state.state import PLAN_ERROR, RunState
+from jobs.runs.statistics.part_stats import outcome_text
+from jobs.runs.watching.time_left import Progress, is_moment, time_left
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: States of a job that has not ended.
+WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
+
+#: States of a planning job that has ended without a plan.
+REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+
+#: Shards of which one look seeks the jobs.
+MAX_SOUGHT = 1000
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run's progress.
+
+    output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
+    the planning job; None when it is not known. plan_error: why that failed. done, started, failed: shards by
+    state; `queued` is the rest. gone: those of the rest whose job is in Redis no more; looked for while no
+    shard runs, among the first MAX_SOUGHT.
+    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
+    there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
+    rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
+    finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
+    failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
+    serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
+    stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
+    too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
+    left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
+    finished shards have together, by the names of part_stats.COUNTED.
+    """
+
+    run: str
+    output: str
+    queue: str
+    cancelled: bool
+    finished: bool
+    plan_job: str | None
+    plan_status: JobStatus | None
+    rows: int | None
+    shards: int | None
+    done: int
+    started: int
+    claimed: int
+    failed_jobs: tuple[str, ...]
+    rows_done: int
+    errors: int
+    tokens: int
+    workers: int
+    queue_length: int
+    awaited_model: str | None
+    stopped: str | None
+    too_many_errors: str | None
+    stopped_jobs: frozenset[str] = frozenset()
+    left_s: float | None = None
+    plan_error: str | None = None
+    gone: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        return len(self.failed_jobs)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Ids of the failed jobs whose errors are news: what an earlier cancel stopped has none."""
+        return tuple(job for job in self.failed_jobs if job not in self.stopped_jobs)
+
+    @property
+    def queued(self) -> int:
+        return max(0, (self.shards or 0) - self.done - self.started - self.failed - self.gone)
+
+    @property
+    def outcome(self) -> str:
+        """Of how many rows in finished shards there is no good answer."""
+        return outcome_text(self.errors, self.counts.get("failed_checks", 0), self.counts.get("cut", 0))
+
+    @property
+    def plan_failed(self) -> bool:
+        """Whether the last submission's planning has failed, or is gone before it planned anything."""
+        if self.plan_status is not None:
+            return self.plan_status in REFUSED
+        return self.plan_error is not None or self.shards is None
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether the run has finished, and each of its rows with an error that the limit does not allow."""
+        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
+
+    @property
+    def is_planning(self) -> bool:
+        return self.plan_status in WAITING
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether the run is planned now, or has to be before it moves on.
+
+        Submitted again while its shards run, its planning waits behind them, and they count as its progress.
+        """
+        return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.started)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job of the run waits or runs."""
+        if self.is_planning or self.started or self.claimed:
+            return False
+        if self.shards is None:
+            return self.plan_status is None  # someone deleted its planning
+        # On an empty queue no shard waits: someone emptied it. Of a run whose parts are all there the shard
+        # may wait that was to end it, as its worker died.
+        return not ((self.queued or self.done >= self.shards) and self.queue_length)
+
+    @property
+    def state(self) -> str:
+        """One word for an operator."""
+        if self.finished and not self.is_planning:
+            return "failed" if self.all_failed else "finished"
+        if self.cancelled:
+            return "cancelled" if self.stopped is None else "stopped"
+        if self.awaits_plan:
+            return "planning"
+        if self.plan_failed and (self.shards is None or self.is_idle):
+            return "failed"
+        if self.shards is None:
+            return "not planned"
+        if self.started or self.queued:
+            return "running"
+        return "failed" if self.failed or self.gone else "ending"
+
+
+def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
+    """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
+    state = RunState(connection, run)
+    facts = state.facts()
+    plan_job = facts.get("plan_job")
+    seen = _read_queue(connection, facts["queue"], run, plan_job)
+    parts = state.look(seen.started)  # afterwards: what ends in between is done, and not nowhere
+    running = {shard for shard in seen.started if shard not in parts.shards}
+    shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
+    # A failed job of a shard with a part was another execution's; or it failed to end a run that is whole.
+    is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not seen.started
+    done = frozenset() if is_unended else parts.shards
+    failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed.difference(done, running)))
+    progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
+    rows_done = sum(each.rows for each in progress) + parts.counts["rows"]
+    under_way = dict(zip(running, progress, strict=True))
+    silent = silent_workers(connection, (each.worker for each in progress))
+    alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
+    claimed = gone = 0
+    if shards and not running and "finished" not in facts:
+        planned = range(min(shards, MAX_SHARDS))
+        rest = [shard for shard in planned if shard not in parts.shards]
+        if not seen.length:
+            claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
+        if "cancelled" not in facts and seen.plan_status not in WAITING:
+            gone = _num_gone(connection, run, [shard for shard in rest if shard not in seen.failed])
+    return RunSnapshot(
+        run=run,
+        output=safe_name(facts["output"], MAX_TEXT_CHARS),
+        queue=facts["queue"],
+        cancelled="cancelled" in facts,
+        finished="finished" in facts,
+        plan_job=plan_job,
+        plan_status=seen.plan_status,
+        rows=rows,
+        shards=shards,
+        done=len(parts.shards),
+        started=len(running),
+        claimed=claimed,
+        failed_jobs=failed,
+        rows_done=rows_done if rows is None else min(rows_done, rows),  # totals may have a part twice
+        errors=parts.counts["errors"],
+        tokens=sum(each.tokens for each in progress) + parts.counts["generated_tokens"],
+        workers=seen.workers,
+        queue_length=seen.length,
+        awaited_model=awaited_model(facts, seen.plan_status, seen.models),
+        stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
+        too_many_errors=too_many_errors(facts, parts.counts["rows"], parts.counts["errors"]),
+        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
+        left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
+        plan_error=_plan_error(connection, facts, plan_job, shards, seen.plan_status),
+        gone=gone,
+        counts=parts.counts,
+    )
+
+
+def read_planned(connection: Redis, run: str) -> RunSnapshot:
+    """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
+    snapshot = read_snapshot(connection, run)
+    if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
+        planned = plan_result(connection, snapshot.plan_job)
+        if planned is not None and planned.get("run", run) != run:
+            return read_snapshot(connection, planned["run"])
+    return snapshot
+
+
+def _num_gone(connection: Redis, run: str, shards: Sequence[int]) -> int:
+    """Return of how many of these shards the job is in Redis no more."""
+    sought = [job_key(shard_job_id(run, shard)) for shard in shards[:MAX_SOUGHT]]
+    found: Any = connection.exists(*sought) if sought else 0
+    return len(sought) - int(found)
+
+
+def _plan_error(
+    connection: Redis,
+    facts: Mapping[str, str],
+    plan_job: str | None,
+    shards: int | None,
+    status: JobStatus | None,
+) -> str | None:
+    """Return why a run's planning failed, as it may be shown; None where it did not."""
+    if status in (JobStatus.STOPPED, JobStatus.CANCELED):
+        return "it was stopped"
+    if status is JobStatus.FAILED and plan_job is not None:
+        return failure_text(connection, plan_job)
+    if status is None and PLAN_ERROR in facts:
+        return safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS)
+    if status is None and shards is None and "cancelled" not in facts:
+        return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
+    return None
+
+
+def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
+    """Return those of the jobs that were enqueued before the last cancel."""
+    if not cancelled or not failed:
+        return frozenset()
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in failed:
+            pipe.hget(job_key(job_id), SUBMISSION_FIELD)
+        found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
+    return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
+
+
+def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
+    """Say how a run's finished rows pass its limit; None where they do not."""
+    try:
+        limit = ErrorLimit.parse(facts.get("max_errors"))
+    except InvalidValue:  # others may write into Redis
+        return None
+    return limit.told(rows, errors, is_whole="finished" in facts)
+
+
+def awaited_model(
+    facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
+) -> str | None:
+    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown.
+
+    models: what those workers serve, as read_workers returns it.
+    """
+    if plan_status in WAITING:
+        needed = shown = facts.get("plan_model")
+    else:
+        needed, shown = facts.get("model"), facts.get("model_text")
+    if needed is None or models is None or needed in models:
+        return None
+    return shown and safe_name(shown, MAX_TEXT_CHARS)
+
+
+def failure_text(connection: Redis, job_id: str) -> str:
+    """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
+    return error_line(last_error(connection, job_id)) or "it left no error"
+
+
+def error_line(error: str) -> str:
+    """Return the last line of an error as it may be shown, before the line that classes it; "" for none."""
+    lines = error.strip().splitlines()
+    if lines and lines[-1].startswith(FAULT_PREFIX):
+        lines.pop()
+    return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
+
+
+def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
+    """Return what a finished planning job returned, or None when Redis no longer has its result."""
+    return last_value(connection, plan_job) or None
+
+
+@dataclass(frozen=True)
+class _QueueSeen:
+    """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own.
+
+    models: the names by which jobs may ask for the models that those workers serve; None where one of them
+    does not say, as RQ's own workers do not. Those of a silent worker are not among them.
+    """
+
+    plan_status: JobStatus | None
+    started: set[int]
+    failed: set[int]
+    workers: int
+    models: set[str] | None
+    length: int
+
+
+def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -> _QueueSeen:
+    """Look at the queue of this name once, in the order in which jobs move on: so none is missed."""
+    keys = queue_keys(queue)
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.hget(job_key(plan_job or ""), "status")
+        pipe.llen(keys.waiting)
+        pipe.llen(keys.popped)
+        pipe.zrange(keys.started, 0, -1)
+        pipe.zrange(keys.failed, 0, -1)
+        pipe.smembers(keys.workers)
+        status, waiting, popped, started, failed, workers = pipe.execute()
+    alive, models = read_workers(connection, workers)
+    return _QueueSeen(
+        job_status(status), shards_of(run, started), shards_of(run, failed), alive, models, waiting + popped
+    )
+
+
+def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
+    """Return how many of these workers live, and all names of the models that they serve, if all say that."""
+    with connection.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
+            pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
+            pipe.ttl(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
+        replies = pipe.execute(raise_on_error=False)
+    each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
+    facts = [(stored.json_object(fact), left_s) for is_alive, fact, left_s in each if is_alive]
+    if any(told == {} for told, _ in facts):
+        return len(facts), None
+    # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
+    served = [told.get("models") for told, left_s in facts if not 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S]
+    models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
+    return len(facts), models
+
+
+def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:
+    """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`."""
+    shards = (job_shard(run, stored.text(entry).partition(":")[0]) for entry in entries)
+    return {shard for shard in shards if shard is not None}
+
+
+def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
+    """Return the progress of running shards' jobs; none where a job says none."""
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name")
+        replies = pipe.execute(raise_on_error=False)
+    return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
+
+
+def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
+    told = stored.json_object(meta)
+    rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
+    tokens += stored.count(told.get("tokens_open")) or 0
+    return Progress(
+        rows,
+        tokens,
+        shard_rows,
+        _earliest(stored.moment(started_at), told.get("opened_at")),
+        safe_name(worker or b""),
+    )
+
+
+def _earliest(started_at: float | None, opened_at: object) -> float | None:
+    """Return when a shard was begun: its file may be open before its first row is computed."""
+    return min(started_at, opened_at) if started_at is not None and is_moment(opened_at) else started_at

@@ -1,0 +1,1 @@
+"""The jobs that this worker holds, each with its state."""

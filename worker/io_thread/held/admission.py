@@ -1,0 +1,50 @@
+"""What may run on this worker: JSON payloads that call functions on an exact list."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from worker.errors import NotAllowed, TooLarge
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.function_call import FunctionCall, parse_call
+from worker.store.records.job_record import JobRecord
+
+MAX_ID_CHARS = 255
+"""An id is in the names of a dozen keys, in the answer and in the log."""
+
+
+class Admission:
+    """Decides by exact name, before any import.
+
+    A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by
+    attribute. Callbacks are held to the same list, and a job may not carry an object to call.
+    """
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = frozenset(allowed)
+
+    def admit(self, claimed: ClaimedJob, payload: bytes) -> FunctionCall:
+        """Return what the job calls. payload: its own. Raises BadPayload, TooLarge or NotAllowed."""
+        if len(claimed.job_id) > MAX_ID_CHARS:
+            raise TooLarge(
+                f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
+                "enqueue it with a shorter one, or with none, and RQ makes one"
+            )
+        call = parse_call(payload, claimed.record.max_job_bytes)
+        if call.name not in self._allowed:
+            raise NotAllowed("function", call.name, self._nearest(call.name))
+        for role, name in claimed.record.callbacks.items():
+            if name not in self._allowed:
+                raise NotAllowed(role, name, self._nearest(name))
+        return call
+
+    def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
+        """The record less callbacks, if one of them may not run here."""
+        if any(name not in self._allowed for name in record.callbacks.values()):
+            return record.without_callbacks()
+        return record
+
+    def _nearest(self, name: str) -> str | None:
+        near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
+        return near[0] if near else None

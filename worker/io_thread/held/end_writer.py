@@ -1,0 +1,132 @@
+"""Writes the ends of jobs: in batches, and one by one what was in a batch that did not come through."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from redis.exceptions import RedisError
+
+from jobs.errors import fault_line
+from worker.errors import EndNotTaken
+from worker.io_thread.held.held_job import HeldJob
+from worker.store.client import OUTAGES
+from worker.store.job_store import JobStore
+from worker.store.records.outcome import FinishReply, Outcome
+from worker.store.records.results import printable
+
+_BATCH_BYTES = 8 << 20
+_TRIES = 3
+_PAUSE_S = 0.25
+_SMALL_BYTES = 1 << 16
+"""No server cuts a connection because of less: it is the network, however often."""
+
+
+@dataclass
+class _Alone:
+    """An end that is written by itself. tries: how often it was not taken by a server that takes others."""
+
+    tries: int = 0
+    not_before: float = float("-inf")
+    is_replaced: bool = False
+
+
+class Written(Protocol):
+    """Told the server's reply to an end."""
+
+    def __call__(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None: ...
+
+
+class EndWriter:
+    """Holds ends until the server has taken them. The I/O thread's.
+
+    One that a server does not take which takes others, because it is too large for it or worse, holds up no
+    other: after a few tries by itself the job ends as failed with that reason instead.
+    """
+
+    def __init__(self, written: Written, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
+        self._written, self._log, self._clock = written, log, clock
+        self._waiting: dict[int, tuple[HeldJob, Outcome]] = {}
+        self._alone: dict[int, _Alone] = {}
+
+    def add(self, job: HeldJob, outcome: Outcome) -> None:
+        """Write an end with the next `flush`."""
+        self._waiting[job.number] = (job, outcome)
+
+    def forget(self, job: HeldJob) -> None:
+        """Drop an end that is not written yet."""
+        self._waiting.pop(job.number, None)
+        self._alone.pop(job.number, None)
+
+    def is_waiting(self, job: HeldJob) -> bool:
+        """Whether a job's end is not written yet."""
+        return job.number in self._waiting
+
+    def flush(self, store: JobStore) -> None:
+        """Write the ends that wait. After a RedisError, which says something of the server, call it again."""
+        for batch in list(self._batches()):
+            try:
+                replies = store.finish([outcome for _, outcome in batch])
+            except RedisError:
+                self._alone.update((job.number, _Alone()) for job, _ in batch)
+                raise
+            for (job, outcome), reply in zip(batch, replies, strict=True):
+                self._done(job, outcome, reply)
+        for number, state in list(self._alone.items()):
+            if self._clock() >= state.not_before and number in self._waiting:
+                self._write_alone(store, *self._waiting[number], state)
+
+    def _batches(self) -> Iterator[list[tuple[HeldJob, Outcome]]]:
+        batch: list[tuple[HeldJob, Outcome]] = []
+        num_bytes = 0
+        for number, (job, outcome) in self._waiting.items():
+            if number in self._alone:
+                continue
+            batch.append((job, outcome))
+            num_bytes += outcome.num_bytes
+            if num_bytes >= _BATCH_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+        if batch:
+            yield batch
+
+    def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, state: _Alone) -> None:
+        try:
+            [reply] = store.finish([outcome])
+        except RedisError as error:
+            is_lost = store.renew([outcome.claimed])  # raises where the server takes no other write either
+            if is_lost:
+                self._done(job, outcome, "lost")
+                return
+            state.not_before = self._clock() + _PAUSE_S
+            if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
+                return
+            state.tries += 1
+            self._log.error(
+                "job %s: Redis does not take its end of %d bytes (%s: %s)",
+                job.claimed.job_id,
+                outcome.num_bytes,
+                type(error).__name__,
+                error,
+            )
+            if state.tries >= _TRIES:
+                self._give_up(job, outcome, error, state)
+        else:
+            self._done(job, outcome, reply)
+
+    def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, state: _Alone) -> None:
+        if state.is_replaced:
+            self._done(job, outcome, "refused")
+            return
+        state.tries, state.is_replaced = 0, True
+        reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
+        reason.add_note(fault_line(reason.fault))
+        failed = replace(outcome, status="failed", value=printable(reason), packed=None, retries=False)
+        self._waiting[job.number] = (job, failed)
+
+    def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+        self.forget(job)
+        self._written(job, outcome, reply)

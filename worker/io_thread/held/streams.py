@@ -1,0 +1,138 @@
+"""Requests of open jobs on their way to the engine, and completions on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+
+from engine import Completion
+from worker.engine_thread.orders import Abort, Add, Order
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_job import HeldJob, JobState
+from worker.io_thread.held.held_jobs import HeldJobs
+from worker.io_thread.held.inspections import Inspections
+from worker.io_thread.held.packing import Packer
+from worker.metrics.tally import Tally
+
+
+class Streams:
+    """Routes requests and completions by `<number>.<index>`. The I/O thread's."""
+
+    def __init__(
+        self,
+        jobs: HeldJobs,
+        packer: Packer,
+        beginnings: Beginnings,
+        orders: SimpleQueue[Order],
+        inspections: Inspections,
+        tally: Tally,
+    ) -> None:
+        self._inspections, self._tally = inspections, tally
+        self._jobs, self._packer, self._beginnings, self._orders = jobs, packer, beginnings, orders
+        self._changed: dict[int, HeldJob] = {}
+        self.completion_tokens = 0
+        """Handed out since the start."""
+
+    def open(self, job: HeldJob) -> None:
+        """Serve a job whose task is open."""
+        job.stream()
+        self._packer.stream(job)
+
+    def feed(self) -> Iterator[HeldJob]:
+        """Send the engine what it has room for; yield the jobs of which something has changed by now.
+
+        What of them is complete, or broken, is for the caller to end. Not all that are held are looked at:
+        there may be thousands.
+        """
+        for job, index, request in self._packer.pull():
+            add = Add(
+                job.request_id(index),
+                request.prompt,
+                request.messages,
+                request.sampling,
+                job.lane,
+                request.chat_options,
+                request.kind,
+                request.continued,
+            )
+            self._orders.put(add)
+        self._changed.update((job.number, job) for job in self._packer.take_dry())
+        changed, self._changed = self._changed, {}
+        for job in changed.values():
+            if job in self._jobs and not job.is_ending:
+                yield job
+
+    def started(self, request_ids: Iterable[str], moment: float) -> None:
+        """The engine has scheduled the first sequences of these requests, at `moment` (monotonic seconds)."""
+        for request_id in request_ids:
+            job, index = self._jobs.of_request(request_id)
+            if job is not None and not job.is_ending:
+                self._beginnings.began(job, moment)
+                job.unscheduled.discard(index)
+                if not job.needs_payload:
+                    self._changed[job.number] = job
+
+    def deliver(self, completions: Iterable[Completion], moment: float) -> None:
+        """Route what the engine finished in the step of `moment` to the jobs that asked for it."""
+        for completion in completions:
+            job, index = self._jobs.of_request(completion.request_id)
+            if job is None or index not in job.open_requests:
+                continue  # stopped or lost while the engine was at it
+            self._beginnings.began(job, moment)  # one that was refused was never scheduled
+            self._tally.completed(completion)
+            if job.trace is not None:
+                job.trace.completed(completion)
+            self.completion_tokens += len(completion.token_ids) - completion.num_continued
+            job.unscheduled.discard(index)
+            samples = job.open_requests[index]
+            samples.append(completion)
+            if completion.finish_reason == "error" or len(samples) == job.samples[index]:
+                self._hand_over(job, index, samples)
+
+    def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
+        """All samples of a request are in, or one that failed."""
+        self._packer.delivered(job, job.samples.pop(index))
+        del job.open_requests[index]
+        ordered = sorted(samples, key=lambda sample: sample.index)
+        assert job.open_task is not None
+        if not job.open_task.inspects:
+            self._deliver(job, index, ordered)
+            return
+        job.inspected.add(index)
+        self._inspections.submit(
+            job.open_task,
+            index,
+            ordered,
+            lambda: index in job.inspected,
+            lambda error: self._inspected(job, index, ordered, error),
+        )
+
+    def _inspected(
+        self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
+    ) -> None:
+        """A task has looked at what a request got. error: what it raised over that."""
+        if index not in job.inspected:
+            return  # the job was stopped or lost meanwhile
+        job.inspected.discard(index)
+        if error is None:
+            self._deliver(job, index, samples)
+            return
+        self._changed[job.number] = job
+        job.broke(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
+        self._changed[job.number] = job
+        assert job.open_task is not None
+        try:
+            job.open_task.deliver(index, samples)
+            if job.state is JobState.SENT and job.open_task.has_more:
+                job.stream()
+                self._packer.stream_on(job)
+        except Exception as error:  # noqa: BLE001  # fails this job, not the worker
+            job.broke(error)
+
+    def withdraw(self, job: HeldJob) -> None:
+        """Take a job's requests back from the engine, and send no more."""
+        if job.request_ids:
+            self._orders.put(Abort(job.request_ids))
+        self._packer.forget(job)

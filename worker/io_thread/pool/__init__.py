@@ -1,0 +1,1 @@
+"""What runs on pools of threads beside the loop."""

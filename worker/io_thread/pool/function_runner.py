@@ -1,0 +1,82 @@
+"""Functions of the user's, and those of our own that need no engine: run in the threads of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from redis import Redis
+
+from jobs.runs.end_notices import POSTING
+from jobs.table import own_function
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.pool.pool_calls import PoolCalls, Then
+from worker.job_environment import JobEnvironment
+from worker.store.records.function_call import FunctionCall
+from worker.store.user_code import perform
+from worker.threads.functions import FunctionPool
+
+
+class FunctionRunner:
+    """Hands functions over to threads once Redis shows that they begin. The I/O thread's.
+
+    calls: brings their reports back. pool_client: for our own functions. user_client: what user code gets.
+    """
+
+    def __init__(
+        self,
+        *,
+        packer: Packer,
+        calls: PoolCalls,
+        beginnings: Beginnings,
+        pool: FunctionPool,
+        webhook_pool: FunctionPool,
+        environment: JobEnvironment,
+        pool_client: Redis,
+        user_client: Redis,
+    ) -> None:
+        self._packer, self._calls, self._beginnings = packer, calls, beginnings
+        self._pool, self._webhook_pool = pool, webhook_pool
+        self._environment = environment
+        self._pool_client, self._user_client = pool_client, user_client
+
+    def run(self, job: HeldJob, then: Then) -> None:
+        """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""
+        self._run(job, lambda: partial(perform, job.for_user_code(self._user_client)), then, self._pool)
+
+    def run_own(self, job: HeldJob, call: FunctionCall, then: Then) -> None:
+        """Run a function of our own, then call `then`."""
+        own = own_function(call.name)
+        assert own is not None, call.name
+        context = self._environment.context(job.claimed, self._pool_client)
+        function = partial(own, context, *call.args, **call.kwargs)
+        pool = self._webhook_pool if call.name == POSTING else self._pool
+        self._run(job, lambda: function, then, pool, is_ours=True)
+
+    def _run(
+        self,
+        job: HeldJob,
+        function: Callable[[], Callable[[], Any]],
+        then: Then,
+        pool: FunctionPool,
+        is_ours: bool = False,
+    ) -> None:
+        """function: makes what the thread is to call, once the job has begun."""
+        job.run_function()
+        self._packer.function_started(job)
+
+        def hand_over() -> None:
+            self._calls.submit(pool, function(), job, then, self._came_back, is_ours)
+
+        self._beginnings.run(job, hand_over)
+
+    def _came_back(self, job: HeldJob, _: Any) -> None:
+        self._packer.function_ended(job)
+
+    def withdraw(self, job: HeldJob) -> None:
+        """Give its thread to others, where the function was not handed over yet."""
+        if self._beginnings.forget(job):
+            self._packer.function_ended(job)

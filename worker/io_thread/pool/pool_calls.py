@@ -1,0 +1,111 @@
+"""Calls that this worker makes in threads for its jobs, and makes again when Redis comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jobs.context.shard_bytes import NoRoomYet
+from worker.io_thread.faults import is_fault
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.pool.room_line import Place, RoomLine
+from worker.store.client import OUTAGES
+from worker.threads.functions import FunctionPool
+
+Then = Callable[[HeldJob, Any, BaseException | None], None]
+"""Takes the value that a call came back with, or what it raised."""
+
+_TRY_AGAIN_S = 0.5
+"""Pause before what an outage cut off is tried again."""
+
+
+class PoolCalls:
+    """Runs a job's blocking parts in pools and brings their reports to the I/O thread, which owns it.
+
+    post: queues a call for the I/O thread. unawaited: takes a job whose call came back after the job was
+    withdrawn.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[], None]], None],
+        unawaited: Callable[[HeldJob], None],
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._post, self._unawaited, self._log, self._clock = post, unawaited, log, clock
+        self._waiting: list[Callable[[], None]] = []
+        self._try_again_at = clock()
+        self._line = RoomLine(clock)
+
+    def submit(
+        self,
+        pool: FunctionPool,
+        function: Callable[[], Any],
+        job: HeldJob,
+        then: Then,
+        came_back: Callable[[HeldJob, Any], None] = lambda job, value: None,
+        is_ours: bool = False,
+        discard: Callable[[Any], None] | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """Run a function in a pool; then `came_back` and, if the job was not withdrawn, `then` run here.
+
+        came_back: gets the value, None where the function raised. is_ours: the function is our own, which
+        asks whether it is interrupted, and may be run again after any step of it: an outage delays it only.
+        discard: see FunctionPool.submit. place: of a function of ours that takes memory, which shards that
+        hold too much of it delay.
+        """
+        awaited = job.await_call()
+
+        def start() -> None:
+            job.call = pool.submit(
+                function, lambda value, error: self._post(lambda: report(value, error)), not is_ours, discard
+            )
+
+        def start_again() -> None:
+            if job.awaits(awaited):
+                start()
+            else:
+                report(None, None)
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if place is not None:
+                self._line.came_back(place)
+            if not job.awaits(awaited):
+                came_back(job, value)
+                self._unawaited(job)
+                return
+            job.call = None
+            if place is not None and isinstance(error, NoRoomYet):
+                self._line.wait(place, start_again, is_awaited)
+            elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
+                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
+                self.submit_later(start_again)
+            else:
+                came_back(job, value)
+                then(job, value, error)
+
+        def is_awaited() -> bool:
+            return job.awaits(awaited)
+
+        if place is None:
+            start()
+        else:
+            self._line.begin(place, start_again, is_awaited)
+
+    def submit_later(self, submit: Callable[[], None]) -> None:
+        """Try something again when Redis is there, and not at once."""
+        if not self._waiting:
+            self._try_again_at = self._clock() + _TRY_AGAIN_S
+        self._waiting.append(submit)
+
+    def try_again(self) -> None:
+        """Start what waits, once its pause is over."""
+        self._line.try_again()
+        if self._waiting and self._clock() >= self._try_again_at:
+            again, self._waiting = self._waiting, []
+            for submit in again:
+                submit()

@@ -1,0 +1,1 @@
+"""What is set and imported before there are threads."""

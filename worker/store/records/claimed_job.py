@@ -1,0 +1,112 @@
+"""A job that this worker holds, and what a claim asks for and brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from worker.errors import BadPayload, JobRefused
+from worker.store.records.job_record import JobRecord
+
+CLAIM_BATCH = 200
+"""Sequences' worth of jobs that one claim takes at most."""
+
+Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
+"""Why a job goes back into its queue; all but the first count as a death of its worker."""
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job this worker holds: what to do, and the one execution that may finish it."""
+
+    job_id: str
+    execution_id: str
+    queue_name: str
+    worker_name: str
+    record: JobRecord = field(default_factory=JobRecord)
+    damage: Exception | None = None
+    """What reading the job's hash raised; the job can only be failed."""
+    has_ended: bool = False
+    """Whether its end is written, and only its dependents may wait still."""
+    deaths: int = 0
+    """How many workers have died with it."""
+    left_before: str = ""
+    """Id of the last job that its claim left in the queue before it, for want of a place."""
+    kind: str = ""
+    """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
+
+    def check_hash(self) -> None:
+        """Raise JobRefused where the job's hash could not be read."""
+        if isinstance(self.damage, JobRefused):
+            raise self.damage
+        if self.damage is not None:
+            reason = f"{type(self.damage).__name__}: {self.damage}".removesuffix(": ")
+            raise BadPayload(f"its hash in Redis is damaged ({reason}): enqueue it again")
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """Queue, job id, execution id: how the scripts find it."""
+        return self.queue_name, self.job_id, self.execution_id
+
+
+@dataclass(frozen=True)
+class EarlierJob:
+    """A job that one of RQ's own workers left behind, with the reason to give for its failure.
+
+    execution_id: '' for one that was taken from its queue and not begun.
+    """
+
+    queue: str
+    job_id: str
+    execution_id: str
+    reason: str
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """As that of a job that was claimed."""
+        return self.queue, self.job_id, self.execution_id
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
+    it may take a suspect, since the worker has nothing else, and at most how many jobs known to be functions,
+    and to be files. num_takers: workers among whom the queue's jobs are divided; num_held: those of the queue
+    that this worker has by now; rounds_up: whether its share of jobs with several sequences is rounded up."""
+
+    queue: str
+    most: int
+    token: str
+    takes_suspects: bool
+    max_functions: int = CLAIM_BATCH
+    max_files: int = CLAIM_BATCH
+    num_takers: int = 1
+    num_held: int = 0
+    rounds_up: bool = True
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What came of a claim on one queue."""
+
+    jobs: list[ClaimedJob]
+    num_foreign: int
+    """Jobs that were seen and left in the queue, because they may run on another model only."""
+    first_left: str = ""
+    """Id of the first job that was left to other workers, because it is their share; "" for none."""
+    is_suspended: bool = False
+    """Whether nothing was looked at, because `rq suspend` holds all workers."""
+
+
+def is_text(raw: bytes) -> bool:
+    """Whether bytes that a stranger may have written are UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def names_execution(member: bytes) -> bool:
+    """Whether an entry is `<job>:<execution>`."""
+    return b":" in member and is_text(member)
