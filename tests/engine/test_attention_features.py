@@ -101,7 +101,7 @@ drawn_features = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(sequences, drawn_features, st.sampled_from([4, 16, 32]), st.integers(0, 99))
 def test_random_steps_equal_float64(
     name: str, lens: list[tuple[int, int]], features: dict[str, Any], block_size: int, seed: int

@@ -121,12 +121,12 @@ def play_histories(num_histories: int, make_device: type[RowsDevice] = RowsDevic
 
 def test_rows_on_the_device_are_those_of_the_batch_through_random_histories() -> None:
     """Each sequence ends with its own tokens, which depend on all of its blocks and positions."""
-    devices = play_histories(80)
-    assert sum(device.num_decode_steps for device in devices) > 500
+    devices = play_histories(50)
+    assert sum(device.num_decode_steps for device in devices) > 300
     assert sum(device.num_written for device in devices) < 0.6 * sum(
         device.num_decode_steps * 3 for device in devices
     ), "most rows advance by themselves"
-    assert sum(device.num_left for device in devices) > 50
+    assert sum(device.num_left for device in devices) > 30
 
 
 # Faults that the same histories catch

@@ -66,7 +66,7 @@ sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, m
 
 
 @both_dtypes
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sequences, st.sampled_from([4, 16, 32]), st.integers(1, 2), st.integers(0, 99))
 def test_random_steps_equal_float64(
     backend: CpuBackend,

@@ -57,7 +57,7 @@ SIZES = st.fixed_dictionaries(
         "batches_admissions": st.booleans(),
     }
 )
-THOROUGH = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> ShadowEngine:
@@ -127,7 +127,7 @@ def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str
     play(history, sizes)
 
 
-@settings(THOROUGH, max_examples=80)
+@settings(THOROUGH, max_examples=40)
 @given(HISTORIES, SIZES)
 def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, Any]) -> None:
     """The same without sharing: then no block ever has two references."""
@@ -141,7 +141,7 @@ def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[
 def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], int]) -> None:
     """Every hash equal, or one of three: a hit still never returns another prefix's KV."""
 
-    @settings(THOROUGH, max_examples=80)
+    @settings(THOROUGH, max_examples=40)
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         play(history, sizes, hash_block=hash_function)
@@ -167,7 +167,7 @@ class Rule:
         return self.first() if token_id == 1 else []
 
 
-@settings(THOROUGH, max_examples=100)
+@settings(THOROUGH, max_examples=50)
 @given(HISTORIES, SIZES)
 def test_forced_tokens_stand_where_they_must_in_every_history(
     history: list[Operation], sizes: dict[str, Any]

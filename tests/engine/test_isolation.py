@@ -250,7 +250,7 @@ class Raising(PendingTokens):
         raise self._error
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
 @example(seed=82005, overlap=True, at_wait=False)  # the control would take a block that others copy from
 @example(seed=26011109, overlap=False, at_wait=False)  # and that is the only one there is

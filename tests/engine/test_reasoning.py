@@ -78,7 +78,7 @@ def by_hand(engine: Engine, prompt: list[int], params: SamplingParams) -> list[i
     return token_ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 50])
+@pytest.mark.parametrize("budget", [0, 2])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_span_that_the_template_opens_has_so_many_tokens(
     engine: Engine, params: SamplingParams, budget: int
@@ -93,7 +93,7 @@ def test_a_span_that_the_template_opens_has_so_many_tokens(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("budget", [0, 1, 50])
+@pytest.mark.parametrize("budget", [0, 1])
 def test_an_end_mark_of_several_tokens_is_forced_whole(folder: Path, budget: int, overlap: bool) -> None:
     with start(folder, async_scheduling=overlap) as engine:
         params = replace(GREEDY, thinking_token_budget=budget, reasoning_marks=THINK, separate_reasoning=True)

@@ -44,7 +44,7 @@ members = st.tuples(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(members, min_size=8, max_size=20),
     st.sampled_from([{}, {"has_sinks": True, "soft_cap": 1.5}, {"window": 150}, {"chunk": 64}]),
