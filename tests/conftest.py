@@ -31,7 +31,7 @@ LONGEST = (
     "tests/e2e/",
     "tests/thaws/test_thaws.py",
     "tests/engine/test_kernels_",
-    "tests/engine/test_rank_",
+    "tests/engine/test_histories.py",
     "tests/ops/test_gpu_bench.py",
     "tests/engine/test_families.py",
     "tests/worker/test_deaths.py",

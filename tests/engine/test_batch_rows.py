@@ -129,9 +129,6 @@ def test_rows_on_the_device_are_those_of_the_batch_through_random_histories() ->
     assert sum(device.num_left for device in devices) > 30
 
 
-# Faults that the same histories catch
-
-
 def test_after_a_failed_launch_every_row_is_written_again() -> None:
     """What the device holds then nobody knows."""
     rows = BatchRows(MAX_NUM_SEQS, BLOCK)

@@ -1,4 +1,4 @@
-"""Which chat template is used, and how messages reach it."""
+"""Which chat template is used, and how messages, tools and variables reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels that begin a recorded step and write its rows do what their torch references do, bit by bit."""
+"""The kernels of a step beside its layers do what their references in torch do, bit by bit."""
 
 from __future__ import annotations
 

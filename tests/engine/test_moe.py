@@ -210,9 +210,6 @@ def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None,
     assert mlp(x[:0]).shape == (0, HIDDEN)
 
 
-# Mutations: the comparison with transformers sees each
-
-
 @pytest.mark.parametrize("num_experts", [4, 12, 130])
 def test_weights_are_a_softmax_in_float32(num_experts: int, kernels: LayerKernels | None) -> None:
     """Of the highest scores, highest first."""

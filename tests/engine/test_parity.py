@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers', whatever path the scheduler takes; and the check can fail."""
+"""Greedy tokens equal transformers', whatever path the scheduler takes."""
 
 from __future__ import annotations
 
@@ -117,6 +117,3 @@ def prefill_logits(built: Engine, prompt: list[int]) -> torch.Tensor:
     built.step()
     del runner.forward
     return seen[0][0]
-
-
-# Mutations: each is a fault someone made before; the parity check must see it on every checkpoint.

@@ -80,9 +80,6 @@ def test_spaces_between_special_tokens_go_on_wish(tmp_path: Path) -> None:
         assert watch.text == text
 
 
-# Prompts
-
-
 def test_a_prompts_last_tokens_alone_are_read_on_wish(shared: Engine) -> None:
     """Of token ids, of a text, of a chat, prepared or not; one that is shorter stays as it is."""
     ids = [5 + i % 400 for i in range(50)]

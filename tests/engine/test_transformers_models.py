@@ -81,9 +81,6 @@ def test_the_cpu_backend_gives_the_same_tokens(architecture: Architectures) -> N
     assert architecture("deepseek_v3").run(backend="cpu")[0] == []
 
 
-# Mutations: what a call of the attention function says, misread.
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -104,9 +101,6 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
     folder = architecture(name).reference.folder
     with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
         Engine(small(folder, model_path="transformers"))
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -172,9 +166,6 @@ def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) 
     Engine(small(folder, max_model_len=64)).close()
 
 
-# Which way, and by which backend
-
-
 def test_the_way_is_chosen_and_logged(
     architecture: Architectures, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,9 +197,6 @@ def test_auto_takes_another_backend_where_a_layer_is_refused(
     assert "attention_backend='auto' takes 'torch'" in caplog.text
     with pytest.raises(AttentionRefused, match="heads of up to 256 numbers, this model has 272"):
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
-
-
-# Graphs, and parts of other checkpoints
 
 
 def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
