@@ -250,7 +250,7 @@ class Engine:
 
     @property
     def started(self) -> list[str]:
-        """Ids of the requests of which the last step scheduled a sequence for the first time.
+        """Return the ids of requests whose first sequence the last step scheduled.
 
         One of several samples may be there more than once; a preempted one does not come again.
         """
@@ -261,7 +261,7 @@ class Engine:
         return engine_stats(self._scheduler, self._stepper.stats)
 
     def progress(self) -> dict[str, RequestProgress]:
-        """How far each request is of which a sequence runs; it takes a microsecond or so for each."""
+        """Return how far each running request is. Costs about a microsecond a request."""
         return request_progress(self._scheduler.running)
 
     def chat_token_ids(

@@ -111,7 +111,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
 
 
 class Run:
-    """A run that was submitted. id: its id. output: its folder, as whoever submitted it has named it."""
+    """A run that was submitted. output: its folder, as the submit named it."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
         self.id, self.output, self._connection = id, output, connection

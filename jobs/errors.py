@@ -398,7 +398,7 @@ class RunBusy(RunError):
 
 
 class TrialFailed(RunError):
-    """Raised when nobody looks at a run's prompts beside it, or who does fails: (reason)."""
+    """Raised when no worker looks at a run's prompts, or the one that does fails: (reason)."""
 
 
 class CannotVerify(RunError):

@@ -36,7 +36,8 @@ from worker.job_environment import JobEnvironment, prompt_meter
 from worker.metrics.tally import Counts, Tally
 from worker.metrics.watched_worker import WatchedWorker
 from worker.settings import WorkerSettings
-from worker.store.client import own_client
+from worker.store.client import Clients, own_client
+from worker.store.ends import Keeping
 from worker.store.job_store import JobStore
 from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 
 REDIS_TIMEOUT_S = 10.0
 WEBHOOK_THREADS = 8
-LEASE_MARGIN_S = 45
-"""Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
 
 
 class RqWorker(Protocol):
@@ -62,7 +61,6 @@ class RqWorker(Protocol):
     name: str
     log: logging.Logger
     disable_default_exception_handler: bool
-    job_monitoring_interval: int
     default_result_ttl: int
     maintenance_interval: int
 
@@ -79,9 +77,7 @@ def assemble(
     worker: RqWorker,
     engine: EngineLike,
     settings: WorkerSettings,
-    burst: bool,
-    max_jobs: int | None,
-    max_idle_s: float | None,
+    limits: Limits,
     metrics: MetricsServer | None = None,
     traces: Traces | None = None,
 ) -> tuple[EngineLoop, IoLoop]:
@@ -90,15 +86,6 @@ def assemble(
     metrics: where the worker is told of, if anywhere. traces: who traces its jobs, if anybody.
     """
     shield_imports()
-    limits = Limits(
-        burst,
-        max_jobs,
-        max_idle_s,
-        settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S,
-        settings.max_worker_deaths,
-        settings.max_stuck_threads,
-        settings.drain_s,
-    )
     served = settings.served_model(engine.identity, engine.attention_backend)
     orders: SimpleQueue[Order] = SimpleQueue()
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
@@ -112,8 +99,7 @@ def assemble(
 
 
 class _Assembly:
-    """The parts of one worker that others share. Clients: that of the I/O thread; that of our own code in
-    pools; and that of user code."""
+    """The parts of one worker that others share."""
 
     def __init__(
         self,
@@ -128,10 +114,11 @@ class _Assembly:
         self._meter, self._tally, self._traces = meter, tally, traces
         self._worker, self._settings, self._served, self._limits = worker, settings, served, limits
         self._queue_names = worker.queue_names()
-        self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
-        self._pool_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
-        self._user_client = own_client(
-            worker.connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions
+        connection, sent = worker.connection, tally.sent
+        self._clients = Clients(
+            io=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+            pool=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+            user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions),
         )
         self._facts = _facts(worker.name, served)
         self._events: SimpleQueue[Any] = SimpleQueue()
@@ -150,7 +137,7 @@ class _Assembly:
         """The I/O thread, not yet started."""
         worker, store, runner = self._worker, self._store(), self._runner(orders)
         releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
-        record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, self._facts)
+        record = WorkerRecord(self._clients.io, worker.name, self._queue_names, worker.beat, self._facts)
         self._reporter = Reporter(record, self._poll_rates, runner, self._settings.max_num_seqs, worker.log)
         return IoLoop(
             queue_names=self._queue_names,
@@ -159,7 +146,7 @@ class _Assembly:
             claimer=Claimer(
                 queue_names=self._queue_names,
                 store=store,
-                registries=Registries(self._io_client, worker.name),
+                registries=Registries(self._clients.io, worker.name),
                 poll_rates=self._poll_rates,
                 runner=runner,
                 packer=self._packer,
@@ -175,7 +162,7 @@ class _Assembly:
             orders=orders,
             limits=self._limits,
             maintenance=self._maintenance(),
-            stock=StockJobs(self._io_client, store),
+            stock=StockJobs(self._clients.io, store),
             log=worker.log,
             events=self._events,
         )
@@ -193,13 +180,12 @@ class _Assembly:
 
     def _store(self) -> JobStore:
         return JobStore(
-            self._io_client,
+            self._clients.io,
             self._worker.name,
             self._limits.lease_s,
-            not self._worker.disable_default_exception_handler,
             self._settings.max_job_bytes,
             self._served.names,
-            default_result_ttl_s=self._worker.default_result_ttl,
+            Keeping(not self._worker.disable_default_exception_handler, self._worker.default_result_ttl),
         )
 
     def _runner(self, orders: SimpleQueue[Order]) -> JobRunner:
@@ -216,11 +202,10 @@ class _Assembly:
             orders=orders,
             functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
             enders=self._enders,
-            pool_client=self._pool_client,
-            user_client=self._user_client,
-            callbacks=Callbacks(worker.exception_handlers, self._pool_client, self._user_client, webhooks),
+            clients=self._clients,
+            callbacks=Callbacks(worker.exception_handlers, self._clients.pool, self._clients.user, webhooks),
             ends_store=JobStore(
-                self._pool_client, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
+                self._clients.pool, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
             ),
             post=self._events.put,
             tally=self._tally,
@@ -247,7 +232,7 @@ class _Assembly:
 
     def _maintenance(self) -> Maintenance:
         return Maintenance(
-            Registries(self._pool_client, self._worker.name),
+            Registries(self._clients.pool, self._worker.name),
             self._queue_names,
             self._enders,
             self._worker.keep_scheduler,

@@ -30,6 +30,7 @@ from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.io_thread.io_events import Shutdown, StopJob
+from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import LogStyle
 from worker.start.import_path import leave_out_working_directory
 from worker.start.imports import load_functions, load_parts
@@ -273,7 +274,16 @@ class BatchWorker(BaseWorker):
 
         self._traces = self._trace(engine, settings)
         traced = self._metrics, self._traces
-        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s, *traced)
+        limits = Limits(
+            burst,
+            max_jobs,
+            max_idle_s,
+            settings.lease_s or self.job_monitoring_interval + LEASE_MARGIN_S,
+            settings.max_worker_deaths,
+            settings.max_stuck_threads,
+            settings.drain_s,
+        )
+        loop, io = assemble(self, engine, settings, limits, *traced)
         self._io = io
         self._heed_early_stop()
         io.start()

@@ -110,13 +110,13 @@ class CpuBackend(KernelBackend):
         cache: LayerKVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """As LayerKernels has it."""
+        """Normalise, rotate and store in one pass; see NormRotateAndStore."""
         return self._elementwise.norm_rotate_and_store(
             query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
         )
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
-        """The same to the bit, with masks, which come first, by a compiled kernel."""
+        """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
         self._logit_masks.mask_rows(
@@ -126,7 +126,7 @@ class CpuBackend(KernelBackend):
         return logits if others is None else super().edit(logits, others, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
-        """The same tokens by a compiled kernel, which sorts nothing."""
+        """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
         found = self._sampler.choose_tokens(
             logits,
             rows.temperature,
@@ -182,7 +182,7 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """The step by kind: what sequences share, those with several new tokens, those with one."""
+        """Split a step into shared prefixes, prefills and decodes."""
         prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
         return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 1)
 

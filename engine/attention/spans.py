@@ -27,7 +27,7 @@ class Span:
     context_len: int
 
     def pieces(self, num_rows: int) -> list[Span]:
-        """The same rows, so many in a span, each the end of its own, shorter context."""
+        """Cut the rows into spans of so many, each the end of its own, shorter context."""
         ends = range(self.end, self.start, -num_rows)
         return [
             Span(max(self.start, end - num_rows), end, self.block_ids, self.context_len - self.end + end)
@@ -116,7 +116,7 @@ def _first_visible(token: int, features: AttentionFeatures) -> int:
 def _mask(
     first_row: int, first: int, context_len: int, features: AttentionFeatures, device: torch.device
 ) -> Tensor:
-    """[rows, tokens] bool: the tokens from first_row on as rows, those from `first` on as columns."""
+    """Return the mask [rows, tokens], bool: rows from first_row on, columns from `first` on."""
     tokens = torch.arange(first, context_len, device=device)
     rows = torch.arange(first_row, context_len, device=device).unsqueeze(1)
     mask = tokens <= rows

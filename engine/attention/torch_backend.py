@@ -114,7 +114,7 @@ def _attend_explicitly(
     features: AttentionFeatures,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same with soft cap and sinks, in float32."""
+    """Attend with soft cap and sinks, in float32."""
     num_tokens, num_heads, head_dim = query.shape
     seen, keys, values = keys.shape[1], keys.float(), values.float()
     if sinks is not None:  # they are the scores of one token more, which has no value

@@ -116,7 +116,7 @@ class TritonBackend(CapturableBackend):
         cache: LayerKVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """As LayerKernels has it, in one launch."""
+        """Normalise, rotate and store in one launch; see NormRotateAndStore."""
         return norm_rotate_and_store(
             query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping, cache.scales
         )
@@ -138,7 +138,7 @@ class TritonBackend(CapturableBackend):
         beside: Sequence[NDArray[Any]],
         device: torch.device,
     ) -> tuple[AttentionMetadata, list[Tensor]]:
-        """In one transfer."""
+        """Build the step's metadata and upload it with `beside` in one transfer."""
         decodes = np.flatnonzero(query_lens == 1)
         # the longest first, so that the device has short ones left to even the finish out
         decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
@@ -263,12 +263,12 @@ class TritonBackend(CapturableBackend):
         return self._arrived[-1]
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
-        """The same to the bit, by one transfer and one launch."""
+        """Edit logits as the base class does, bit by bit, by one transfer and one launch."""
         entries = Entries(*(getattr(edits, name) for name in Entries._fields))
         return edit_logits(logits, edits.rows, entries, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
-        """The same tokens by two launches, which may be recorded in a graph: the host waits for nothing."""
+        """Choose the base class' tokens in two launches, which a graph may record: the host never waits."""
         return choose_tokens(
             logits,
             rows.temperature,

@@ -49,7 +49,7 @@ class PackedIntegers:
         interleaved: bool = False,
         shift: int = 0,
     ) -> None:
-        self.words, self.shape, self.bits = words, shape, bits
+        self.words, self.path, self.shape, self.bits = words, words.path, shape, bits
         self.dim, self.transposed, self.interleaved, self.shift = dim, transposed, interleaved, shift
 
     def part(self, *ranges: slice) -> Tensor:

@@ -128,7 +128,7 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     scale = parts.get(scale_name, FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0"), *shapes)
     has_zero_points = scheme.zero_points or parts.holds("weight_zero_point")
     zero_points = parts.get("weight_zero_point", ("I8",), *shapes) if has_zero_points else 0
-    return QuantizedTensor(codes.name, codes.path, codes, scheme.block, scale, zero_points=zero_points)
+    return QuantizedTensor(codes.name, codes, scheme.block, scale, zero_points=zero_points)
 
 
 def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
@@ -149,7 +149,6 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
         zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0, transposed=False)
     return QuantizedTensor(
         f"{parts.module}.weight",
-        words.path,
         PackedIntegers(words, (rows, columns), scheme.bits, dim=1, transposed=False),
         scheme.block,
         parts.get("weight_scale", FLOATS, num_scales),
@@ -169,7 +168,6 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     zero_points = parts.get("qzeros", ("I32",), (num_scales[1], rows // size))
     return QuantizedTensor(
         f"{parts.module}.weight",
-        words.path,
         PackedIntegers(words, (rows, columns), scheme.bits, dim=dim, transposed=True, interleaved=is_awq),
         scheme.block,
         parts.get("scales", FLOATS, (num_scales[1], rows)),

@@ -17,6 +17,8 @@ AT_ONCE = 1 << 20  # weights, whose temporaries stay in the processor's cache
 class Codes(Protocol):
     """A matrix [out, in] of small numbers."""
 
+    path: Path
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -27,15 +29,15 @@ class Codes(Protocol):
 class QuantizedTensor(CheckpointTensor):
     """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
 
-    X
-        matrix or, `transposed`, as that one's transpose. zero_points: as many, or one for all of them.
-        group_of_column: [in], which of a row's scales is a column's; their order says where there is None.
+    block: rows and columns that share a scale, None for all of a dimension.
+    scale: one for each block, as a matrix or, `transposed`, as that one's transpose.
+    zero_points: as many, or one for all of them.
+    group_of_column: [in], which of a row's scales is a column's; their order says where there is None.
     """
 
     def __init__(
         self,
         name: str,
-        path: Path,
         codes: Codes,
         block: tuple[int | None, int | None],
         scale: CheckpointTensor,
@@ -44,7 +46,7 @@ class QuantizedTensor(CheckpointTensor):
         zero_points: Codes | int = 0,
         group_of_column: CheckpointTensor | None = None,
     ) -> None:
-        self.name, self.path, self.dtype, self.shape = name, path, "F32", codes.shape
+        self.name, self.path, self.dtype, self.shape = name, codes.path, "F32", codes.shape
         self._codes, self._scale, self._zero_points = codes, scale, zero_points
         self._transposed, self._group_of_column = transposed, group_of_column
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))

@@ -53,11 +53,11 @@ class TransposedTensor(CheckpointTensor):
         self.shape = (first, third, second)
 
     def whole(self) -> Tensor:
-        """As of a CheckpointTensor."""
+        """See CheckpointTensor."""
         return self._tensor.whole().transpose(1, 2)
 
     def part(self, *ranges: slice) -> Tensor:
-        """As of a CheckpointTensor."""
+        """See CheckpointTensor."""
         first, second, third = (*ranges, slice(None), slice(None))[:3]
         return self._tensor.part(first, third, second).transpose(1, 2)
 

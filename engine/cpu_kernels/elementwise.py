@@ -79,7 +79,7 @@ def norm_rotate_and_store(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """As NormRotateAndStore has it, in one pass over the tokens.
+    """Normalise, rotate and store in one pass over the tokens; see NormRotateAndStore.
 
     query, key, value: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
     rotary_dim].  norms: weights, contiguous.  Caches and slots: as for store_kv.

@@ -46,5 +46,5 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, batch: ForwardBatch, cache: LayerKVCache, sinks: Tensor | None = None
     ) -> Tensor:
-        """The same where the step's keys and values are stored already."""
+        """Attend to a step's keys and values, which are stored already."""
         return self.backend.forward(query, cache, batch.attention, self.features, sinks).flatten(1)

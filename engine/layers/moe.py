@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, and the gated MLPs of which it chooses a few for each token."""
+"""Mixture of experts: a router chooses a few gated MLPs for each token."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ExpertMLPs(WeightedModule):
         del self.gate_up_proj, self.down_proj  # it may have packed them
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        """Of the checkpoint's tensor of all experts."""
+        """Return the shape of the checkpoint's tensor of all experts."""
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
         rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
         if name.endswith("bias"):
@@ -185,7 +185,7 @@ class ExpertMLPs(WeightedModule):
 
 
 class SparseMLP(nn.Module):
-    """In the place of an MLP: a router, on every rank, and its experts."""
+    """A router, on every rank, and its experts, in the place of an MLP."""
 
     def __init__(
         self,

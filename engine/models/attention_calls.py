@@ -76,7 +76,7 @@ def answer(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that models call in place of their own attention: whoever has this module's place answers.
+    """Stands where models call their own attention, and passes each call on to what serves the module.
 
     Returns ([1, tokens, heads, value dim], None for the attention weights, which nobody sees).
     """

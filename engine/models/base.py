@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
+from engine.layers.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model computes, and with what. max_positions: tokens that no sequence will exceed."""
+
+    tp: TensorParallel
+    backend: KernelBackend
+    device: torch.device
+    dtype: torch.dtype
+    max_positions: int
 
 
 class CausalModel(nn.Module, ABC):

@@ -43,7 +43,7 @@ class DecoderParts:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of norm weights: it says when they multiply."""
+        """Return the dtype of norm weights, which says when they multiply."""
         return torch.float32 if self.config.flags.float32_norms else self.dtype
 
     def norm(self, dim: int) -> RMSNorm:
@@ -68,7 +68,7 @@ class DecoderParts:
         return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
 
     def parallel_norm(self, share: Share) -> RMSNorm:
-        """A norm over features of which each rank has a share."""
+        """Make a norm over features that ranks share out."""
         return ParallelRMSNorm(
             share,
             self.config.rms_norm_eps,
@@ -79,7 +79,7 @@ class DecoderParts:
 
 
 class NormPair(NamedTuple):
-    """The norms around attention or MLP, None where there is none.
+    """The norms before and after attention or MLP; None for one that the model lacks.
 
     before: of the residual stream that goes in.  after: of the output, before it joins the stream.
     """
@@ -340,7 +340,7 @@ class DecoderForCausalLM(CausalModel):
         return hidden
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """The same for all rows, as a recorded step needs them."""
+        """Return the hidden states of all rows, as a recorded step needs them."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch))
         return hidden
 

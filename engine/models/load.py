@@ -15,10 +15,9 @@ from engine.checkpoint.model_config import ModelConfig, read_json, read_model_co
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.int8 import Int8Product, QuantizeRows, check_int8, quantize_rows
-from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rotary_scaling import Rope
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.deterministic import check_deterministic, make_deterministic
@@ -55,7 +54,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 
 def _lacks_head(architecture: str) -> bool:
-    """By its name: what transformers' AutoModel makes, an encoder for example."""
+    """Whether the name is one of transformers' AutoModel, such as an encoder's."""
     return architecture.endswith("Model") and not architecture.endswith("HeadModel")
 
 
@@ -114,13 +113,9 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
 def load_model(
     config: ModelConfig,
     folder: Path,
+    place: ModelPlace,
     *,
     model_path: str,
-    tp: TensorParallel,
-    backend: KernelBackend,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
     quantization: str | None = None,
     embeds: bool = False,
     deterministic: bool = False,
@@ -128,56 +123,44 @@ def load_model(
     """Build the model, or one rank's share of it, and fill it from the folder.
 
     model_path, quantization, deterministic: as EngineConfig has them.
-    max_positions: tokens that no sequence will exceed.
     embeds: it is there for embeddings, and need not have an LM head: where it has none, its logits, which
     nobody asks for, are those of one tied to the embedding.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
     if deterministic:
-        check_deterministic(config.architecture, path.decoder, tp)
+        check_deterministic(config.architecture, path.decoder, place.tp)
     if quantization is not None:
-        _check_quantization(config.architecture, path, device)
+        _check_quantization(config.architecture, path, place.device)
     if path.decoder is None:
-        return load_transformers_model(
-            config,
-            folder,
-            tp=tp,
-            backend=backend,
-            max_positions=max_positions,
-            dtype=dtype,
-            device=device,
-        )
+        return load_transformers_model(config, folder, place)
     ties = _ties_head(folder, config, path.decoder, embeds=embeds)
-    decoder = replace(path.decoder, tie_word_embeddings=ties).within(max_positions)
-    rotaries = _rotaries(decoder, max_positions, dtype, device)
-    parts = DecoderParts(decoder, tp, backend, dtype)
+    decoder = replace(path.decoder, tie_word_embeddings=ties).within(place.max_positions)
+    rotaries = _rotaries(decoder, place)
+    parts = DecoderParts(decoder, place.tp, place.backend, place.dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotaries)
     load_weights(
         model,
         folder,
-        device,
+        place.device,
         quantization=config.quantization,
         is_text_part=config.is_text_part,
-        quantize_rows=None if quantization is None else _quantize_rows(backend),
+        quantize_rows=None if quantization is None else _quantize_rows(place.backend),
     )
     if deterministic:
-        make_deterministic(model, dtype)
+        make_deterministic(model, place.dtype)
     if quantization is not None:
-        _tell_quantized(model, dtype)
+        _tell_quantized(model, place.dtype)
     return model.eval()
 
 
-def _rotaries(
-    decoder: DecoderConfig, max_positions: int, dtype: torch.dtype, device: torch.device
-) -> list[RotaryEmbedding]:
-    """dtype: the model's."""
+def _rotaries(decoder: DecoderConfig, place: ModelPlace) -> list[RotaryEmbedding]:
+    length = place.max_positions
     for rope in decoder.ropes:
-        _warn_of_long_factors(rope, max_positions)
-    if decoder.flags.float32_rotation:
-        dtype = torch.float32
-    return [RotaryEmbedding(rope, max_positions, dtype=dtype, device=device) for rope in decoder.ropes]
+        _warn_of_long_factors(rope, length)
+    dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
+    return [RotaryEmbedding(rope, length, dtype=dtype, device=place.device) for rope in decoder.ropes]
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:

@@ -114,7 +114,7 @@ def _load_tensor(
 def _find_place(
     packed: dict[str, tuple[str, str]], modules: dict[str, WeightedModule], name: str
 ) -> tuple[str, str, str | None] | None:
-    """The module whose tensor that is, the parameter there, and the shard of it; None if there is none."""
+    """Find a tensor's module, parameter and shard; None for a tensor that no module has."""
     parts = [RENAMED.get(part, part) for part in name.split(".")]
     for end in range(len(parts) - 1, 0, -1):  # the innermost module first
         *parents, last = parts[:end]

@@ -13,7 +13,7 @@ from engine.errors import UnsupportedModel
 
 
 class Norms(NamedTuple):
-    """What a layer's norms are called in the checkpoint, by their place; None where it has none."""
+    """The names of a layer's norms in the checkpoint, by place; None for a norm that it lacks."""
 
     before_attention: str | None
     after_attention: str | None

@@ -155,6 +155,6 @@ def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
 
 
 def _alike(one: str, other: str) -> int:
-    """With how many letters both begin."""
+    """Count the letters with which both begin."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

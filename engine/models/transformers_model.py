@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.checkpoint.folder import list_weight_files
@@ -28,7 +27,6 @@ from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.text_part import PREFIXES, text_name, text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch
-from engine.layers.parallel import TensorParallel
 from engine.models.attention_calls import (
     NUM_RECORDED_TOKENS,
     PLACE,
@@ -39,7 +37,7 @@ from engine.models.attention_calls import (
     answer,
     describe_mask,
 )
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
 from engine.models.served import nearest
 
@@ -80,7 +78,7 @@ class TransformersModel(CausalModel):
         return logits
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
-        """By transformers alone, with its own attention and without any cache."""
+        """Compute logits by transformers alone, with its own attention and without a cache."""
         with _attending(self.model, OWN):
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
@@ -89,24 +87,19 @@ class TransformersModel(CausalModel):
 def load_transformers_model(
     config: ModelConfig,
     folder: Path,
-    *,
-    tp: TensorParallel,
-    backend: KernelBackend,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    place: ModelPlace,
 ) -> CausalModel:
-    """Build the model, or one rank's share of it, by transformers' loader; the parameters are load_model's.
+    """Build the model, or one rank's share of it, by transformers' loader.
 
     Weights pass through the host's memory: with several ranks each reads all of them and keeps its share.
     """
-    model = _read(config, folder, dtype)
-    _refuse_moving_rotary(model, max_positions)
-    if tp.size > 1:
-        split_by_plan(model, tp)
-    model.requires_grad_(False).eval().to(device)
+    model = _read(config, folder, place.dtype)
+    _refuse_moving_rotary(model, place.max_positions)
+    if place.tp.size > 1:
+        split_by_plan(model, place.tp)
+    model.requires_grad_(False).eval().to(place.device)
     try:
-        return _with_paged_attention(config, model, backend, max_positions, dtype, device)
+        return _with_paged_attention(config, model, place)
     except UnsupportedModel as error:
         name = config.architecture
         raise UnsupportedModel(
@@ -279,16 +272,9 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 
 
 @torch.inference_mode()
-def _with_paged_attention(
-    config: ModelConfig,
-    model: Any,
-    backend: KernelBackend,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> TransformersModel:
+def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find out by a forward pass what the layers' attention is, and take its place."""
-    recorded = _record(model, device)
+    recorded = _record(model, place.device)
     body, calls = recorded.body, recorded.calls
     if len(calls) < config.num_layers:
         raise UnsupportedModel(
@@ -298,7 +284,7 @@ def _with_paged_attention(
         )
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    attention = PagedAttention(calls, backend, max_positions, dtype)
+    attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
     attention.take_places()
     pack_linears(model, recorded.called)
     compute, output_type = body.forward, type(recorded.output)

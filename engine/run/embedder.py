@@ -21,7 +21,7 @@ class Embedder:
         self.num_dimensions = 0 if pooling is None else hidden_size * len(pooling.modes)
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Of a text with the checkpoint's prompt before it, cut as the checkpoint says; or as they are.
+        """Tokenize a text behind the checkpoint's prompt, cut as the checkpoint says; token ids stay.
 
         Raises UnsupportedTask, InvalidSampling, InvalidPrompt or PromptTooLong.
         """
@@ -37,7 +37,7 @@ class Embedder:
         return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
-        """Where the hidden states of such a request go. Raises UnsupportedTask or InvalidSampling."""
+        """Return what collects a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
         pooling = self._checked(params)
         normalize = params.normalize
         if normalize is None:

@@ -45,7 +45,7 @@ class StepStats:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """In each part."""
+        """Return the seconds spent in each part."""
         return {name: part.seconds for name, part in vars(self).items() if isinstance(part, Stopwatch)}
 
 

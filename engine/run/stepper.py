@@ -32,7 +32,7 @@ from engine.schedule.batch.step_batch import build_sampling_batch, build_step_ba
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences.logprobs import RowLogprobs
 from engine.schedule.sequences.sequence import Sequence, SequenceStatus
-from engine.text.stop_strings import StopStrings
+from engine.text.stop_strings import IncrementalText
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Stepper:
         """Raise StepFailed if the texts of all sequences fail, not of one alone."""
         self._raise_engines_fault(error)
         try:
-            StopStrings(("a",), self._decode, min_tokens=0).add(0)
+            IncrementalText(self._decode).add(0)
         except Exception:  # noqa: BLE001 - as above
             raise StepFailed(f"decoding failed, of token 0 too: {error!r}") from error
 

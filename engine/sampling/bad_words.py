@@ -11,7 +11,7 @@ TokenIds = tuple[int, ...]
 
 
 class BadWords:
-    """Of one request, for all its samples. A word's last token is banned where the others of it stand.
+    """One request's bad words. A word's last token is banned behind its other tokens.
 
     What is looked at for each token does not grow with the completion, nor with words that have not begun.
     """
@@ -47,7 +47,7 @@ class BadWords:
     def _matching(
         self, words: dict[int, list[TokenIds]], num_open: int, token_ids: Sequence[int], start: int
     ) -> list[TokenIds]:
-        """The words of which all but the last num_open tokens are the last known ones."""
+        """Return the words that the last known tokens begin, all but their last num_open tokens."""
         num_generated = len(token_ids) - start
         if not num_generated:
             return []

@@ -40,7 +40,7 @@ class DeviceEdits:
         device: torch.device,
         sampled: Tensor | None = None,
     ) -> DeviceEdits:
-        """In one transfer that the host does not wait for.
+        """Upload edits in one transfer, for which the host does not wait.
 
         sampled: [any] int64, in which `edits.pending` says where its tokens lie.
         """

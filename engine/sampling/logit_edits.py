@@ -45,7 +45,7 @@ class LogitEdits:
     counted: NDArray[np.int32]
 
     def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
-        """The same with rows, and the pending tokens, where they are among the logits and in a tensor.
+        """Return the edits with rows and pending tokens as places in the logits and in a tensor.
 
         rows: [edited] int64.  tokens: [pending] int64.
         """

@@ -103,7 +103,7 @@ class SequenceEdits:
             parts.penalize(place, request.penalties, counts.entries(with_pending=is_pending))
 
     def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> TokenCounts:
-        """Of all tokens that are known."""
+        """Count all tokens that are known."""
         if self._counts is None:
             self._counts, self._num_counted = TokenCounts(request.prompt_token_ids), start
         self._counts.add(token_ids[self._num_counted :])

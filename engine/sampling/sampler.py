@@ -97,11 +97,11 @@ class Drawn:
         self._has_least = bool((self._least > 0).any())
 
     def only(self, which: Tensor) -> Drawn:
-        """Those of the drawn rows. which: [some] int64."""
+        """Return some of the drawn rows. which: [some] int64."""
         return Drawn(self._all_logits, self._all_highest, self._all_rows, self.places[which])
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """Of tokens start to stop, [drawn, tokens], as they are."""
+        """Return the logits of tokens start to stop, [drawn, tokens]."""
         tokens = self._all_logits[:, start:stop]
         return tokens if len(self.places) == len(tokens) else tokens[self.places]
 

@@ -38,7 +38,7 @@ class SamplingRows:
         return cls(*upload(sampling_columns(batch), device))
 
     def only(self, places: Tensor) -> SamplingRows:
-        """Those of the rows. places: [some] int64, on their device."""
+        """Return some of the rows. places: [some] int64, on their device."""
         return SamplingRows(*(getattr(self, each.name)[places] for each in fields(self)))
 
 

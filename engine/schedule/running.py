@@ -23,14 +23,14 @@ class SlotGroup:
     slots: NDArray[np.int64]
 
     def select(self, wanted: NDArray[np.bool_]) -> SlotGroup:
-        """Those of them that `wanted`, [seqs] bool, says."""
+        """Return the members that `wanted`, [seqs] bool, names."""
         if wanted.all():
             return self
         return SlotGroup([self.seqs[i] for i in np.flatnonzero(wanted).tolist()], self.slots[wanted])
 
 
 class RunningList:
-    """By (lane, arrival): the last one is the first to be preempted.
+    """Running sequences by (lane, arrival): the last one is the first to be preempted.
 
     From one step to the next it seldom changes: what is asked of all of a lane is kept until it does.
     """

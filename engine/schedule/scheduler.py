@@ -98,12 +98,12 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free what it holds. Not between `schedule` and `advance`."""
-        self._leave(seq)
+        self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
 
     def fail(self, seq: Sequence, error: Exception) -> None:
-        """As `abort`, for a sequence that cannot go on because of `error`."""
+        """Abort a sequence that cannot go on because of `error`."""
         self.abort(seq)
         seq.fail(error)
 
@@ -192,7 +192,7 @@ class Scheduler:
                 seq.end_scored()
                 finished.append(seq)
         for seq in finished:
-            self._leave(seq)
+            self._remove(seq)
             seq.status = SequenceStatus.FINISHED
             if seq.error is None:
                 self._queue_followers(seq)
@@ -451,7 +451,7 @@ class Scheduler:
             self._wait_again(seq)  # its last token is to be computed anew
         return ends
 
-    def _leave(self, seq: Sequence) -> None:
+    def _remove(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of its list and free what it holds."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove([seq])

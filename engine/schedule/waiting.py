@@ -8,7 +8,7 @@ from engine.schedule.sequences.sequence import Sequence
 
 
 class WaitingLanes(dict[int, deque[Sequence]]):
-    """In each lane the first to arrive is the first to go. The scheduler changes statuses."""
+    """The waiting sequences: in each lane the first to arrive is the first to go."""
 
     @property
     def num_seqs(self) -> int:

@@ -52,7 +52,7 @@ class Grammars:
         return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
 
     def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
-        """What follows each completion of a request, None where it may be any text.
+        """Return a matcher for each completion of a request, or None for free text.
 
         end_token_ids: every id that ends the completion. Raises InvalidSampling where a grammar cannot be
         compiled.

@@ -59,7 +59,7 @@ class Trials:
             raise _not_tried(error) from None
 
     def close(self) -> None:
-        """End the processes; who asks one learns that it has ended."""
+        """End the processes; a thread that waits for one learns of it."""
         self._pool.close(kill=True)
 
 

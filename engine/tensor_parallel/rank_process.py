@@ -49,7 +49,7 @@ class RankProcess:
         return self._process.pid
 
     def describe_end(self) -> str:
-        """How the process ended, for a rank whose channel has closed."""
+        """Say how a process ended whose channel has closed."""
         try:
             status = self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

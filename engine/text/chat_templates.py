@@ -102,7 +102,9 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
 
 
 def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
-    """`tools`, None where there are none. Raises InvalidPrompt unless they are functions in OpenAI's shape.
+    """Return `tools`, or None for an empty list.
+
+    Raises InvalidPrompt unless they are functions in OpenAI's shape.
 
     taken: whether the template writes tools into its text.
     """

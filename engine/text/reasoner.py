@@ -24,7 +24,7 @@ class Reasoner:
     def budget(
         self, budget: int | None, named: Sequence[str], prompt: list[int], follows_text: bool
     ) -> ThinkingBudget | None:
-        """What holds one completion to its budget of tokens; None where it has none.
+        """Return what holds one completion to its budget of tokens; None without a budget.
 
         named: the marks, () for the model's own. follows_text: as of Tokenizer.decode. Raises InvalidSampling
         if there are no marks.
@@ -47,7 +47,7 @@ class Reasoner:
     def split(
         self, text: str, named: Sequence[str], prompt: list[int], token_ids: list[int], follows_text: bool
     ) -> tuple[str | None, str]:
-        """Reasoning, None where there is none, and the rest of a completion's text.
+        """Split a completion's text into its reasoning (or None) and the rest.
 
         token_ids: of the completion. named, follows_text: as of `budget`.
         """

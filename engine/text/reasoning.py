@@ -56,7 +56,7 @@ class Span(Enum):
 
 
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
-    """The marks that are both among the added tokens, else both in the template; None where none are."""
+    """Find the pair of marks among the added tokens, else in the template; None without such a pair."""
     tokens = frozenset(added_tokens)
     for start, end in KNOWN_MARKS:
         if start in tokens and end in tokens:

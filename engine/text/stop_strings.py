@@ -61,24 +61,20 @@ class StopStrings:
 
     min_tokens: a stop string that is complete within so many tokens does not count.
     include: the stop string that ends the sequence is a part of its text.
-    decode, behind, num_open, joined: as of IncrementalText.
     """
 
     def __init__(
         self,
         stop: Sequence[str],
-        decode: Callable[[list[int]], str],
+        text: IncrementalText,
         *,
         min_tokens: int,
         include: bool = False,
-        behind: Callable[[list[int]], str] | None = None,
-        num_open: int = 1,
-        joined: Collection[int] = (),
         may_end: Callable[[str], bool] | None = None,
     ) -> None:
         self._may_end = may_end
         self._stop, self._include = stop, include
-        self._text = IncrementalText(decode, behind=behind, num_open=num_open, joined=joined)
+        self._text = text
         self._num_ignored = min_tokens
         self._overlap = max(map(len, stop)) - 1  # a match may begin so far back
         self._pieces: list[str] = []

@@ -74,7 +74,7 @@ class _CharCount:
 
 
 def _keeps_bytes(tokenizer: Any) -> bool:
-    """Whether this is byte-level BPE of which every byte of a text comes out in a token."""
+    """Whether this is byte-level BPE that puts every byte of a text into a token."""
     steps = _steps(tokenizer.pre_tokenizer)
     return (
         _steps(tokenizer.normalizer) in NORMALIZERS

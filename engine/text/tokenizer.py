@@ -154,16 +154,13 @@ class Tokenizer:
         )
         behind = partial(decode, follows_text=True)
         is_joined = not skip_special_tokens and not spaces_between_special_tokens
-        return StopStrings(
-            stop,
+        text = IncrementalText(
             behind if follows_text else decode,
-            min_tokens=min_tokens,
-            include=include,
             behind=behind,
             num_open=self._num_open,
             joined=self._added_ids if is_joined else (),
-            may_end=may_end,
         )
+        return StopStrings(stop, text, min_tokens=min_tokens, include=include, may_end=may_end)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is at the beginning of a text and behind a space.
@@ -211,7 +208,7 @@ class Tokenizer:
         return text
 
     def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
-        """The tokens in parts, of which one ends wherever two added tokens stand side by side."""
+        """Cut the tokens wherever two added tokens stand side by side."""
         is_added = [token_id in self._added_ids for token_id in token_ids]
         cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
         return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]

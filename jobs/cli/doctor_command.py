@@ -87,7 +87,7 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
 
 
 def _without(secrets: list[str], each: Finding) -> Finding:
-    """Take out of a finding what no message may repeat, whoever wrote it, and what a terminal may obey."""
+    """Remove from a finding what no message may repeat and what a terminal would obey."""
     texts = [each.found, each.mend]
     for secret in secrets:
         texts = [text.replace(secret, "***") for text in texts]

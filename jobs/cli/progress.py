@@ -100,7 +100,7 @@ def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
 
 
 def time_left_text(snapshot: RunSnapshot) -> str | None:
-    """Return how long a run that is under way goes on, as people say it; None where nothing tells."""
+    """Return in words how long a run will still take, or None while nothing tells."""
     if snapshot.left_s is None or snapshot.state != "running":
         return None
     return duration_text(snapshot.left_s)

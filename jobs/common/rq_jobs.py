@@ -161,7 +161,7 @@ def time_text() -> str:
 
 
 def current_function() -> str | None:
-    """Return the name of the function that RQ runs here as a job; None where it runs none."""
+    """Return the name of the function that RQ runs here as a job, or None outside a job."""
     job = get_current_job()
     return None if job is None else job.func_name
 

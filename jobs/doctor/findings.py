@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Level(StrEnum):
-    """How bad a finding is. fault: work fails, or is lost."""
+    """A finding's weight. fault: work fails, or is lost."""
 
     OK = "ok"
     WARNING = "warning"

@@ -44,7 +44,7 @@ def missing(names: Mapping[str, str], extra: str) -> Iterator[Finding]:
 
 
 def installed(name: str) -> str | None:
-    """Return a distribution's version, None where there is none."""
+    """Return a distribution's version, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -81,7 +81,7 @@ def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
-    """Say why a server does not serve whoever connects with this URL, and what to mend."""
+    """Say why a server refuses this URL, and what to mend."""
     address = _shown(url) if url else "Redis"
     if isinstance(error, BusyLoadingError):
         mend = "wait: it reads what it has kept on its disk, and serves once that is done"

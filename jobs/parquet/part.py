@@ -162,12 +162,11 @@ def part_stats(
     answers: Sequence[Answer],
     *,
     generated_tokens: int,
-    started_at: float,
-    ended_at: float,
+    times: tuple[float, float],
     model: ServedModel,
     worker: str = "",
 ) -> PartStats:
-    """Sum up the answers of a shard's rows. See PartStats for the rest."""
+    """Sum up the answers of a shard's rows. times: when it began and ended. See PartStats for the rest."""
     return PartStats(
         run=run,
         shard=shard,
@@ -179,8 +178,8 @@ def part_stats(
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         generated_tokens=generated_tokens,
-        started_at=started_at,
-        ended_at=ended_at,
+        started_at=times[0],
+        ended_at=times[1],
         model=model.name,
         fingerprint=model.fingerprint,
         dtype=model.dtype,

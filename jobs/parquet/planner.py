@@ -309,7 +309,7 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
 def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now = time.time()
-    stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
+    stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, times=(now, now), model=model)
     temporary, spec = folder.temporary_part(0), folder.plan.spec
     schema = output_schema(inputs.schema, spec, embedding_size=embedding_size(spec, model))
     folder.make_parts_folder()

@@ -214,8 +214,7 @@ class ShardWork(OpenTask):
             self._number,
             answers,
             generated_tokens=requests.generated_tokens,
-            started_at=self._started_at,
-            ended_at=self._clock(),
+            times=(self._started_at, self._clock()),
             model=self._model,
             worker=self._context.worker_name,
         )

@@ -77,7 +77,7 @@ class Attempts:
             self._reason = self._checks.reason(self._options, self._row, answer.text)
 
     def deliver(self, completion: Completion) -> Request | None:
-        """Take an answer; return what to ask next, None where `outcome` stands."""
+        """Take an answer; return what to ask next, or None once `outcome` stands."""
         self._first = self._first or completion
         self._prompt += completion.num_prompt_tokens + len(self._continued)
         self._cached += completion.num_cached_tokens

@@ -30,7 +30,7 @@ ERROR_CODE = "invalid_request"
 
 
 def custom_id(line: Any) -> str | None:
-    """Return what names a line in the output, or None where it has nothing that could."""
+    """Return a line's custom_id, or None for a line without one."""
     found = line.get("custom_id") if isinstance(line, dict) else None
     return found if isinstance(found, str) and found else None
 

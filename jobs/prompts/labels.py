@@ -71,7 +71,7 @@ def parse_truncation(value: object) -> int:
 def classify(
     labels: Sequence[str], logprobs: Sequence[float], prior: Sequence[float] | None = None
 ) -> Classified | None:
-    """Softmax over labels; None where a log-likelihood is no finite number.
+    """Return the softmax over labels, or None if a log-likelihood is not finite.
 
     logprobs: of each label. prior: the same behind a prompt without content.
     """

@@ -121,7 +121,7 @@ def _size(facts: Mapping[str, str]) -> dict[str, Any]:
 def _tell_of(
     state: RunState, submission: int, word: str, reason: str | None, size: Mapping[str, Any]
 ) -> None:
-    """size: output, rows and shards; None where the run was not planned."""
+    """Enqueue what tells of one end. size: output, rows and shards, or None for a run without a plan."""
     key = run_key(state.run)
     found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors")
     *asked_for, limit = found

@@ -60,7 +60,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 
 def output_here(folder: str, run: str) -> RunOutput | None:
-    """Return what the folder holds of a run; None where it is not on this machine, or holds another."""
+    """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
     try:
         path = run_path(folder)
         if is_stored(path) or not os.path.isfile(os.path.join(path, PLAN)):  # Redis' writers name it

@@ -1,4 +1,4 @@
-"""Errors of whoever asks something of a run that it has not, or not yet."""
+"""Errors of commands that ask a run for what it does not have, or not yet."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class InputBeingWritten(InputChanged):
 
 
 class WebhookFailed(RunError):
-    """Raised when whoever is told of a run's end did not take it, and may do so later: (what came)."""
+    """Raised when a receiver did not take a run's end, but may take it later: (what came)."""
 
     fault = "server"
     message = "the webhook of a run's end failed: {0}"
 
 
 class WebhookRefused(RunError):
-    """Raised when whoever is told of a run's end wants none of it: (what came)."""
+    """Raised when a receiver refuses a run's end for good: (what came)."""
 
     message = "the webhook of a run's end was refused: {0}"
 

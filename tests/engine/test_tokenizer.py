@@ -153,7 +153,7 @@ def test_stop_strings_across_tokens_and_window() -> None:
     """A stop string spread over many tokens, the earliest of several, and one that is complete too early."""
 
     def first_end(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str | None]:
-        watch = StopStrings(stop, lambda ids: "".join(map(chr, ids)), min_tokens=min_tokens)
+        watch = StopStrings(stop, IncrementalText(lambda ids: "".join(map(chr, ids))), min_tokens=min_tokens)
         for i, char in enumerate(text):
             if watch.add(ord(char)):
                 return i + 1, watch.text

@@ -137,7 +137,7 @@ def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -
 
 def some_stats() -> Any:
 
-    return part_stats("0" * 16, 0, [], generated_tokens=0, started_at=0.0, ended_at=0.0, model=MODEL)
+    return part_stats("0" * 16, 0, [], generated_tokens=0, times=(0.0, 0.0), model=MODEL)
 
 
 @pytest.mark.parametrize("damage", ["foreign", "cut", "other rows"])

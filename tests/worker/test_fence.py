@@ -18,6 +18,7 @@ from rq.utils import now
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
+from worker.store.ends import Keeping
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob, Wanted
 from worker.store.records.outcome import Outcome
@@ -132,7 +133,7 @@ ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], d
     "repeat later": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2, interval=[600, 900])), succeeded, {}),
     "failure": (lambda bulk: bulk.enqueue("f"), failed, {}),
     "failure, not kept": (lambda bulk: bulk.enqueue("f", failure_ttl=0), failed, {}),
-    "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"records_failures": False}),
+    "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"keeping": Keeping(False)}),
     "retry": (lambda bulk: bulk.enqueue("f", retry=Retry(2)), failed, {}),
     "retry later": (lambda bulk: bulk.enqueue("f", retry=Retry(2, interval=600)), failed, {}),
     "returned retry": (lambda bulk: bulk.enqueue("f"), lambda held: succeeded(held, Retry(3)), {}),

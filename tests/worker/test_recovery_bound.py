@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.assembly import LEASE_MARGIN_S
-from worker.io_thread.limits import Limits
+from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.io_thread.poll_rates import LONGEST_POLL_S
 
 PROMISED_S = 60

@@ -9,14 +9,13 @@ FORGET_S = 10.0
 
 
 class FairShare:
-    """Of one lane. The I/O thread's.
+    """How much of one lane this worker leaves to others. Used by the I/O thread alone.
 
-    A claim takes no more than would leave each worker of the queue as many jobs (see claim.lua), so that
-    nobody holds the last ones while others wait. But not all others take their part: they may be full, gone,
-    or serve another model. A worker sees that where the same job is still the first in the queue at its next
-    look, or was until it took it itself. It then rounds its share up, at the look after that it counts on
-    half as many takers, and so on, until it takes what it has room for. It thinks well of them again some
-    seconds after the last such look.
+    Each worker of a queue should find as many jobs, so that nobody holds the last ones while others wait
+    (see claim.lua). But the others may be full, gone, or serve another model. This worker notices when the
+    same job is still the first in the queue at its next look. It then rounds its share up; at the look after
+    that it counts on half as many takers, and so on, up to what it has room for. Some seconds after the last
+    such look it counts on all of them again.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_job import HeldJob
-from worker.io_thread.pool.pool_calls import PoolCalls
+from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
@@ -151,7 +151,8 @@ class JobEnds:
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
-        self._calls.submit(self._pool, partial(self._failing, job.claimed, text), job, then, is_ours=True)
+        failing = partial(self._failing, job.claimed, text)
+        self._calls.submit(self._pool, job, PoolCall(failing, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         value, status = outcome.value, outcome.status
@@ -163,7 +164,7 @@ class JobEnds:
             except ResultTooLarge as too_large:
                 self.fail(job, too_large)
         else:  # in a thread: it may be large, or hold objects whose methods are user code
-            self._calls.submit(self._pool, partial(self._packed, outcome), job, self._then_write)
+            self._calls.submit(self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write))
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
         """The outcome with its value as it is written. known_small: see `pack`. Raises ResultTooLarge."""
@@ -193,7 +194,7 @@ class JobEnds:
 
         def then(job: HeldJob, came: Any, failure: BaseException | None) -> None:
             if isinstance(failure, RedisError):  # our own call's: it is no reason to fail the job
-                self._calls.submit_later(lambda: self._calls.submit(self._pool, call_back, job, then))
+                self._calls.submit_later(lambda: self._calls.submit(self._pool, job, call))
             elif failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(came, Raised):
@@ -203,7 +204,8 @@ class JobEnds:
             else:
                 self._ended(job, outcome, written=False)
 
-        self._calls.submit(self._pool, call_back, job, then)
+        call = PoolCall(call_back, then)
+        self._calls.submit(self._pool, job, call)
 
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
@@ -275,7 +277,7 @@ class JobEnds:
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
-        self._calls.submit(self._pool, send, job, lambda job, _, error: self._ended(job, outcome))
+        self._calls.submit(self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome)))
 
     def _persist(self, job: HeldJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in a thread until it comes through, then `then` its value."""
@@ -286,6 +288,6 @@ class JobEnds:
                 return
             job_id = job.claimed.job_id
             self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
-            self._calls.submit_later(lambda: self._calls.submit(self._pool, write, job, report))
+            self._calls.submit_later(lambda: self._calls.submit(self._pool, job, PoolCall(write, report)))
 
-        self._calls.submit(self._pool, write, job, report)
+        self._calls.submit(self._pool, job, PoolCall(write, report))

@@ -9,8 +9,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from redis import Redis
-
 from jobs.common.keys import FILE, FUNCTION
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import task_of
@@ -33,6 +31,7 @@ from worker.io_thread.pool.pool_threads import PoolThreads
 from worker.io_thread.pool.task_files import TaskFiles
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
+from worker.store.client import Clients
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.function_call import FunctionCall
@@ -60,8 +59,7 @@ class JobRunner:
         orders: SimpleQueue[Order],
         functions: FunctionPool,
         enders: FunctionPool,
-        pool_client: Redis,
-        user_client: Redis,
+        clients: Clients,
         callbacks: Callbacks,
         ends_store: JobStore,
         post: Callable[[Callable[[], None]], None],
@@ -71,7 +69,7 @@ class JobRunner:
     ) -> None:
         self._packer, self._budget = packer, budget
         self._admission, self._environment, self._callbacks = admission, environment, callbacks
-        self._pool_client, self._log, self._clock = pool_client, log, clock
+        self._pool_client, self._log, self._clock = clients.pool, log, clock
         self.jobs = HeldJobs(environment.traces)
         self._surplus: list[ClaimedJob] = []
         self.faults, self.counts = WorkerFaults(), JobCounts(tally, environment.traces)
@@ -89,8 +87,7 @@ class JobRunner:
             pool=functions,
             webhook_pool=webhooks.pool,
             environment=environment,
-            pool_client=pool_client,
-            user_client=user_client,
+            clients=clients,
         )
         self._ends = JobEnds(
             callbacks=callbacks,
@@ -98,7 +95,7 @@ class JobRunner:
             pool=enders,
             calls=self._calls,
             ended=self._ended,
-            failing=lambda *failed: environment.tell_failed(pool_client, *failed),
+            failing=lambda *failed: environment.tell_failed(clients.pool, *failed),
             max_result_bytes=environment.max_result_bytes,
             log=log,
             clock=clock,

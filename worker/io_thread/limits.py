@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEASE_MARGIN_S = 45
+"""Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
+
 
 @dataclass(frozen=True)
 class Limits:

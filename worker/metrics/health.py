@@ -12,13 +12,13 @@ REACHED_S = 15.0
 """Redis counts as reachable for so long after the I/O thread's last turn without an error of it."""
 
 
-class EngineTurns(Protocol):
+class WatchedEngine(Protocol):
     """The main thread's loop. turned_at: monotonic seconds."""
 
     turned_at: float
 
 
-class IoTurns(EngineTurns, Protocol):
+class WatchedIo(WatchedEngine, Protocol):
     """The I/O thread's. redis_at: when all its duties came through last; None before the first time."""
 
     redis_at: float | None
@@ -32,9 +32,9 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._loops: tuple[EngineTurns, IoTurns] | None = None
+        self._loops: tuple[WatchedEngine, WatchedIo] | None = None
 
-    def serve(self, engine: EngineTurns, io: IoTurns) -> None:
+    def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
         """The model is loaded, and these two loops begin to turn."""
         self._loops = engine, io
 

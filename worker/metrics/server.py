@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
-from worker.metrics.health import EngineTurns, Health, IoTurns
+from worker.metrics.health import Health, WatchedEngine, WatchedIo
 from worker.metrics.watched_worker import WatchedWorker
 
 REQUEST_S = 5.0
@@ -46,7 +46,7 @@ class MetricsServer:
         """The one that was taken."""
         return int(self._listener.getsockname()[1])
 
-    def serve(self, worker: WatchedWorker, engine: EngineTurns, io: IoTurns) -> None:
+    def serve(self, worker: WatchedWorker, engine: WatchedEngine, io: WatchedIo) -> None:
         """The model is loaded: tell of this worker from now on."""
         self._exporter.serve(worker)
         self.health.serve(engine, io)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from redis import ConnectionPool, Redis
@@ -17,6 +18,15 @@ MIN_REDIS_VERSION = (6, 2, 0)
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
 """Errors that say something of the server and nothing of the command: it may be tried again later."""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """One worker's clients: the I/O thread's, that of our own code in pools, and that of user code."""
+
+    io: Redis
+    pool: Redis
+    user: Redis
 
 
 def own_client(

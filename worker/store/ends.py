@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
+from rq.defaults import DEFAULT_RESULT_TTL
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import utcformat
@@ -15,23 +17,27 @@ from worker.store.records.next_step import End, Repeat, Retry
 from worker.store.records.outcome import Outcome
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of jobs that have ended.
+
+    records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
+    --disable-default-exception-handler does.  result_ttl_s: of jobs that do not say.
+    """
+
+    records_failures: bool = True
+    result_ttl_s: int = DEFAULT_RESULT_TTL
+
+
 class EndCalls:
     """Makes the calls of one worker. See `JobStore` for the arguments."""
 
-    def __init__(
-        self,
-        client: Redis,
-        worker_name: str,
-        records_failures: bool,
-        default_result_ttl_s: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._client, self._worker_name, self._clock = client, worker_name, clock
-        self._records_failures, self._default_result_ttl_s = records_failures, default_result_ttl_s
+    def __init__(self, client: Redis, worker_name: str, keeping: Keeping, clock: Callable[[], float]) -> None:
+        self._client, self._worker_name, self._keeping, self._clock = client, worker_name, keeping, clock
 
     def call_of(self, outcome: Outcome) -> tuple[str, list[Any]]:
         """Name and arguments of the script that writes this outcome."""
-        step = outcome.next_step(self._default_result_ttl_s)
+        step = outcome.next_step(self._keeping.result_ttl_s)
         if isinstance(step, Retry):
             return "retry", self._retry_args(outcome, step)
         return "finish", self._finish_args(outcome, step)
@@ -54,7 +60,7 @@ class EndCalls:
         if status == "finished":
             is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
         else:  # as RQ scores failed ones: those without end by the negative ttl
-            is_recorded = self._records_failures or kind is not Result.Type.FAILED
+            is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
             left_ttl_s, endless = "", str(step.kept_s)
         if not is_recorded:
             return [*self._run_args(outcome), status, left_ttl_s, "", *repeat]

@@ -11,14 +11,13 @@ from uuid import uuid4
 
 from redis import Redis
 from redis.exceptions import RedisError
-from rq.defaults import DEFAULT_RESULT_TTL
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key
 from worker.store.dependents import Dependents
-from worker.store.ends import EndCalls
+from worker.store.ends import EndCalls, Keeping
 from worker.store.quarantine import NO_EXECUTION, Entry, Quarantine
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
@@ -43,10 +42,7 @@ _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 class JobStore:
     """The jobs of some queues as one worker claims, holds and ends them in Redis.
 
-    records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
-    --disable-default-exception-handler does.
     models: names of the served model; jobs whose field `tokenmill_model` is none of them stay queued.
-    default_result_ttl_s: how long results are kept of jobs that do not say.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
     server cannot be reached, and every call may then be made again: none doubles an effect.
     """
@@ -56,10 +52,9 @@ class JobStore:
         client: Redis,
         worker_name: str,
         lease_s: int,
-        records_failures: bool = True,
         max_job_bytes: int = DEFAULT_MAX_JOB_BYTES,
         models: Sequence[str] = (),
-        default_result_ttl_s: int = DEFAULT_RESULT_TTL,
+        keeping: Keeping = Keeping(),  # noqa: B008  # it is frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client, self._worker_name, self._lease_s, self._clock = client, worker_name, lease_s, clock
@@ -68,7 +63,7 @@ class JobStore:
         scripts = Scripts(client, worker_name, bounds)
         self._call_many = scripts.call_many
         self._max_job_bytes = max_job_bytes
-        self._ends = EndCalls(client, worker_name, records_failures, default_result_ttl_s, clock)
+        self._ends = EndCalls(client, worker_name, keeping, clock)
         self.dependents = Dependents(client, scripts, clock)
         self.quarantine = Quarantine(client, worker_name)
         self._unanswered: set[str] = set()

@@ -118,13 +118,12 @@ class OtelTraces(Traces):
         failed = end.outcome != "finished"
         reason = safe_name(end.reason or end.outcome)
         status = Status(StatusCode.ERROR, reason) if failed else Status(StatusCode.UNSET)
-        spans = [
-            self._span(end.function, root, parent, enqueued, written, _of_job(end), SpanKind.CONSUMER, status)
-        ]
+        whole, kind = (enqueued, written), SpanKind.CONSUMER
+        spans = [self._span(end.function, root, parent, whole, _of_job(end), kind, status)]
 
         def child(name: str, of: SpanContext, start: float, stop: float, more: Attributes) -> SpanContext:
             context = self._context(ids, _number(f"{ids.span:016x}{name}", 8))
-            spans.append(self._span(name, context, of, start, stop, more))
+            spans.append(self._span(name, context, of, (start, stop), more))
             return context
 
         if end.enqueued_at is not None:
@@ -151,8 +150,7 @@ class OtelTraces(Traces):
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
-        start: float,
-        stop: float,
+        times: tuple[float, float],
         attributes: Attributes,
         kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
@@ -165,8 +163,8 @@ class OtelTraces(Traces):
             {key: safe_name(value) if isinstance(value, str) else value for key, value in attributes.items()},
             kind=kind,
             status=status or Status(StatusCode.UNSET),
-            start_time=int(start * 1e9),
-            end_time=int(stop * 1e9),
+            start_time=int(times[0] * 1e9),
+            end_time=int(times[1] * 1e9),
             instrumentation_scope=self._scope,
         )
 

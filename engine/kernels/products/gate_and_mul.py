@@ -45,12 +45,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """The same with gelu's approximation by tanh, arXiv:1606.08415."""
+    """Multiply by gelu of the gate, approximated by tanh, arXiv:1606.08415."""
     return _gate_and_mul(gate_up, gelu=True)
 
 
 def clamped_swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """The same with gate * sigmoid(alpha * gate) * (up + 1), up to `limit`: gpt-oss' experts."""
+    """Return gate * sigmoid(alpha * gate) * (up + 1), clamped to `limit`: gpt-oss' experts."""
     return _gate_and_mul(gate_up, clamped=(alpha, limit))
 
 

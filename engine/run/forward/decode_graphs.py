@@ -182,6 +182,6 @@ class DecodeGraphs:
         return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
 
     def _choose_of(self, size: int, edits: LogitEdits) -> None:
-        """The same with edits, by what the graph before has computed."""
+        """Choose tokens with edits, from the hidden states that the graph before has computed."""
         state = self._static.state.first(size)
         self._choose(self._hidden[size], state.sampling, edits, state.next_token_ids)

@@ -18,7 +18,7 @@ from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
@@ -196,12 +196,8 @@ class ModelRunner:
         return load_model(
             self._model_config,
             folder,
+            ModelPlace(self._tp, self.backend, self.device, self.dtype, self._longest),
             model_path=self._config.model_path,
-            tp=self._tp,
-            backend=self.backend,
-            max_positions=self._longest,
-            dtype=self.dtype,
-            device=self.device,
             quantization=self._config.quantization,
             embeds=bool(self._pooling_modes),
             deterministic=self._config.deterministic,

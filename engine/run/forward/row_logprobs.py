@@ -155,7 +155,7 @@ class StepLogprobs:
             self._raw = logits[self._wanted]
 
     def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
-        """All of them, those of the samples first; None on ranks other than 0.
+        """Compute all log probabilities, the samples' first; None on ranks other than 0.
 
         sampled: [samples] int64, the tokens.  hidden: [rows, hidden_size], of the rows that score.
         """

@@ -67,7 +67,7 @@ class StaticRows:
         self._fill_with_padding(max_num_seqs)
 
     def _fill_with_padding(self, max_num_seqs: int) -> None:
-        """By the way that steps write too, so that a kernel for it is compiled when the first one comes."""
+        """Write padding as steps write rows, so that the kernel is compiled before the first step."""
         rows = np.arange(max_num_seqs)
         wide, narrow = _padding(max_num_seqs)
         none_sampled = np.full(max_num_seqs, -1)

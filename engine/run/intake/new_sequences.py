@@ -82,7 +82,7 @@ class NewSequences:
         return [seq]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
-        """Those that score a prompt's continuations, as they branch; all but the first follow another one."""
+        """Make the sequences that score a prompt's continuations; all but the first follow another one."""
         assert prompt.continued is not None
         tree = ScoreTree(prompt.token_ids, prompt.num_prompt_tokens, prompt.continued)
         seqs: list[Sequence] = []

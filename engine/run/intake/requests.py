@@ -109,7 +109,7 @@ class Scores:
         return context, group.setdefault(continuation, len(group))
 
     def requests(self) -> Iterator[Request]:
-        """In the order of their tokens, so that those side by side share the most."""
+        """Return requests in the order of their tokens, so that neighbours share the most."""
         for number, context in enumerate(sorted(self._groups)):
             yield str(number), list(context), ScoringParams(tuple(self._groups[context]))
 

@@ -25,7 +25,7 @@ class Cgroup:
 
 
 def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[Cgroup]:
-    """Those that this controller, such as "memory", may limit the process by, the innermost first.
+    """List the cgroups by which a controller, such as "memory", may limit this process, the innermost first.
 
     The paths are parameters for tests. None outside Linux.
     """

@@ -157,7 +157,7 @@ def _weight_bytes(
 
 
 def _block_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
-    """Of a block on one rank, where every layer has the sizes that config.json names."""
+    """Return the bytes of a block on one rank, if every layer has the sizes that config.json names."""
     heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
     size = dtype_bytes if config.kv_cache_dtype == "auto" else 1
     return 2 * config.block_size * model.num_layers * heads * model.head_dim * size

@@ -66,7 +66,7 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
 
 
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    """As they come. Raises InvalidSampling."""
+    """Check stop token ids and return them in their order. Raises InvalidSampling."""
     if not isinstance(token_ids, (list, tuple)):
         raise InvalidSampling("stop_token_ids must be a list of token ids", brief(token_ids))
     if len(token_ids) > MAX_STOPS:

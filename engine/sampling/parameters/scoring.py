@@ -50,7 +50,7 @@ class ScoringParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ScoringParams:
-        """As SamplingParams.from_mapping."""
+        """Read a mapping as SamplingParams.from_mapping does."""
         for name in mapping:
             if name not in NAMES:
                 raise InvalidSampling(

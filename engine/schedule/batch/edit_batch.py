@@ -18,7 +18,7 @@ NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
-    """Collect them for the sequences that sample in this step; None where none of these has any.
+    """Collect the edits of the sequences that sample in this step; None if there are none.
 
     The second: the masks of grammars among them, which are still to be computed; None where there are none.
     """

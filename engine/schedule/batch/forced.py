@@ -41,7 +41,7 @@ def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
 
 
 def sampled_as(seq: Sequence) -> int | None:
-    """The one token that the next sample of a sequence may be; None where any may."""
+    """Return the only token that a sequence may sample next, or None if it is free."""
     place = seq.num_pending_tokens
     return seq.forced[place] if place < len(seq.forced) and _is_sampled(seq) else None
 

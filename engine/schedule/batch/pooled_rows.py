@@ -53,7 +53,7 @@ def count_pooled(batch: ScheduledBatch, slots: SlotTable) -> None:
 
 
 def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
-    """Hand each sequence that is not gone what a step has pooled of its rows, of which each has one here."""
+    """Hand each sequence that is still there its row of what a step has pooled."""
     for vector, (seq, count) in zip(pooled, batch.pooled, strict=True):
         if seq.status is not SequenceStatus.FINISHED and seq.pooled is not None:
             seq.pooled.add(vector, count)

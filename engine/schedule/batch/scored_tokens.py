@@ -51,7 +51,7 @@ def find_scored(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
 
 
 def _of_prompts(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
-    """Of the prompts whose log probabilities are wanted."""
+    """Collect the prompts' tokens whose log probabilities are wanted."""
     held, num_new, num_computed = batch.slots, batch.num_new_tokens, slots.num_computed[batch.slots]
     firsts = np.maximum(num_computed + 1, slots.next_scored[held])
     ends = np.minimum(num_computed + num_new + 1, slots.score_end[held])
@@ -71,7 +71,7 @@ def _of_prompts(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
 
 
 def _of_targets(batch: ScheduledBatch) -> Iterator[ScoredTokens]:
-    """Of each sequence that is there for nothing else."""
+    """Collect the targets of sequences that only score."""
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
         if seq.targets is not None:

@@ -41,7 +41,7 @@ class LogLikelihood:
 
     @classmethod
     def of(cls, token_logprobs: tuple[float, ...], greedy_tokens: tuple[bool, ...]) -> LogLikelihood:
-        """Of these tokens."""
+        """Sum up these tokens' log probabilities."""
         return cls(
             fsum(token_logprobs), len(token_logprobs), all(greedy_tokens), token_logprobs, greedy_tokens
         )
@@ -49,7 +49,7 @@ class LogLikelihood:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a sequence got how far, in monotonic seconds. first_token_time: None where it generated none."""
+    """When a sequence arrived, had its first token (if any) and finished, in monotonic seconds."""
 
     arrival_time: float
     first_token_time: float | None
@@ -58,7 +58,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a request is of which a sequence runs, in tokens.
+    """How far a running request is, in tokens.
 
     prompt_tokens: computed, or from the cache. prompt_tokens_left: not yet. generation_tokens: of all samples
     that run, so far.

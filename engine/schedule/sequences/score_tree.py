@@ -1,4 +1,4 @@
-"""ScoreTree: continuations of one prompt, of which each token is computed, and scored, once.
+"""ScoreTree: continuations of one prompt; tokens that several share are computed and scored once.
 
 What the continuations share is a node of a tree; a sequence for each way through it computes what no other
 does. The token behind a node is scored by the row of the node's last token, and is not computed for that: of
@@ -37,11 +37,11 @@ class Targets:
 
     @classmethod
     def of_prompt(cls, token_ids: Sequence[int], score_from: int) -> Targets:
-        """Those of a text from a place on; the last one is no part of the sequence."""
+        """Make the targets of a text from a place on; the last token is no part of the sequence."""
         return cls(np.arange(score_from, len(token_ids)), np.array(token_ids[score_from:], np.int64))
 
     def until(self, num_tokens: int) -> slice:
-        """Those that are neither known nor being computed, once so many tokens are computed."""
+        """Return the targets that so many computed tokens make known, and that were not before."""
         return slice(self.next, int(np.searchsorted(self.places, num_tokens, side="right")))
 
 

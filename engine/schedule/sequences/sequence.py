@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
@@ -35,12 +36,13 @@ class Forcing(Protocol):
     """Says of one sequence which tokens must come next. It is told of each token once, in order."""
 
     def first(self) -> Iterable[int]:
-        """Those that must come first."""
+        """Return the tokens that must come first."""
 
     def after(self, token_id: int) -> Iterable[int]:
-        """Those that must come behind this one, which was sampled or forced itself; () for none."""
+        """Return the tokens that must follow this one, which was sampled or forced itself."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """State of one sample of one request.
 
@@ -61,113 +63,75 @@ class Sequence:
     `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
     `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
     with the request. Or its hidden states are `pooled`. `arrived_at`, `first_token_at`: monotonic seconds.
+
+    follows_text: the prompt holds text, and not special tokens alone.
+    stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+    edits: of its logits, None if there are none but bans for min_tokens.
+    forcing: says which tokens must come next; None where none ever must.
+    matcher: what its text must follow, None if that is free.
+    block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
+    targets: score these, and generate nothing.  tree: of which they are a part.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrived_at",
-        "block_keys",
-        "block_table",
-        "edits",
-        "error",
-        "finish_reason",
-        "first_token_at",
-        "followers",
-        "follows_text",
-        "forced",
-        "forcing",
-        "generates",
-        "index",
-        "lane",
-        "logprobs",
-        "matcher",
-        "max_len",
-        "next_scored",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_continued",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_stale",
-        "num_tokens",
-        "num_waits",
-        "params",
-        "pooled",
-        "prompt_logprobs",
-        "request_id",
-        "sample_top",
-        "score_end",
-        "score_top",
-        "seed",
-        "slot",
-        "status",
-        "stop_strings",
-        "stop_token_ids",
-        "targets",
-        "text",
-        "token_ids",
-        "tree",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    index: int = 0
+    lane: int = 0
+    arrival: int = 0
+    seed: int = 0
+    follows_text: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = None
+    edits: SequenceEdits | None = None
+    forcing: Forcing | None = None
+    matcher: Matcher | None = None
+    block_keys: list[BlockKey] = field(default_factory=list)
+    targets: Targets | None = None
+    tree: ScoreTree | None = None
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        index: int = 0,
-        lane: int = 0,
-        arrival: int = 0,
-        seed: int = 0,
-        follows_text: bool = False,
-        stop_token_ids: frozenset[int] = frozenset(),
-        stop_strings: StopStrings | None = None,
-        edits: SequenceEdits | None = None,
-        forcing: Forcing | None = None,
-        matcher: Matcher | None = None,
-        block_keys: Iterable[BlockKey] = (),
-        targets: Targets | None = None,
-        tree: ScoreTree | None = None,
-    ) -> None:
-        """follows_text: the prompt holds text, and not special tokens alone.
+    token_ids: list[int] = field(init=False)
+    num_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    generates: bool = field(init=False)
+    forced: deque[int] = field(init=False)
+    sample_top: int = field(init=False)
+    score_top: int = field(init=False)
+    score_end: int = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_stale: int = field(default=0, init=False)
+    num_continued: int = field(default=0, init=False)
+    num_cached_tokens: int | None = field(default=None, init=False)
+    num_published_blocks: int = field(default=0, init=False)
+    num_waits: int = field(default=0, init=False)
+    next_scored: int = field(default=1, init=False)
+    block_table: list[int] = field(default_factory=list, init=False)
+    slot: int = field(default=-1, init=False)
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    arrived_at: float = field(default=0.0, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    text: str = field(default="", init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
+    pooled: PooledStates | None = field(default=None, init=False)
+    followers: list[Sequence] = field(default_factory=list, init=False)
 
-        stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
-        edits: of its logits, None if there are none but bans for min_tokens.
-        forcing: says which tokens must come next; None where none ever must.
-        matcher: what its text must follow, None if that is free.
-        block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
-        targets: score these, and generate nothing.  tree: of which they are a part.
-        """
-        self.request_id, self.index, self.params = request_id, index, params
-        self.lane, self.arrival, self.seed = lane, arrival, seed
-        self.follows_text = follows_text
-        self.stop_token_ids, self.stop_strings = stop_token_ids, stop_strings
-        self.edits = edits
-        self.forcing = forcing
-        self.forced: deque[int] = deque(() if forcing is None else forcing.first())
-        self.matcher = matcher
-        self.token_ids = list(prompt_token_ids)
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+        self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = self.num_prompt_tokens + (params.max_tokens if targets is None else 0)
-        self.num_computed_tokens = self.num_stale = self.num_continued = 0
-        self.num_cached_tokens: int | None = None
-        self.first_token_at: float | None = None
-        self.num_published_blocks = self.num_waits = 0
-        self.block_table: list[int] = []
-        self.block_keys = list(block_keys)
-        self.slot, self.arrived_at, self.status = -1, 0.0, SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None
-        self.sample_top = num_top(params.logprobs)
+        self.generates = self.targets is None
+        self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
+        self.forced = deque(() if self.forcing is None else self.forcing.first())
+        self.sample_top = num_top(self.params.logprobs)
         # one sample speaks for all
-        self.score_top = num_top(params.prompt_logprobs if index == 0 else None) if targets is None else 0
-        self.text, self.next_scored = "", 1
-        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and targets is None else 0
-        self.logprobs: list[RowLogprobs] = []
-        self.prompt_logprobs: list[RowLogprobs] = []
-        self.generates, self.targets, self.tree = targets is None, targets, tree
-        self.pooled: PooledStates | None = None
-        self.followers: list[Sequence] = []
+        self.score_top = (
+            num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
+        )
+        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
 
     def go_on_behind(self, token_id: int) -> None:
         """Learn a token of a completion that was cut, before it is scheduled: max_tokens come behind it.
@@ -201,7 +165,7 @@ class Sequence:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of any of its tokens."""
+        """Whether log probabilities of any of its tokens are wanted."""
         return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
 
     @property

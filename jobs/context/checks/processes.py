@@ -52,7 +52,7 @@ class Checks:
                 raise _useless(error) from None
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, None where it is. Raises InvalidJob as `prepare`.
+        """Return why an answer's text is not valid, or None. Raises InvalidJob as `prepare`.
 
         row: what a function gets, as JSON has it.
         """

@@ -17,7 +17,7 @@ TokenLogprobs = Mapping[int, Logprob]
 
 
 def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
-    """`logprobs` of a text_completion's choice. echo: with the prompt's tokens, the first of which has none.
+    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none.
 
     `text_offset` counts the characters of the tokens before.
     """

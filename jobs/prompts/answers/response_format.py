@@ -23,7 +23,7 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    """None where the text is free."""
+    """Return the grammar that `response_format` asks for, or None for free text."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None

@@ -38,14 +38,14 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def parse_format(value: Any) -> str | None:
-    """Return a format that was asked for, None where names tell it. Raises InvalidValue."""
+    """Check a format that was asked for; None leaves it to the files' names. Raises InvalidValue."""
     if value is not None and (not isinstance(value, str) or value not in SUFFIXES):
         raise InvalidValue(f"input_format is {{}}, expected one of {', '.join(SUFFIXES)}", brief(value))
     return value
 
 
 def parse_single_file(value: Any) -> str | None:
-    """Return the format of a run's one output file, None where its output is parts. Raises InvalidValue."""
+    """Return the format of a run's one output file, or None for parts. Raises InvalidValue."""
     if value is None or value is False:
         return None
     if value is True:

@@ -215,7 +215,7 @@ class RunSpec:
 
 
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments of which each could be, and not all."""
+    """Raise InvalidJob for arguments that exclude each other."""
     _ = spec.steps  # raises where they cannot be
     check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
     is_chat = spec.messages_column is not None or isinstance(spec.template, list)

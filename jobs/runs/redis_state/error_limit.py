@@ -52,7 +52,7 @@ class ErrorLimit:
         return rows >= MIN_JUDGED_ROWS and errors > self.share * rows
 
     def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
-        """Say how rows pass the limit; None where they do not. As `is_passed`."""
+        """Say how rows pass the limit, or return None while they do not."""
         if not self.is_passed(rows, errors, is_whole):
             return None
         if is_whole and errors == rows:

@@ -99,7 +99,7 @@ def _enqueue_chunk(
 
 @dataclass(frozen=True)
 class _JobSeen:
-    """A shard's job at one moment. is_held: by a worker. submission: of which it is."""
+    """A shard's job at one moment. is_held: by a worker. submission: the one that enqueued it."""
 
     status: str | None
     origin: str | None

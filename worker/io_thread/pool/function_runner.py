@@ -6,15 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from redis import Redis
-
 from jobs.runs.end_notices import POSTING
 from jobs.table import own_function
 from worker.io_thread.held.beginnings import Beginnings
 from worker.io_thread.held.held_job import HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.pool_calls import PoolCalls, Then
+from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls, Then
 from worker.job_environment import JobEnvironment
+from worker.store.client import Clients
 from worker.store.records.function_call import FunctionCall
 from worker.store.user_code import perform
 from worker.threads.functions import FunctionPool
@@ -23,7 +22,7 @@ from worker.threads.functions import FunctionPool
 class FunctionRunner:
     """Hands functions over to threads once Redis shows that they begin. The I/O thread's.
 
-    calls: brings their reports back. pool_client: for our own functions. user_client: what user code gets.
+    calls: brings their reports back.
     """
 
     def __init__(
@@ -35,23 +34,21 @@ class FunctionRunner:
         pool: FunctionPool,
         webhook_pool: FunctionPool,
         environment: JobEnvironment,
-        pool_client: Redis,
-        user_client: Redis,
+        clients: Clients,
     ) -> None:
         self._packer, self._calls, self._beginnings = packer, calls, beginnings
         self._pool, self._webhook_pool = pool, webhook_pool
-        self._environment = environment
-        self._pool_client, self._user_client = pool_client, user_client
+        self._environment, self._clients = environment, clients
 
     def run(self, job: HeldJob, then: Then) -> None:
         """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""
-        self._run(job, lambda: partial(perform, job.for_user_code(self._user_client)), then, self._pool)
+        self._run(job, lambda: partial(perform, job.for_user_code(self._clients.user)), then, self._pool)
 
     def run_own(self, job: HeldJob, call: FunctionCall, then: Then) -> None:
         """Run a function of our own, then call `then`."""
         own = own_function(call.name)
         assert own is not None, call.name
-        context = self._environment.context(job.claimed, self._pool_client)
+        context = self._environment.context(job.claimed, self._clients.pool)
         function = partial(own, context, *call.args, **call.kwargs)
         pool = self._webhook_pool if call.name == POSTING else self._pool
         self._run(job, lambda: function, then, pool, is_ours=True)
@@ -69,7 +66,7 @@ class FunctionRunner:
         self._packer.function_started(job)
 
         def hand_over() -> None:
-            self._calls.submit(pool, function(), job, then, self._came_back, is_ours)
+            self._calls.submit(pool, job, PoolCall(function(), then, self._came_back, is_ours))
 
         self._beginnings.run(job, hand_over)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
@@ -19,6 +20,24 @@ Then = Callable[[HeldJob, Any, BaseException | None], None]
 
 _TRY_AGAIN_S = 0.5
 """Pause before what an outage cut off is tried again."""
+
+
+@dataclass(frozen=True)
+class PoolCall:
+    """A function for a pool, and what the I/O thread does when it came back.
+
+    then: follows unless the job was withdrawn. came_back: is called before it in any case, with the value, or
+    None where the function raised. is_ours: the function is our own, which asks whether it is interrupted,
+    and may be run again after any step of it: an outage delays it only. discard: see FunctionPool.submit.
+    place: of a function of ours that takes memory, which shards that hold too much of it delay.
+    """
+
+    function: Callable[[], Any]
+    then: Then
+    came_back: Callable[[HeldJob, Any], None] = lambda job, value: None
+    is_ours: bool = False
+    discard: Callable[[Any], None] | None = None
+    place: Place | None = None
 
 
 class PoolCalls:
@@ -40,29 +59,17 @@ class PoolCalls:
         self._try_again_at = clock()
         self._line = RoomLine(clock)
 
-    def submit(
-        self,
-        pool: FunctionPool,
-        function: Callable[[], Any],
-        job: HeldJob,
-        then: Then,
-        came_back: Callable[[HeldJob, Any], None] = lambda job, value: None,
-        is_ours: bool = False,
-        discard: Callable[[Any], None] | None = None,
-        place: Place | None = None,
-    ) -> None:
-        """Run a function in a pool; then `came_back` and, if the job was not withdrawn, `then` run here.
-
-        came_back: gets the value, None where the function raised. is_ours: the function is our own, which
-        asks whether it is interrupted, and may be run again after any step of it: an outage delays it only.
-        discard: see FunctionPool.submit. place: of a function of ours that takes memory, which shards that
-        hold too much of it delay.
-        """
+    def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
+        """Run a function in a pool; what follows runs here."""
+        place, is_ours = call.place, call.is_ours
         awaited = job.await_call()
 
         def start() -> None:
             job.call = pool.submit(
-                function, lambda value, error: self._post(lambda: report(value, error)), not is_ours, discard
+                call.function,
+                lambda value, error: self._post(lambda: report(value, error)),
+                not is_ours,
+                call.discard,
             )
 
         def start_again() -> None:
@@ -75,7 +82,7 @@ class PoolCalls:
             if place is not None:
                 self._line.came_back(place)
             if not job.awaits(awaited):
-                came_back(job, value)
+                call.came_back(job, value)
                 self._unawaited(job)
                 return
             job.call = None
@@ -85,8 +92,8 @@ class PoolCalls:
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
                 self.submit_later(start_again)
             else:
-                came_back(job, value)
-                then(job, value, error)
+                call.came_back(job, value)
+                call.then(job, value, error)
 
         def is_awaited() -> bool:
             return job.awaits(awaited)

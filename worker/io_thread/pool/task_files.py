@@ -12,7 +12,7 @@ from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
 from worker.io_thread.held.held_job import HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.pool_calls import PoolCalls, Then
+from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls, Then
 from worker.io_thread.pool.room_line import Place
 from worker.threads.file_pool import FilePool, seconds_of_silence, seconds_since_begin
 
@@ -53,16 +53,15 @@ class TaskFiles:
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, which becomes the job's `open_task`, then call `then`."""
         self._packer.opening(job)
-        self._calls.submit(
-            self._openers,
+        call = PoolCall(
             lambda: task.open(context),
-            job,
             then,
             self._opened,
             is_ours=True,
             discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
             place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
         )
+        self._calls.submit(self._openers, job, call)
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
         self._packer.opened(job)
@@ -71,15 +70,9 @@ class TaskFiles:
     def finish(self, job: HeldJob, then: Then) -> None:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
-        self._calls.submit(
-            self._writers,
-            lambda: _result_of(job),
-            job,
-            then,
-            self._finished,
-            is_ours=True,
-            place=Place(opens=False, job_number=job.number),
-        )
+        place = Place(opens=False, job_number=job.number)
+        call = PoolCall(lambda: _result_of(job), then, self._finished, is_ours=True, place=place)
+        self._calls.submit(self._writers, job, call)
 
     def _finished(self, job: HeldJob, value: Any) -> None:
         self._packer.finished(job)

@@ -53,7 +53,7 @@ class Policy:
 
     @property
     def retry_wait_s(self) -> int:
-        """Seconds to the next try of a job that has some; those beyond the intervals wait the first one."""
+        """Return how many seconds the next try waits: the interval of its number, else the first interval."""
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
