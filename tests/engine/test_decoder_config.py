@@ -183,6 +183,7 @@ FACTORS = {
 }
 CASES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 8.0},
+    {"rope_type": "dynamic", "factor": 3.0},
     {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
     {"rope_type": "yarn", "factor": 40, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 8, **ORIGINAL},
     {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.5, "truncate": False, **ORIGINAL},
