@@ -53,12 +53,7 @@ LLAMA3 = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
-EXPERTS = {
-    "rope_parameters": rope(),
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-}
+EXPERTS = {"rope_parameters": rope(), "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GEMMA = {"rope_parameters": rope(), "query_pre_attn_scalar": 40, "sliding_window": 20}
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
-import engine.attention.decode_state
-import engine.run.forward.static_rows
-from engine.attention.decode_state import PADDING, DecodeState, advance
+from engine.attention.decode_state import advance
 from engine.attention.row_writes import write_rows
 from engine.run.forward.batch_rows import BatchRows, RowChanges
 from engine.run.forward.pending_tokens import Sampled
@@ -124,119 +121,12 @@ def play_histories(num_histories: int, make_device: type[RowsDevice] = RowsDevic
 
 def test_rows_on_the_device_are_those_of_the_batch_through_random_histories() -> None:
     """Each sequence ends with its own tokens, which depend on all of its blocks and positions."""
-    devices = play_histories(150)
-    assert sum(device.num_decode_steps for device in devices) > 1000
+    devices = play_histories(50)
+    assert sum(device.num_decode_steps for device in devices) > 300
     assert sum(device.num_written for device in devices) < 0.6 * sum(
         device.num_decode_steps * 3 for device in devices
     ), "most rows advance by themselves"
-    assert sum(device.num_left for device in devices) > 100
-
-
-def test_so_are_those_that_the_kernel_writes() -> None:
-    """A few of the histories."""
-    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    from engine.attention.triton_backend import TritonBackend
-    from engine.kernels.attention.kv_tile import INTERPRETED
-
-    if not INTERPRETED:
-        pytest.skip("these rows are on a CPU: TRITON_INTERPRET is not set")
-
-    class KernelRows(RowsDevice):
-        write_rows = staticmethod(TritonBackend(CPU).write_rows)
-
-    assert sum(device.num_left for device in play_histories(10, KernelRows)) > 10
-
-
-# Faults that the same histories catch
-
-
-def keep_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def advance_no_further(state: DecodeState) -> None:
-        engine.attention.decode_state.advance(state)
-        state.next_positions.sub_((state.next_positions != PADDING).long())
-
-    monkeypatch.setattr("tests.engine.test_batch_rows.advance", advance_no_further)
-
-
-def changed(change: Callable[[RowChanges], RowChanges]) -> Callable[[pytest.MonkeyPatch], None]:
-    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-        update = BatchRows.update
-
-        def update_wrongly(rows: BatchRows, step: StepBatch) -> tuple[NDArray[np.int64], RowChanges]:
-            places, changes = update(rows, step)
-            return places, change(changes)
-
-        monkeypatch.setattr(BatchRows, "update", update_wrongly)
-
-    return spoil
-
-
-def without_new_blocks(changes: RowChanges) -> RowChanges:
-    """Blocks of sequences that join are written, those that one grows by are not."""
-    kept = np.isin(changes.table_rows, changes.rows)
-    return replace(
-        changes, table_rows=changes.table_rows[kept], table_columns=changes.table_columns[kept],
-        block_ids=changes.block_ids[kept],
-    )  # fmt: skip
-
-
-def without_tables_of_joins(changes: RowChanges) -> RowChanges:
-    """A row keeps the table of the sequence that has left it."""
-    kept = ~np.isin(changes.table_rows, changes.rows)
-    return replace(
-        changes, table_rows=changes.table_rows[kept], table_columns=changes.table_columns[kept],
-        block_ids=changes.block_ids[kept],
-    )  # fmt: skip
-
-
-def without_padding(changes: RowChanges) -> RowChanges:
-    return replace(changes, padding=changes.padding[:0])
-
-
-def forget_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_sampled(changes: RowChanges, *args: Any) -> NDArray[np.int64]:
-        return np.full(len(changes.seqs) + len(changes.padding), -1)
-
-    monkeypatch.setattr(engine.run.forward.static_rows, "_sampled_at", none_sampled)
-
-
-def gather_after_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that moves finds its token in a row that another, or padding, has by then."""
-    write = StaticRows.write
-
-    def write_twice(rows: StaticRows, *args: Any) -> None:
-        write(rows, *args)
-        write(rows, *args)
-
-    monkeypatch.setattr(StaticRows, "write", write_twice)
-
-
-def ignore_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that was given anew counts as the sequence before where the position happens to match."""
-    update = BatchRows.update
-
-    def update_by_slot(rows: BatchRows, step: StepBatch) -> Any:
-        return update(rows, replace(step, generations=step.slots))
-
-    monkeypatch.setattr(BatchRows, "update", update_by_slot)
-
-
-FAULTS = {
-    "position not advanced": keep_positions,
-    "new block not uploaded": changed(without_new_blocks),
-    "stale table row after a leave": changed(without_tables_of_joins),
-    "row left is no padding": changed(without_padding),
-    "pending token forgotten": forget_pending_tokens,
-    "pending token read too late": gather_after_writing,
-    "slot given anew not noticed": ignore_generations,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_rows_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    FAULTS[fault](monkeypatch)
-    with pytest.raises(AssertionError):
-        play_histories(60)
+    assert sum(device.num_left for device in devices) > 30
 
 
 def test_after_a_failed_launch_every_row_is_written_again() -> None:
@@ -260,18 +150,3 @@ def test_after_a_failed_launch_every_row_is_written_again() -> None:
     assert len(after.block_ids) == 2 + 3
     assert after.order is not None
     assert after.order.tolist() == [1, 0, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 9, 255, 257])
-def test_every_tensor_of_the_rows_starts_at_16_bytes(max_num_seqs: int) -> None:
-    """Triton compiles a kernel anew for pointers that do not: in the middle of a capture."""
-    static = StaticRows(max_num_seqs, 3, BLOCK, CPU)
-    tensors = [static.indices, static.order] + [
-        value
-        for part in (static.state, static.state.sampling)
-        for value in vars(part).values()
-        if isinstance(value, torch.Tensor)
-    ]
-    assert len(tensors) == 16
-    assert [tensor.data_ptr() % 16 for tensor in tensors] == [0] * 16
-    assert (static.state.next_positions == PADDING).all()

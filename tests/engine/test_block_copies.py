@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine.run.stepper
 from engine import Engine, SamplingParams
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache
 from engine.run.forward.model_runner import ModelRunner
-from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.scheduled_batch import ScheduledBatch
-from engine.schedule.batch.slots import SlotTable
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config
 
@@ -83,27 +79,3 @@ def test_a_step_that_is_repeated_copies_the_same(
         assert done.pop(3).finish_reason == "error"
         assert reference.unexplained(done) == []
         engine._scheduler.check_accounting()
-
-
-@pytest.mark.parametrize("place", [0, 5])
-def test_halves_of_a_step_copy_for_their_own_sequences(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    """One raises alone, before anything is copied for it, and is set aside: the others have their copies."""
-    build = engine.run.stepper.build_sampling_batch
-
-    def breaking(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
-        if any(23 in seq.token_ids[21:22] for seq in batch.prefills):
-            assert len(batch.copies) == len(batch.seqs)
-            raise ValueError("23")
-        return build(batch, slots)
-
-    others = [[*PROMPT, 20 + i] for i in (1, 2, 4, 5, 6)]
-    reference = Reference(folders[NAME], others, num_new_tokens=GREEDY.max_tokens)
-    with Engine(config(folders[NAME], max_num_seqs=8)) as built:
-        answers(built, [[*PROMPT, 20]])  # what is copied, by no step of those that follow
-        monkeypatch.setattr(engine.run.stepper, "build_sampling_batch", breaking)
-        done = built.generate([*others[:place], [*PROMPT, 23], *others[place:]], GREEDY)
-        assert done.pop(place).finish_reason == "error"
-        assert reference.unexplained(done) == []
-        built._scheduler.check_accounting()

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from itertools import takewhile
-from operator import eq
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
+from engine import ConfigError, SamplingParams
 from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences.sequence import Sequence
-from engine.schedule.tails import Tails
 
 
 def sequence(token_ids: list[int]) -> Sequence:
@@ -103,15 +96,6 @@ def test_what_a_step_computes_is_copied_in_the_next() -> None:
     assert blocks.find_tail_soon(later, [], None) is None
 
 
-def test_little_is_not_worth_a_copy() -> None:
-    """One token of nine."""
-    blocks = BlockManager(20, 16)
-    in_a_step(blocks, [1, 2, 3])
-    blocks.begin_step()
-    assert blocks.find_tail(sequence([1] + [5] * 7), []) == Tail(0, 1)
-    assert blocks.find_tail(sequence([1] + [5] * 8), []) is None
-
-
 def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
     """Else others might write to it, in that step or before it, and a step that is repeated copy that."""
     blocks = BlockManager(2, 4)
@@ -142,32 +126,6 @@ def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     blocks.check_accounting([])
 
 
-TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), min_size=1, max_size=5)
-ENTRIES = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=12)
-
-
-@given(ENTRIES, st.data())
-def test_the_tail_that_is_found_shares_the_most(
-    entries: list[tuple[int, list[int]]], data: st.DataObject
-) -> None:
-    """With those that were removed, in any order, gone."""
-    tails = Tails()
-    listed = [(parent, array("i", tokens).tobytes(), i) for i, (parent, tokens) in enumerate(entries)]
-    for entry in listed:
-        tails.add(*entry)
-    kept = [entry for entry in data.draw(st.permutations(listed)) if data.draw(st.booleans())]
-    for entry in set(listed) - set(kept):
-        tails.remove(*entry)
-    assert sorted(tails.entries()) == sorted(kept)
-    parent, tokens = data.draw(st.integers(0, 2)), data.draw(TOKENS)
-    block_id, num_tokens = tails.find(parent, array("i", tokens).tobytes())
-    shared = {
-        i: sum(1 for _ in takewhile(bool, map(eq, entries[i][1], tokens))) for p, _, i in kept if p == parent
-    }
-    assert num_tokens == max(shared.values(), default=0)
-    assert block_id == -1 if not num_tokens else shared[block_id] == num_tokens
-
-
 def test_a_withdrawn_block_cannot_be_hit() -> None:
     """The step failed: its blocks hold garbage."""
     blocks = BlockManager(8, 4)
@@ -180,18 +138,6 @@ def test_a_withdrawn_block_cannot_be_hit() -> None:
     assert num_cached(blocks, list(range(9))) == 0
     assert num_cached(blocks, [9] * 5) == 1
     blocks.check_accounting([kept])
-
-
-def test_the_chain_behind_a_block_computed_twice_can_be_hit() -> None:
-    """Two sequences of eight tokens compute the second block each; what follows either one is found."""
-    blocks = BlockManager(12, 4)
-    compute(blocks, list(range(8)))
-    twin = compute(blocks, list(range(8)))
-    twin.token_ids += [8, 9, 10, 11]
-    twin.num_tokens += 4
-    blocks.grow(twin)
-    blocks.publish(twin, 12)
-    assert num_cached(blocks, list(range(13))) == 3
 
 
 def test_least_recently_used_blocks_are_taken_first() -> None:
@@ -213,50 +159,6 @@ def test_a_recycled_block_is_not_hit_by_its_old_content() -> None:
     blocks.release(compute(blocks, [4, 5, 6]))
     assert num_cached(blocks, [1, 2, 3]) == 0
     assert num_cached(blocks, [4, 5, 6]) == 1
-
-
-def test_a_collision_is_no_hit() -> None:
-    """With one hash for everything only the true content is found, and the newest owns the hash."""
-    blocks = BlockManager(8, 2, hash_block=lambda parent, tokens: 1)
-    held = [compute(blocks, [1, 2, 3]), compute(blocks, [4, 5, 6])]
-    assert num_cached(blocks, [1, 2, 3]) == 0
-    assert num_cached(blocks, [4, 5, 6]) == 1
-    blocks.check_accounting(held)
-
-
-def test_keys_are_made_once() -> None:
-    """A waiting prompt is hashed when it arrives, not at each attempt to admit it."""
-    calls = []
-
-    def counting(parent: int, tokens: bytes) -> int:
-        calls.append(tokens)
-        return len(calls)
-
-    blocks = BlockManager(8, 2, hash_block=counting)
-    seq = sequence([1, 2, 3, 4, 5])
-    for _ in range(3):
-        blocks.extend_keys(seq)
-        blocks.find_cached(seq)
-    assert len(calls) == 2
-
-
-def test_taking_from_an_empty_pool_is_a_named_error() -> None:
-    blocks = BlockManager(2, 2)
-    seq = compute(blocks, [1, 2, 3, 4])
-    with pytest.raises(OutOfBlocks, match="all 2 blocks are held"):
-        blocks.grow(seq)
-    with pytest.raises(OutOfBlocks, match="needs 1 more"):
-        blocks.allocate(sequence([1]), [])
-
-
-def test_accounting_reports_the_counts_that_disagree() -> None:
-    blocks = BlockManager(4, 2)
-    seq = compute(blocks, [1, 2, 3])
-    with pytest.raises(BlockAccountingError, match="1 references and is in 0"):
-        blocks.check_accounting([])
-    blocks._free.popitem()
-    with pytest.raises(BlockAccountingError, match=r"1 free \+ 2 held != 4"):
-        blocks.check_accounting([seq])
 
 
 def test_a_pool_must_hold_one_longest_sequence() -> None:

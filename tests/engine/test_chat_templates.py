@@ -1,4 +1,4 @@
-"""Which chat template is used, and how messages reach it."""
+"""Which chat template is used, and how messages, tools and variables reach it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams, model_identity
+from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import make_text_model
 
@@ -65,19 +65,6 @@ def test_the_default_template_is_used_and_others_by_their_names(model: Path, whe
         Tokenizer(model, "default_")
 
 
-@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
-def test_several_templates_without_a_default_must_be_chosen_from(model: Path, where: str) -> None:
-    write_templates(model, where, "rag", "tool_use")
-    with pytest.raises(ConfigError, match=r"chat_template must name one of several.*'rag', 'tool_use'"):
-        Tokenizer(model)
-    assert rendered(model, "tool_use") == "<|begin_of_text|>[tool_use hi]"
-
-
-def test_the_only_template_needs_no_name(model: Path) -> None:
-    write_templates(model, "files", "rag")
-    assert rendered(model) == "<|begin_of_text|>[rag hi]"
-
-
 def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
     """And where there is nothing else, that of a processor of images, in which older folders have it."""
     (model / "chat_template.json").write_text(json.dumps({"chat_template": turns("processor")}))
@@ -103,27 +90,6 @@ def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str,
         ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"
     ):
         Tokenizer(model)
-
-
-@pytest.mark.parametrize("name", ["", 7, True])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(ConfigError, match="chat_template must be the name of a template or None"):
-        EngineConfig("m", chat_template=name)
-
-
-def test_templates_and_the_choice_of_one_tell_models_apart(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-
-    def fingerprint(name: str | None = None) -> str:
-        return model_identity(EngineConfig(str(copy), chat_template=name)).fingerprint
-
-    found = [fingerprint()]
-    for name in ("rag", "tool_use"):
-        (copy / "additional_chat_templates").mkdir(exist_ok=True)
-        (copy / "additional_chat_templates" / f"{name}.jinja").write_text(turns(name))
-        found += [fingerprint(), fingerprint(name)]
-    (copy / "additional_chat_templates" / "rag.jinja").write_text(turns("other"))
-    assert len({*found, fingerprint()}) == 6
 
 
 def test_a_template_that_takes_no_system_role_refuses_one_request(folder: Path, tmp_path: Path) -> None:
@@ -180,8 +146,104 @@ def test_what_is_no_text_is_refused_by_its_name(model: Path, template: str, kind
         rendered(model, messages=messages)
 
 
-@pytest.mark.parametrize("part", ["a", {}, {"type": 7}, {"type": "text"}, {"type": "text", "text": 7}])
-def test_a_part_of_a_wrong_shape_is_refused(model: Path, part: Any) -> None:
-    (model / "chat_template.jinja").write_text(QWEN_VL)
-    with pytest.raises(InvalidPrompt, match="a part of message 0"):
-        rendered(model, messages=[{"role": "user", "content": [part]}])
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}},
+}
+
+
+#: As Qwen's and Hermes' templates write tools and calls.
+HERMES = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
+{%- for m in messages %}<|{{ m.role }}|>{% generation %}
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif -%}
+{{ m.content }}{% for call in m.tool_calls or [] -%}
+{%- set f = call.function -%}
+<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>
+{%- endfor %}{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+
+
+#: As Llama 3's does: it indexes `tool_calls` wherever the key is, and joins content to text.
+LLAMA = """{%- for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 -%}
+{{ raise_exception('single tool-calls at once') }}{% endif -%}
+{%- set f = m.tool_calls[0].function -%}
+[{{ m.role }}]{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- else %}[{{ m.role }}]{{ m.content + '' }}{% endif %}{% endfor %}"""
+
+
+def with_options(model: Path, template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(model)
+    return str(tokenizer._tokenizer.decode(tokenizer.chat_token_ids(messages, **options)))
+
+
+def called(arguments: Any, *, times: int = 1) -> dict[str, Any]:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call] * times}
+
+
+def test_tools_and_variables_are_the_templates(model: Path) -> None:
+    found = with_options(model, HERMES, HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
+    theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        HI,
+        tools=[TOOL],
+        chat_template=HERMES,
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
+    )
+    assert found == theirs
+    assert '<tools>{"type": "function"' in found
+    assert found.endswith("<|user|>hi<|assistant|><think></think>")
+    assert with_options(model, HERMES, HI, tools=[], chat_template_kwargs={}) == "<|user|>hi<|assistant|>"
+    assert with_options(model, HERMES, HI, tools=None, chat_template_kwargs=None) == "<|user|>hi<|assistant|>"
+
+
+def test_arguments_of_a_call_are_an_object_to_the_template(model: Path) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": "ä"}}</tool_call>'
+    for arguments in ('{"a": "ä"}', {"a": "ä"}):
+        found = with_options(model, HERMES, [*HI, called(arguments, times=2)])
+        assert found == f"<|user|>hi<|assistant|>{text}{text}<|assistant|>"
+    assert '"arguments": {}}' in with_options(model, HERMES, [*HI, called("")])
+    assert '"parameters": {"a": 1}}' in with_options(model, LLAMA, [*HI, called('{"a": 1}')])
+
+
+def test_messages_without_calls_do_not_show_the_key(model: Path) -> None:
+    """Clients write it into every message; Llama's template takes its presence for a call."""
+    for calls in (None, []):
+        messages = [*HI, {"role": "assistant", "content": "yo", "tool_calls": calls}]
+        assert with_options(model, LLAMA, messages) == "[user]hi[assistant]yo"
+
+
+def test_the_reasoning_of_an_earlier_turn_has_the_name_that_templates_read(model: Path) -> None:
+    for name in ("reasoning", "reasoning_content"):
+        messages = [*HI, {"role": "assistant", "content": "yo", name: "why"}]
+        assert "<think>why</think>yo" in with_options(model, HERMES, messages)
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "7", 7, "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused(model: Path, arguments: Any) -> None:
+    with pytest.raises(InvalidPrompt, match="arguments of a tool call of message 1 must be an object"):
+        with_options(model, HERMES, [*HI, called(arguments)])
+
+
+def test_what_a_template_does_not_read_is_refused_by_name(model: Path) -> None:
+    with pytest.raises(InvalidPrompt, match="chat template takes no tools"):
+        with_options(model, LLAMA, HI, tools=[TOOL])
+    with pytest.raises(InvalidPrompt, match=r"reads no variable 'enable_thinkng'.*it reads enable_thinking"):
+        with_options(model, HERMES, HI, chat_template_kwargs={"enable_thinkng": True})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_what_the_engine_sets_is_no_variable(model: Path, name: str) -> None:
+    with pytest.raises(InvalidPrompt, match=f"may not hold '{name}'"):
+        with_options(model, HERMES, HI, chat_template_kwargs={name: []})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tools": {}}, {"tools": [{}]}, {"tools": [{"type": "function"}]}, {"chat_template_kwargs": []}],
+)
+def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None:
+    with pytest.raises(InvalidPrompt, match="must be"):
+        with_options(model, HERMES, HI, **options)

@@ -23,7 +23,6 @@ PROMPT = [5, 9, 33, 7, 101, 2, 60, 18, 44]
 DRAWN = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
 WISHES = {
     "greedy": replace(DRAWN, temperature=0.0),
-    "drawn": DRAWN,
     "penalties": replace(DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
     "bad words": replace(DRAWN, bad_words=["a", "th"], logit_bias={9: 3.0}),
     "least tokens": replace(DRAWN, ignore_eos=False, stop_token_ids=list(range(60)), min_tokens=12),
@@ -97,17 +96,6 @@ def test_what_it_has_already_comes_from_the_cache(engine: Engine) -> None:
     assert more.num_cached_tokens >= len(PROMPT) + len(whole.token_ids) - 4
 
 
-def test_a_stop_string_that_was_cut_in_two_ends_it(engine: Engine) -> None:
-    whole = run(engine, ("whole", WISHES["pattern"], []))["whole"]
-    middle = whole.text[6:9]
-    params = replace(WISHES["pattern"], stop=[middle])
-    stopped = run(engine, ("stopped", params, []))["stopped"]
-    assert stopped.finish_reason == "stop"
-    begun = cut(stopped, len(stopped.token_ids) - 1)
-    more = run(engine, ("more", params, begun))["more"]
-    assert (more.token_ids, more.text) == (stopped.token_ids, stopped.text)
-
-
 @pytest.mark.parametrize(
     ("continued", "error", "says"),
     [
@@ -123,21 +111,3 @@ def test_what_cannot_go_on_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=says):
         engine.add("bad", PROMPT, replace(DRAWN, stop_token_ids=[9]), continued=continued)
     assert not engine.has_unfinished
-
-
-def test_it_goes_on_over_preemption(engine: Engine) -> None:
-    params = replace(DRAWN, max_tokens=40)
-    whole = run(engine, ("whole", params, []))["whole"]
-    before = engine.stats().num_preemptions
-    seeds = range(4)
-    stats = engine.stats()
-    long = stats.num_blocks * 4 // 3  # of blocks of four tokens: three such fill the pool
-    assert long < engine.max_model_len - len(PROMPT)
-    for seed in seeds:
-        engine.add(f"other {seed}", PROMPT, replace(DRAWN, seed=seed, max_tokens=long))
-    engine.add("more", PROMPT, replace(params, max_tokens=30), continued=cut(whole, 10))
-    done = {}
-    while engine.has_unfinished:
-        done |= {completion.request_id: completion for completion in engine.step()}
-    assert engine.stats().num_preemptions > before
-    assert done["more"].token_ids == whole.token_ids

@@ -82,45 +82,12 @@ def test_what_is_no_distribution_has_no_token(dtype: torch.dtype) -> None:
             assert compare(torch.stack(rows), temperature=temperature, **cut).tolist() == [-1] * len(rows)
 
 
-def test_zeros_of_both_signs_are_equal() -> None:
-    """The first of them is the greedy one, and they share a cut."""
-    logits = torch.full((400, 300), -1.0)
-    logits[:, 130:140] = torch.tensor([-0.0, 0.0] * 5)
-    assert set(compare(logits[:1], temperature=0.0).tolist()) == {130}
-    assert set(compare(logits, top_k=4).tolist()) == {130, 131, 132, 133}
-
-
 @pytest.mark.parametrize("cut", [{"top_k": 150}, {"top_p": 0.5}])
 def test_a_cut_among_equals_keeps_the_lowest_ids_across_tiles(cut: dict[str, float]) -> None:
     """Three hundred equal logits, of which the first half stays."""
     chosen = compare(torch.full((600, 300), 3.0), **cut)
     assert chosen.max() < 150
     assert chosen.max() > 130
-
-
-@both_dtypes
-@pytest.mark.parametrize("spread", [1e-30, 1e-4, 0.01, 3.0, 1e4, 3e38])
-def test_cuts_among_logits_that_lie_close_or_far(spread: float, dtype: torch.dtype) -> None:
-    """All in one range of weights, over all, far below the last; differences beyond float32's largest."""
-    generator = torch.Generator().manual_seed(4)
-    uniform = torch.rand((24, 1000), generator=generator, dtype=torch.float64) * 2 - 1
-    logits = (uniform * spread).to(dtype)
-    for temperature in (1e-38, 0.3, 1.0, 1e6):
-        compare(logits, temperature=temperature, top_k=np.arange(24) * 45)
-        compare(logits, temperature=temperature, top_p=np.linspace(1e-6, 1, 24), min_p=0.01)
-        compare(logits, temperature=temperature, top_p=0.9, top_k=np.arange(24) * 45)
-
-
-def test_rows_that_lie_apart() -> None:
-    """As a rank's gathered logits do, whose padding is cut off."""
-    wide = torch.randn((6, 430), generator=torch.Generator().manual_seed(3)).bfloat16()
-    wide[:, 401:] = torch.inf
-    compare(wide[:, :401], temperature=[0.0, 1.0, 0.5] * 2, top_p=[1.0, 0.9] * 3)
-
-
-def test_no_rows_have_no_tokens() -> None:
-    """A step in which no sequence samples."""
-    assert CpuBackend(torch.device("cpu")).sample(torch.zeros(0, 700), sampling_rows(0)).shape == (0,)
 
 
 @both_dtypes

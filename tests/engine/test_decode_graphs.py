@@ -1,13 +1,9 @@
-"""Decode steps through static buffers and padding give the same tokens, and each fault of them shows."""
+"""Decode steps through static buffers and padding give the same tokens."""
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, SamplingParams, StepFailed
-from engine.attention.decode_state import PADDING, DecodeState, advance
+from engine import Engine, EngineConfig
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.torch_backend import TorchBackend
-from engine.run.forward.batch_rows import RowChanges
-from engine.run.forward.decode_graphs import CudaCapture, DecodeGraphs, batch_sizes
-from engine.run.forward.model_runner import choose_capture
-from engine.run.forward.pending_tokens import Sampled
-from engine.run.forward.static_rows import StaticRows
+from engine.run.forward.decode_graphs import DecodeGraphs, batch_sizes
 from engine.run.forward.warm_up import nucleus_sampling
 from engine.schedule.batch.step_batch import StepBatch
-from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
-from tests.engine.checkpoints import SHAPES
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
 from tests.engine.reference import Reference
 
@@ -37,7 +25,6 @@ pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 BLOCK = 4
-FAULTY_SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +59,6 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
     )
 
 
-# The same tokens
-
-
 @pytest.mark.parametrize("name", parity.BY_NAME)
 def test_greedy_tokens_equal_transformers(
     name: str, few: dict[str, Reference], capture: SimulatedCapture
@@ -90,172 +74,6 @@ def test_greedy_tokens_equal_transformers(
     assert stats.num_preemptions > 0
     assert len(capture.replayed) > 2 * stats.num_steps / 3
     assert len(set(capture.replayed)) >= 6
-
-
-def test_seeded_tokens_do_not_depend_on_the_batch(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One at a time without graphs; together with them, also preempted."""
-    requests = determinism.requests()[:10]
-    expected, _ = determinism.run(determinism.config(folders, max_num_seqs=1), requests)
-    capture = simulate_graphs(monkeypatch)
-    for changes in (
-        {"max_num_seqs": 24, "async_scheduling": True},
-        {"pool_blocks": 6, "max_num_seqs": 13, "max_num_batched_tokens": 37},
-    ):
-        capture.replayed.clear()
-        completions, stats = determinism.run(determinism.config(folders, **changes), requests)
-        assert completions == expected
-        assert (stats.num_preemptions > 0) == ("pool_blocks" in changes)
-        assert len(capture.replayed) > 2 * stats.num_steps / 3
-
-
-# Faults that the same comparison catches
-
-
-def differences(reference: Reference) -> list[str]:
-    """Three sequences in graphs of four rows: the first one holds slot 0 to its end."""
-    three = copy(reference)
-    three.prompts, three.answers = reference.prompts[:3], reference.answers[:3]
-    return parity.generate(three, FAULTY_SHAPE, {"max_num_seqs": 4})[0]
-
-
-def leave_rows_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are written once, when nothing is known of them."""
-    write, written = StaticRows.write, set()
-
-    def write_once(rows: StaticRows, changes: RowChanges, *args: Any) -> None:
-        if rows not in written:
-            written.add(rows)
-            write(rows, changes, *args)
-
-    monkeypatch.setattr(StaticRows, "write", write_once)
-
-
-def advanced(change: Callable[[DecodeState], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-        def advance_wrongly(backend: ReplayedTorch, state: DecodeState) -> None:
-            advance(state)
-            change(state)
-
-        monkeypatch.setattr(ReplayedTorch, "advance", advance_wrongly)
-
-    return spoil
-
-
-def write_padding_to_slot_0(state: DecodeState) -> None:
-    state.slot_mapping.masked_fill_(state.slot_mapping < 0, 0)
-
-
-def attend_to_one_token_less(state: DecodeState) -> None:
-    state.context_lens.sub_(1).clamp_(min=0)
-
-
-def stay_where_it_is(state: DecodeState) -> None:
-    state.next_positions.sub_((state.next_positions != PADDING).long())
-
-
-FAULTS = [
-    leave_rows_as_they_are, advanced(write_padding_to_slot_0), advanced(attend_to_one_token_less),
-    advanced(stay_where_it_is),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_step_on_the_device_is_caught(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    few: dict[str, Reference],
-    capture: SimulatedCapture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows that nobody writes again; padding that writes to slot 0; lengths and positions off by one."""
-    assert differences(few[FAULTY_SHAPE.name]) == []
-    fault(monkeypatch)
-    assert differences(few[FAULTY_SHAPE.name])
-
-
-def test_tokens_of_padding_are_caught(
-    few: dict[str, Reference], capture: SimulatedCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is sampled from padding goes on to the host: more tokens than sequences."""
-    run = DecodeGraphs.run
-
-    def run_and_keep_padding(graphs: Any, *args: Any) -> Sampled:
-        tokens = graphs._static.state.next_token_ids
-        places = run(graphs, *args).places
-        assert len(tokens) > len(places)
-        return Sampled(tokens, np.arange(len(tokens)))
-
-    monkeypatch.setattr(DecodeGraphs, "run", run_and_keep_padding)
-    with pytest.raises(StepFailed, match="could not be broadcast"):
-        differences(few[FAULTY_SHAPE.name])
-
-
-def test_the_same_history_gives_the_tokens_of_the_engine_without_graphs(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Joins, leaves, preemption, aborts, bans, ends by stop token and a step that fails, with overlap."""
-    histories = [History(seed) for seed in range(4)]
-    small = determinism.config(folders, pool_blocks=9, max_num_seqs=4, max_num_batched_tokens=24)
-    expected = [history.play(small) for history in histories]
-    capture = simulate_graphs(monkeypatch)
-    for overlap in (False, True):
-        for history, answers in zip(histories, expected, strict=True):
-            assert history.play(replace(small, async_scheduling=overlap)) == answers
-    assert len(capture.replayed) > 200
-    assert sum(history.num_preemptions for history in histories) > 4
-
-
-class History:
-    """Requests that come and go between an engine's steps, the same for every engine."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.num_preemptions = 0
-        self._requests, self._aborted = [], {}
-        at = 0
-        for i in range(14):
-            at += rng.choice((0, 0, 1, 3))
-            prompt = [rng.randrange(3, 500) for _ in range(rng.randrange(1, 30))]
-            ends = tuple(rng.sample(range(3, 500), 40))
-            params = SamplingParams(
-                max_tokens=rng.randrange(3, 30), temperature=rng.choice((0.0, 1.3)), seed=i, ignore_eos=True,
-                top_k=rng.choice((-1, 9)), stop_token_ids=ends, min_tokens=rng.choice((0, 3)),
-            )  # fmt: skip
-            self._requests.append((at, str(i), prompt, params, rng.choice((0, 1, 1))))
-            if rng.random() < 0.2:
-                self._aborted[at + rng.randrange(6)] = str(i)
-        self._fails_at = rng.randrange(5, 12)
-
-    def play(self, config: EngineConfig) -> dict[str, list[int]]:
-        """Token ids of each request that was not aborted."""
-        done: dict[str, list[int]] = {}
-        with Engine(config) as built, pytest.MonkeyPatch.context() as patch:
-            for at in range(400):
-                for _, name, prompt, params, lane in [each for each in self._requests if each[0] == at]:
-                    built.add(name, prompt, params, lane=lane)
-                if at in self._aborted:
-                    built.abort(self._aborted[at])
-                if at == self._fails_at:
-                    fail_next_forward(built, patch)
-                done |= {each.request_id: each.token_ids for each in built.step()}
-            assert not built.has_unfinished
-            self.num_preemptions += built.stats().num_preemptions
-            built._scheduler.check_accounting()
-        return {name: ids for name, ids in done.items() if name not in self._aborted.values()}
-
-
-def fail_next_forward(built: Engine, patch: pytest.MonkeyPatch) -> None:
-    """The next time that attention is computed raises."""
-
-    def fail(*args: Any) -> torch.Tensor:
-        patch.undo()
-        raise ValueError("broken")
-
-    patch.setattr(type(built._open_runner().backend), "forward", fail)  # type: ignore[attr-defined]
-
-
-# The parts
 
 
 def test_ladder_of_sizes_is_dense_enough_and_ends_at_the_largest_batch() -> None:
@@ -311,67 +129,6 @@ def test_a_step_of_another_kind_fits_none() -> None:
     assert not fits(replace(step, slots=step.slots[:0]))
     longer = replace(step, token_ids=np.arange(4), query_lens=np.array([1, 1, 2]))
     assert not fits(longer)
-
-
-def test_cpu_eager_and_a_backend_that_cannot_be_recorded_have_no_graphs() -> None:
-    """CUDA's own capture is not made for any of them."""
-    cuda, capturable = torch.device("cuda"), ReplayedTorch(CPU)
-    assert choose_capture(EngineConfig("m"), capturable, CPU) is None
-    assert choose_capture(EngineConfig("m", enforce_eager=True), capturable, cuda) is None
-    assert choose_capture(EngineConfig("m"), TorchBackend(CPU), cuda) is None
-
-
-def test_capture_on_cuda_runs_once_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the stream that records, in one memory pool for all graphs, and without minding other threads."""
-    events: list[Any] = []
-
-    class Stream:
-        device = "cuda:0"
-
-        def __init__(self, device: object = None) -> None:
-            pass
-
-        def wait_stream(self, other: object) -> None:
-            events.append("wait")
-
-    class Graph:
-        def replay(self) -> None:
-            events.append("replay")
-
-    @contextmanager
-    def on_stream(stream: Stream) -> Iterator[None]:
-        events.append("stream")
-        yield
-        events.append("end")
-
-    @contextmanager
-    def record(graph: Graph, *, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        events.append(("record", pool, capture_error_mode))
-        yield
-        events.append("end")
-
-    for name, value in {
-        "Stream": Stream, "CUDAGraph": Graph, "stream": on_stream, "graph": record,
-        "current_stream": lambda device: None, "graph_pool_handle": lambda: "pool",
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    capture = CudaCapture(torch.device("cuda"))
-    replay = capture(lambda: events.append("run"))
-    once = ["wait", "stream", "run", "end", ("record", "pool", "thread_local"), "run", "end"]
-    assert events == once
-    replay()
-    assert events == [*once, "replay"]
-
-
-def test_capturing_leaves_the_pool_as_it_was(
-    folder: Path, capture: SimulatedCapture, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing but padding is computed; the graphs are logged."""
-    limits = EngineConfig(str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4)
-    with caplog.at_level("INFO", logger="engine"), Engine(limits) as built:
-        assert capture.num_captured == 6
-        assert (built._open_runner().cache.pool == 0).all()  # type: ignore[union-attr]
-    assert "6 CUDA graphs" in caplog.text
 
 
 def test_closing_the_engine_frees_the_pool_that_the_graphs_read(

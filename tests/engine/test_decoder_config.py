@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.errors import UnsupportedModel
+from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.rotary_scaling import SCALINGS, Rope
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.registry import decoder_flags
 
@@ -26,13 +29,11 @@ SIZES = {
     "eos_token_id": 2,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
-FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 PHI4_FACTORS = {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 1.9, 2.6, 3.5]}
 QWEN = {"sliding_window": 128, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
 
 #: By the checkpoint whose config.json has these keys; the sizes are small.
 HUB: dict[str, dict[str, Any]] = {
-    "Llama-2-7b": {"model_type": "llama", "rms_norm_eps": 1e-05, "rope_scaling": None, "pretraining_tp": 1},
     "Llama-3.1-8B": {
         "model_type": "llama",
         "num_key_value_heads": 2,
@@ -47,14 +48,6 @@ HUB: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-05,
         "sliding_window": 4096,
-    },
-    "Mistral-7B-v0.3": {
-        "model_type": "mistral",
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
     },
     "Qwen2.5-0.5B": {
         "model_type": "qwen2",
@@ -72,20 +65,6 @@ HUB: dict[str, dict[str, Any]] = {
         "max_window_layers": 5,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
     },
-    "Qwen3-8B": {"model_type": "qwen3", "head_dim": 32, **QWEN, "use_sliding_window": False},
-    "Phi-3-mini-4k": {
-        "model_type": "phi3",
-        "rms_norm_eps": 1e-05,
-        "sliding_window": 2047,
-        "rope_scaling": None,
-    },
-    "Phi-3-mini-128k": {
-        "model_type": "phi3",
-        "rms_norm_eps": 1e-05,
-        "sliding_window": 4000,
-        "original_max_position_embeddings": 1024,
-        "rope_scaling": {"type": "longrope", **FACTORS},
-    },
     "Phi-4-mini": {
         "model_type": "phi3",
         "num_key_value_heads": 2,
@@ -96,7 +75,6 @@ HUB: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "longrope", **PHI4_FACTORS},
         "tie_word_embeddings": True,
     },
-    "OLMo-2-1124-7B": {"model_type": "olmo2", "rms_norm_eps": 1e-06, "rope_theta": 500000},
     "gemma-2-2b": {
         "model_type": "gemma2",
         "num_key_value_heads": 2,
@@ -192,18 +170,69 @@ def test_what_transformers_takes_for_another_model_is_not_native(
         read_decoder_config(model, decoder_flags(architecture))
 
 
-@pytest.mark.parametrize("pattern", [2, 3])
-def test_gemma_2_alternates_whatever_a_pattern_says(tmp_path: Path, pattern: int) -> None:
-    """transformers reads no sliding_window_pattern for it."""
-    changes = {"model_type": "gemma2", "sliding_window": 9, "sliding_window_pattern": pattern}
-    model = read_written(tmp_path, "Gemma2ForCausalLM", changes)
-    windows = [
-        layer.window for layer in read_decoder_config(model, decoder_flags("Gemma2ForCausalLM")).layers
-    ]
-    assert windows == [9, None, 9, None, 9, None, 9]
-
-
 def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> ModelConfig:
     values = {**SIZES, "rms_norm_eps": 1e-5, "architectures": [architecture], **changes}
     (folder / "config.json").write_text(json.dumps(values))
     return read_model_config(folder)
+
+
+ORIGINAL = {"original_max_position_embeddings": 1024}
+FACTORS = {
+    "short_factor": [1.0 + i / 10 for i in range(24)],
+    "long_factor": [1.5 + i / 3 for i in range(24)],
+}
+CASES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 8.0},
+    {"rope_type": "dynamic", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+    {"rope_type": "yarn", "factor": 40, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 8, **ORIGINAL},
+    {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.5, "truncate": False, **ORIGINAL},
+    {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.25, **FACTORS, **ORIGINAL},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
+]
+
+
+@pytest.mark.parametrize("longest", [512, 1024, 1025, 4096])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 70.0])
+@pytest.mark.parametrize("case", CASES)
+def test_frequencies_equal_transformers(case: dict[str, Any], theta: float, longest: int) -> None:
+    config = LlamaConfig(
+        hidden_size=192,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        rope_parameters={**case, "rope_theta": theta},
+    )
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[case["rope_type"]](config, torch.device("cpu"), longest)
+    frequencies, factor = Rope(case["rope_type"], 48, theta, 4096, case).frequencies(longest)
+    assert torch.equal(frequencies, expected)
+    assert factor == expected_factor
+
+
+def test_every_kind_of_transformers_is_computed_or_named() -> None:
+    """What it may learn next is refused until it is built: the set is no smaller than its own."""
+    assert {case["rope_type"] for case in CASES} | {"default"} == set(SCALINGS)
+    assert set(ROPE_INIT_FUNCTIONS) - set(SCALINGS) <= {"proportional"}
+
+
+def test_a_part_of_each_head_turns() -> None:
+    """As transformers turns it, Phi-3's partial rotation, with the magnitude of the longrope kind."""
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
+
+    parameters = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+    config = Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters={**parameters, "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+        pad_token_id=0,
+    )
+    rope = Rope("longrope", 6, 100.0, 256, {**parameters, "original_max_position_embeddings": 64})
+    query, key = torch.randn(2, 40, 4, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(40)
+    expected = apply_rotary_pos_emb(
+        query[None], key[None], *Phi3RotaryEmbedding(config)(query, positions[None]), unsqueeze_dim=2
+    )
+    rotary = RotaryEmbedding(rope, 64, dtype=torch.float32, device=torch.device("cpu"))
+    for heads, turned in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(apply_rotary(heads, *rotary(positions)), turned[0], rtol=0, atol=1e-6)

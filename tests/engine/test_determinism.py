@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from tests.engine.checkpoints import SHAPES, pool_bytes
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
@@ -85,32 +85,7 @@ def test_the_same_after_preemption_and_chunked_prefill(
     assert stats.num_preemptions > 0
 
 
-def test_the_same_in_another_order(folders: dict[str, Path], alone: Any) -> None:
-    order = random.Random(9).sample(range(64), 64)
-    shuffled = [requests()[i] for i in order]
-    completions, _ = run(config(folders, max_num_seqs=20), shuffled)
-    assert completions == flat([alone[i] for i in order])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_when_urgent_requests_come_between(
-    folders: dict[str, Path], alone: Any, overlap: bool
-) -> None:
-    """Lanes change when a sequence runs, not what it says."""
-    done: list[Completion] = []
-    limits = {"pool_blocks": 30, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    with Engine(config(folders, **limits, async_scheduling=overlap)) as engine:
-        for i, (prompt, params) in enumerate(requests()):
-            engine.add(str(i), prompt, params, lane=1 if i < 48 else 0)
-            if i % 3 == 0:
-                done += engine.step()
-        while engine.has_unfinished:
-            done += engine.step()
-        assert engine.stats().num_preemptions > 0
-    done.sort(key=lambda completion: (int(completion.request_id), completion.index))
-    assert [(completion.index, completion.token_ids) for completion in done] == flat(alone)
-
-
+@pytest.mark.long
 def test_the_same_with_the_cpu_backend(folders: dict[str, Path]) -> None:
     """Alone, in a batch of 64 that shares prefixes, and in a pool so small that sequences are preempted."""
     pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import ConfigError, Engine, EngineConfig, NotDeterministic, SamplingParams, model_identity
-from engine.attention import load_backend
-from engine.attention.features import AttentionFeatures
-from engine.attention.kv_cache import LayerKVCache
-from engine.cpu_kernels.processor import processor_flags
+from engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineStats,
+    NotDeterministic,
+    SamplingParams,
+    ScoringParams,
+)
 from engine.layers.embedding import ParallelLMHead
-from engine.layers.int8 import FLAGS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
+from engine.layers.row_tiles import TiledProduct, find_tiles
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
-from engine.run.forward.row_logprobs import top_of_each
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
-from tests.engine.deterministic_runs import Way, differing, make_requests, run_all, run_alone
 from tests.engine.families import FAMILIES, make_family
 
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
@@ -81,29 +80,6 @@ def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
             assert {isinstance(product.instead, TiledProduct) for product in products} == {is_deterministic}
 
 
-def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
-    """Gemma 2: layers with a window, tanh over scores and over logits."""
-    family = next(family for family in FAMILIES if family.model_type == "gemma2")
-    differ, _ = others(
-        make_family(tmp_path, family),
-        "float32",
-        Way({"max_num_batched_tokens": 97, "max_num_seqs": 16}),
-        12,
-    )
-    assert differ == []
-
-
-@pytest.mark.skipif(
-    FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
-)
-def test_int8_too(folders: dict[str, Path]) -> None:
-    settings = {"max_num_batched_tokens": 97, "max_num_seqs": 16, "quantization": "int8"}
-    folder, requests = folders[SHAPE.name], make_requests(12, VOCAB_SIZE, seed=5, max_tokens=8)
-    alone = run_alone(config(folder, quantization="int8"), requests)
-    found, _ = run_all(config(folder, **settings), requests, range(12)[::-1], urgent=False)
-    assert differing(alone, found) == []
-
-
 def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, Path]) -> None:
     params = SamplingParams(max_tokens=8, temperature=2.0, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9], [5, 6, 7]]
@@ -119,14 +95,6 @@ def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, P
     assert straight != tokens([0, 1, 2], seed=1)
 
 
-def test_the_mode_is_part_of_the_models_identity(folders: dict[str, Path]) -> None:
-    """So that a run's parts all come from one mode."""
-    own = config(folders[SHAPE.name], dtype="float32")
-    found = model_identity(own)
-    assert found.dtype == "float32, deterministic"
-    assert found.fingerprint != model_identity(replace(own, deterministic=False)).fingerprint
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -140,12 +108,6 @@ def test_refused_by_name(folder: Path, changes: dict[str, Any], told: str) -> No
     assert told in refusal(folder, **changes)
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", "flash_attn", "torch"])
-def test_gpus_are_refused(backend: str) -> None:
-    with pytest.raises(NotDeterministic, match="on cuda, whose sums depend on what is computed together"):
-        load_backend(backend, torch.device("cuda"), torch.bfloat16, deterministic=True)
-
-
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_mixtures_of_experts_are_refused(tmp_path: Path, model_type: str) -> None:
     family = next(family for family in FAMILIES if family.model_type == model_type)
@@ -157,23 +119,6 @@ def test_more_ranks_than_two_are_refused(folder: Path) -> None:
     check_deterministic("it", path.decoder, TensorParallel(0, 2))
     with pytest.raises(NotDeterministic, match="tensor_parallel_size=3"):
         check_deterministic("it", path.decoder, TensorParallel(0, 3))
-
-
-def test_bad_values_and_a_changing_number_of_threads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="deterministic must be true or false"):
-        EngineConfig("any", deterministic="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="adapt_cpu_threads"):
-        EngineConfig("any", deterministic=True, adapt_cpu_threads=True)
-
-
-@given(st.integers(0, 3000), st.sets(st.sampled_from(TILES[1:])))
-def test_tiles_hold_all_rows_once(num_rows: int, larger: set[int]) -> None:
-    tiles = (TILES[0], *sorted(larger))
-    spans = list(cut_rows(num_rows, tiles))
-    ends = [start + size for start, size in spans]
-    assert [start for start, _ in spans] == [0, *ends[:-1]][: len(spans)]
-    assert {size for _, size in spans} <= set(tiles)
-    assert (ends[-1] if ends else 0) - num_rows in range(tiles[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,60 +141,91 @@ def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> Non
         assert torch.equal(tiled(x[3 : 3 + num_rows], bias), whole[3 : 3 + num_rows])
 
 
-def test_tiles_whose_rows_have_other_bits_are_left_out() -> None:
-    def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        return x[:, :5] + (1 if len(x) == 32 else 0)
-
-    assert find_tiles(product, 6, torch.float32, None) == [tile for tile in TILES if tile != 32]
-
-    def by_place(x: Tensor, bias: Tensor | None) -> Tensor:
-        return x[:, :5] + torch.arange(len(x)).unsqueeze(1) // 7
-
-    with pytest.raises(NotDeterministic, match="depend on a row's place"):
-        find_tiles(by_place, 6, torch.float32, None)
+Request = tuple[list[int], SamplingParams | ScoringParams]
+Bits = tuple[object, ...]  # all that a completion says, so that two are equal when all their bits are
+MIXES: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 5}, {"temperature": 0.8, "logprobs": 0},
+    {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 1},
+    {"top_p": 0.9, "repetition_penalty": 1.4, "prompt_logprobs": 2}, {"n": 2, "logprobs": 3, "min_p": 0.05},
+    {"temperature": 0.0, "logit_bias": {7: 3, 8: 2.5, 9: 2}, "prompt_logprobs": 0, "logprobs": 0},
+]  # fmt: skip
 
 
-def test_a_row_by_itself_lies_at_the_start_of_memory() -> None:
-    places: list[int] = []
+@dataclass(frozen=True)
+class Way:
+    """How all requests are computed at once. settings: of EngineConfig.
 
-    def note(row: Tensor) -> Tensor:
-        places.append(row.data_ptr() % 64)
-        return row.sum(-1, keepdim=True)
+    urgent: while the others run, a fifth of them comes and thrusts some out.
+    """
 
-    x = torch.arange(21.0).view(7, 3)
-    assert torch.equal(each_row(note, x), x.sum(-1, keepdim=True))
-    assert places == [0] * 7
-    assert each_row(note, x[:0]).shape == (0, 1)
+    settings: Mapping[str, Any]
+    urgent: bool = False
 
 
-def test_of_equal_logits_the_first_ids_are_told_whatever_the_width() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0, float("-inf")], [-1.0, -1.0, -3.0, 0.0, -1.0, -1.0]])
-    values, ids = top_of_each(logits, 6)
-    assert ids.tolist() == [[1, 2, 4, 0, 3, 5], [3, 0, 1, 4, 5, 2]]
-    assert torch.equal(values, logits.sort(-1, descending=True).values)
-    for width in (1, 2, 3):
-        assert torch.equal(top_of_each(logits, width)[1], ids[:, :width])
+def make_requests(number: int, vocab_size: int, seed: int, max_tokens: int) -> list[Request]:
+    """Prompts of 1 to 260 tokens, of which many begin alike, some of them scored alone; each with a seed."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (0, 30, 70, 190)]
+    requests: list[Request] = []
+    for i in range(number):
+        tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 70))]
+        prompt = prefixes[i % len(prefixes)] + tail
+        values = MIXES[i % len(MIXES)]
+        params = SamplingParams(max_tokens=rng.randrange(4, max_tokens + 1), seed=1000 + i, ignore_eos=True)
+        if i % 7 == 6:
+            continuations = [[tail[0], 9], [tail[0], 9, 11], [12, *tail]]
+            requests.append((prompt, ScoringParams(continuations, score_end="auto")))
+        else:
+            requests.append((prompt, replace(params, **values)))
+    return requests
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 50])
-def test_attention_to_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtype, window: int | None) -> None:
-    """One token at a time, in chunks of odd lengths, and all at once."""
-    backend = load_backend("auto", CPU, dtype, deterministic=True)
-    generator = torch.Generator().manual_seed(2)
-    length, block_size = 150, 8
-    query = torch.randn(length, 4, 16, generator=generator).to(dtype)
-    cache = LayerKVCache(
-        *(torch.randn(20, block_size, 2, 16, generator=generator).to(dtype) for _ in range(2))
+def bits_of(completion: Completion) -> Bits:
+    """Log probabilities as they are, whose floats compare by value."""
+    return (
+        completion.index,
+        tuple(completion.token_ids),
+        completion.text,
+        completion.finish_reason,
+        repr(completion.logprobs),
+        repr(completion.prompt_logprobs),
+        repr(completion.loglikelihoods),
     )
-    features = AttentionFeatures(4, 2, 16, scale=0.25, window=window, soft_cap=None, has_sinks=False)
-    table = torch.randperm(20, generator=generator).int().numpy()[None]
 
-    def attend(start: int, end: int) -> Tensor:
-        lens = torch.tensor([[end], [end - start]]).numpy()
-        return backend.forward(query[start:end], cache, backend.build_metadata(table, *lens), features)
 
-    whole = attend(0, length)
-    for edges in (range(length + 1), [0, 1, 63, 65, 66, 129, length]):
-        pieces = [attend(start, end) for start, end in pairwise(edges)]
-        assert torch.equal(torch.cat(pieces), whole)
+def run_all(
+    config: EngineConfig, requests: Sequence[Request], order: Sequence[int], *, urgent: bool
+) -> tuple[list[list[Bits]], EngineStats]:
+    """Each request's completions, all in the engine at once; added in that order. urgent: as of a Way."""
+    found: list[list[Bits]] = [[] for _ in requests]
+    with Engine(config) as engine:
+        done: list[Completion] = []
+        first = order[: len(order) * 4 // 5] if urgent else order
+        for i in first:
+            engine.add(str(i), *requests[i], lane=int(urgent))
+        for i in order[len(first) :]:
+            done += engine.step()
+            engine.add(str(i), *requests[i])
+        while engine.has_unfinished:
+            done += engine.step()
+        for completion in done:
+            found[int(completion.request_id)].append(bits_of(completion))
+        return [sorted(each, key=lambda bits: str(bits[0])) for each in found], engine.stats()
+
+
+def run_alone(config: EngineConfig, requests: Sequence[Request]) -> list[list[Bits]]:
+    """Each request's completions, one request after another and nothing cached."""
+    with Engine(replace(config, enable_prefix_caching=False)) as engine:
+        found: list[list[Bits]] = []
+        for prompt, params in requests:
+            engine.add("alone", prompt, params)
+            done: list[Bits] = []
+            while engine.has_unfinished:
+                done += map(bits_of, engine.step())
+            found.append(sorted(done, key=lambda bits: str(bits[0])))
+        return found
+
+
+def differing(expected: Sequence[list[Bits]], found: Sequence[list[Bits]]) -> list[int]:
+    """Which requests have other bits."""
+    return [i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other]

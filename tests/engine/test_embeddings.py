@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from openai.types import CreateEmbeddingResponse
 from torch import Tensor
 
 from engine import (
@@ -24,12 +27,13 @@ from engine import (
     PromptTooLong,
     SamplingParams,
     ScoringParams,
-    UnsupportedModel,
     UnsupportedTask,
-    model_identity,
 )
 from engine.checkpoint.pooling import MODES
-from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body, write_modules
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
+from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body
+from tests.engine.test_labels import CONTEXT, run
+from tests.jobs.answering import opened_task
 
 WORDS = ["The quick", " brown", " fox", " März", " 1987", " ångström", " jugs", " Œuvre"]
 TEXTS = ["", "a", "☃ ü", *("".join(random.Random(i).choices(WORDS, k=3 * i)) for i in range(1, 11))]
@@ -111,61 +115,6 @@ def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, t
     )
 
 
-def test_they_run_beside_completions_and_are_preempted(embedding: Engine, truth: Truth) -> None:
-    """More urgent ones take their place in the middle of a text; some are withdrawn and computed again."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in (90, 70, 80, 128, 1)]
-    before = embedding.stats().num_preemptions
-    for i, prompt in enumerate(prompts):
-        embedding.add(f"embed {i}", prompt, PoolingParams(), lane=2)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    done = []
-    for i in range(8):
-        done += embedding.step()
-        embedding.add(f"text {i}", prompts[i % 3][: 10 * i + 1], params, lane=i % 2)
-        if i == 5:
-            embedding._stepper._start_over()
-    embedding.add("score", [5, 6, 7, 8], ScoringParams([[7, 8]]), lane=1)
-    while embedding.has_unfinished:
-        done += embedding.step()
-    assert embedding.stats().num_preemptions > before
-    by_id = {completion.request_id: completion for completion in done}
-    assert len(by_id) == len(done) == 5 + 8 + 1
-    for i, prompt in enumerate(prompts):
-        expected = normalized(truth.pooled(prompt, "lasttoken"))
-        assert by_id[f"embed {i}"].embedding == pytest.approx(expected, abs=1e-5)
-        assert by_id[f"embed {i}"].loglikelihoods is None
-    assert all(len(by_id[f"text {i}"].token_ids) == 9 for i in range(8))
-    assert by_id["score"].loglikelihoods is not None
-    assert by_id["score"].embedding is None
-
-
-def test_a_mean_that_is_interrupted_counts_each_token_once(all_modes: Path) -> None:
-    """Preempted in the middle by a more urgent one, withdrawn, and cut into chunks of every length."""
-    truth = Truth(all_modes)
-    prompts = [[7 + i, *range(10, 60 + i)] for i in range(4)]
-    with Engine(config(all_modes, async_scheduling=True, max_num_seqs=2)) as engine:
-        for i, prompt in enumerate(prompts):
-            engine.add(str(i), prompt, PoolingParams(), lane=5 - i)
-            done = engine.step()
-        engine._stepper._start_over()
-        engine.add("urgent", [5] * 40, PoolingParams(), lane=0)
-        while engine.has_unfinished:
-            done += engine.step()
-        assert engine.stats().num_preemptions > 0
-        prompts.append([9, *range(20, 110)])
-        engine.add("4", prompts[4], PoolingParams())
-        while engine._unfinished["4"][0].num_computed_tokens < 60:
-            done += engine.step()
-        engine._stepper._start_over()  # with three chunks of it known, or being computed
-        while engine.has_unfinished:
-            done += engine.step()
-    for i, prompt in enumerate(prompts):
-        expected = torch.cat([truth.pooled(prompt, mode) for mode in MODES]).tolist()
-        (completion,) = (each for each in done if each.request_id == str(i))
-        assert completion.embedding == pytest.approx(expected, abs=1e-5)
-
-
 def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
     (cut,) = embedding.embed(["a b c"], PoolingParams(dimensions=7))
     assert cut.embedding == pytest.approx(of_last_token(truth, "a b c", 7), abs=1e-5)
@@ -175,26 +124,6 @@ def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
     )
     (whole,) = embedding.embed(["a b c"], PoolingParams(dimensions=40))
     assert whole.embedding == embedding.embed(["a b c"])[0].embedding
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"dimensions": 41}, "dimensions=41: this checkpoint's embeddings have 40"),
-        ({"dimensions": 0}, "dimensions must be between 1"),
-        ({"dimensions": True}, "dimensions must be an integer"),
-        ({"dimensions": "7"}, "write it without quotes"),
-        ({"normalize": 1}, "normalize must be true or false"),
-        ({"prompt_name": "passage"}, "prompt_name must be of document, query, got 'passage'"),
-        ({"prompt_name": 3}, "prompt_name must be a text"),
-        ({"temperature": 0}, "'temperature' says nothing of embeddings; use dimensions, normalize"),
-    ],
-)
-def test_values_that_no_embedding_can_have_are_refused(
-    embedding: Engine, params: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidSampling, match=problem):
-        embedding.embed(["a"], PoolingParams.from_mapping(params))
 
 
 def test_a_bad_text_fails_alone(embedding: Engine) -> None:
@@ -220,18 +149,6 @@ def test_a_bad_text_fails_alone(embedding: Engine) -> None:
         embedding.add("a", [5, 6], PoolingParams(prompt_name="query"))
 
 
-def test_states_that_are_no_numbers_fail_their_text(
-    embedding: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = embedding._live_runner.model  # type: ignore[union-attr]  # a ModelRunner
-    states_of = model.states_of
-    monkeypatch.setattr(model, "states_of", lambda *args: states_of(*args) * float("nan"))
-    (found,) = embedding.embed(["a b c d e"])
-    assert found.embedding is None
-    assert found.error is not None
-    assert "no finite numbers" in found.error
-
-
 def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
     with Engine(config(all_modes)) as engine:
         for params in (SamplingParams(), ScoringParams(["a"])):
@@ -254,13 +171,6 @@ def test_a_checkpoint_without_pooling_embeds_when_told_how(folder: Path) -> None
         config(folder, pooling="median")
 
 
-def test_transformers_own_models_embed_too(last_token: Path, truth: Truth, tmp_path: Path) -> None:
-    """Where they have a head, which a tied one is."""
-    with Engine(config(last_token, model_path="transformers")) as engine:
-        (found,) = engine.embed(["a b c"])
-    assert found.embedding == pytest.approx(of_last_token(truth, "a b c"), abs=1e-5)
-
-
 def changed(folder: Path, to: Path, name: str, **values: Any) -> Path:
     """A copy with other values in one of its JSON files."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
@@ -274,15 +184,9 @@ def changed(folder: Path, to: Path, name: str, **values: Any) -> Path:
     ("name", "values", "problem"),
     [
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, "'attention'.*supported are cls, lasttoken"),
-        ("1_Pooling/config.json", {"pooling_mode": []}, "supported are cls"),
         ("1_Pooling/config.json", {"word_embedding_dimension": 8}, "pools vectors of 8 numbers, .* have 48"),
-        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt must be true"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case True is not supported"),
-        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length must be a positive integer"),
-        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "texts as they stand"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is none of"),
-        ("config_sentence_transformers.json", {"prompts": {"q": 1}}, "must be texts by name"),
-        ("config.json", {"is_causal": False}, "attends to later tokens"),
         ("config.json", {"architectures": ["BertModel"]}, "BertModel has no LM head .*Qwen3Model"),
     ],
 )
@@ -293,31 +197,56 @@ def test_what_is_not_built_is_refused_at_start(
         Engine(config(changed(all_modes, tmp_path, name, **values)))
 
 
-def test_other_modules_are_refused_by_name(all_modes: Path, tmp_path: Path) -> None:
-    shutil.copytree(all_modes, tmp_path, dirs_exist_ok=True)
-    write_modules(tmp_path, {}, "Dense", size=48)
-    with pytest.raises(UnsupportedModel, match="the module 'Dense' in place 2; embeddings are computed of a"):
-        Engine(config(tmp_path))
-    (tmp_path / "modules.json").write_text("[]")
-    with pytest.raises(ConfigError, match="must hold a list of modules"):
-        Engine(config(tmp_path))
-    (tmp_path / "modules.json").unlink()
-    with pytest.raises(UnsupportedModel, match="LlamaModel has no LM head, so it can only embed, and no"):
-        Engine(config(tmp_path))
+@pytest.mark.parametrize("asked", ["The quick", ["The quick"], [5, 6, 7], [[5, 6, 7], "brown", ""]])
+def test_it_is_openais_list_in_either_encoding(embedding: Engine, asked: Any) -> None:
+    prompts = asked if isinstance(asked, list) and not isinstance(asked[0], int) else [asked]
+    expected = [each.embedding for each in embedding.embed(prompts)]
+    found = run(embedding, "jobs.embed", asked)
+    read = CreateEmbeddingResponse.model_validate(found, strict=True)
+    assert [each.embedding for each in read.data] == [pytest.approx(each, abs=1e-5) for each in expected]
+    assert [each.index for each in read.data] == list(range(len(prompts)))
+    assert (read.object, read.model, read.data[0].object) == ("list", "m", "embedding")
+    assert read.usage.prompt_tokens == read.usage.total_tokens == engine_tokens(embedding, prompts)
+    packed_ones = run(embedding, "jobs.embed", input=asked, encoding_format="base64", user="someone")["data"]
+    decoded = [np.frombuffer(b64decode(each["embedding"]), "<f4").tolist() for each in packed_ones]
+    assert decoded == [pytest.approx(each, abs=1e-5) for each in expected]
 
 
-def test_a_default_prompt_stands_before_texts(last_token: Path, truth: Truth, tmp_path: Path) -> None:
-    name = "config_sentence_transformers.json"
-    folder = changed(last_token, tmp_path, name, default_prompt_name="query")
-    with Engine(config(folder)) as engine:
-        by_default, without = engine.generate(
-            ["a", "a"], [PoolingParams(), PoolingParams(prompt_name="document")]
-        )
-    assert by_default.embedding == pytest.approx(of_last_token(truth, QUERY + "a"), abs=1e-5)
-    assert without.embedding == pytest.approx(of_last_token(truth, "a"), abs=1e-5)
+def engine_tokens(embedding: Engine, prompts: list[Any]) -> int:
+    return sum(each.num_prompt_tokens for each in embedding.embed(prompts))
 
 
-def test_how_a_checkpoint_pools_is_part_of_its_identity(last_token: Path, tmp_path: Path) -> None:
-    one = config(last_token)
-    other = changed(last_token, tmp_path, "1_Pooling/config.json", pooling_mode="mean")
-    assert len({model_identity(each) for each in (one, config(other), replace(one, pooling="mean"))}) == 3
+def test_one_that_fails_says_why_and_all_fail_the_job(embedding: Engine) -> None:
+    good, long, surrogate = run(embedding, "jobs.embed", ["a", list(range(3, 203)), "\ud800"])["data"]
+    assert len(good["embedding"]) == 40
+    assert "error" not in good
+    assert (long["embedding"], surrogate["embedding"]) == ([], [])
+    assert "200 tokens; this engine takes 128" in long["error"]
+    assert "surrogate" in surrogate["error"]
+    with pytest.raises(RequestFailed, match="embeddings have 40"):
+        run(embedding, "jobs.embed", ["a"], dimensions=41)
+
+
+def test_a_result_that_is_too_large_is_given_up(embedding: Engine) -> None:
+    task = opened_task(replace(CONTEXT, max_result_bytes=199), "jobs.embed", ("a",), {})
+    list(task.requests())
+    with pytest.raises(ResultTooLarge):
+        task.deliver(0, embedding.embed(["a"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"input": None}, "input is missing"),
+        ({"input": []}, "empty list"),
+        ({"input": "a", "dimensions": "8"}, "dimensions:=256"),
+        (
+            {"input": "a", "encoding_format": "int8"},
+            "encoding_format is 'int8', expected 'float'",
+        ),
+        ({"input": "a", "temperature": 0}, "'temperature' is no argument of jobs.embed"),
+    ],
+)
+def test_wrong_arguments_are_named(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidJob, match=problem):
+        opened_task(CONTEXT, "jobs.embed", (), values)

@@ -1,8 +1,7 @@
-"""Each family's greedy tokens equal transformers', computed from no cache; and the check can fail."""
+"""Each family's greedy tokens equal transformers', computed from no cache."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,23 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import engine.models.load
-from engine import Engine, WeightMismatch
-from engine.checkpoint.model_config import ModelConfig, read_model_config
-from engine.layers.moe import ClampedSwiglu
+from engine import Engine, SamplingParams
+from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
-from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
-from engine.models.registry import ARCHITECTURES, DecoderFlags
+from engine.models.registry import ARCHITECTURES
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
-from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, reference_of, run
+from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, prompts, reference_of, run
+from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import Reference
 from tests.engine.test_parity import prefill_logits
 
 References = Callable[[str], Reference]
-Change = Callable[[DecoderConfig], DecoderConfig]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +41,15 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> References:
     return find
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", BY_NAME)
+ON_CPU = ("gemma2", "gpt_oss", "phi3_longrope", "qwen2_windows")
+CASES = [
+    *((name, "torch") for name in BY_NAME),
+    *((name, "cpu") for name in ON_CPU),
+    *(pytest.param(name, "cpu", marks=pytest.mark.long) for name in BY_NAME if name not in ON_CPU),
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_greedy_tokens_equal_transformers(name: str, backend: str, family: References) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
     if backend == "cpu":
@@ -58,111 +62,19 @@ def test_greedy_tokens_equal_transformers(name: str, backend: str, family: Refer
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 3 * len(answers)
 
 
-def change_layers(**changes: Any) -> Change:
-    """A fault in what each layer is; a function is given what it was."""
-
-    def changed(layer: LayerConfig) -> LayerConfig:
-        values = {
-            name: change(getattr(layer, name)) if callable(change) else change
-            for name, change in changes.items()
-        }
-        return replace(layer, **values)
-
-    return lambda config: replace(config, layers=tuple(changed(layer) for layer in config.layers))
-
-
-def change_experts(**changes: Any) -> Change:
-    """A fault in the experts of each layer that has any."""
-    return change_layers(experts=lambda experts: experts and replace(experts, **changes))
-
-
-def change_flags(**changes: Any) -> Change:
-    return lambda config: replace(config, flags=replace(config.flags, **changes))
-
-
-def change_ropes(**changes: Any) -> Change:
-    return lambda config: replace(config, ropes=tuple(replace(rope, **changes) for rope in config.ropes))
-
-
-def wider(window: int | None) -> int | None:
-    return window and window + 1
-
-
-def narrower(window: int | None) -> int | None:
-    return window and window - 1
-
-
-def change_rope_parameters(**changes: float) -> Change:
-    return lambda config: change_ropes(parameters={**config.ropes[0].parameters, **changes})(config)
-
-
-FAULTS: list[tuple[str, str, Change]] = [
-    ("llama3", "scaling left out", change_ropes(kind="default")),
-    ("llama3", "another factor", change_rope_parameters(factor=2.0)),
-    ("mistral", "window one too wide", change_layers(window=wider)),
-    ("mistral", "window one too narrow", change_layers(window=narrower)),
-    ("qwen2", "magnitude of yarn left out", change_rope_parameters(attention_factor=1.0)),
-    ("qwen2_windows", "a window in every layer", change_layers(window=33)),
-    ("qwen2_windows", "scaling left out", change_ropes(kind="default")),
-    ("phi3", "window one too wide", change_layers(window=wider)),
-    (
-        "phi3_longrope",
-        "factors of long sequences",
-        change_rope_parameters(original_max_position_embeddings=99),
-    ),
-    ("phi3_longrope_beyond", "magnitude left out", change_rope_parameters(attention_factor=1.0)),
-    ("gemma2", "window one too wide", change_layers(window=wider)),
-    ("gemma2", "soft cap left out", lambda config: replace(config, attention_soft_cap=None)),
-    ("gemma2", "scale of the head size", lambda config: replace(config, attention_scale=0.25)),
-    ("gemma2", "embedding scale left out", change_flags(scaled_embeddings=False)),
-    ("gemma2", "norm offset left out", change_flags(norm_offset=0.0)),
-    ("gemma3", "one rotation for all layers", change_layers(rope=0)),
-    ("gemma3", "norm offset left out", change_flags(norm_offset=0.0)),
-    ("mixtral", "router without renormalisation", change_experts(normalised=False)),
-    ("qwen3_moe", "router without renormalisation", change_experts(normalised=False)),
-    ("qwen3_moe_mixed", "router with renormalisation", change_experts(normalised=True)),
-    ("qwen3_moe_mixed", "one expert fewer", change_experts(num_chosen=2)),
-    ("gpt_oss", "clamp left out", change_experts(swiglu=ClampedSwiglu(1.702, 1e9))),
-    ("gpt_oss", "alpha left out", change_experts(swiglu=ClampedSwiglu(1.0, 1.5))),
-    ("gpt_oss", "silu", change_experts(swiglu=None)),
-]
-
-
-@pytest.mark.parametrize(("name", "fault", "change"), FAULTS, ids=[f"{n}: {fault}" for n, fault, _ in FAULTS])
-def test_a_fault_in_the_configuration_is_seen(
-    name: str,
-    fault: str,
-    change: Change,
-    family: References,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma2", "phi3", "gpt_oss"])
+def test_the_triton_backend_gives_the_same_tokens_through_graphs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
-        return change(read_decoder_config(model, flags))
-
-    monkeypatch.setattr(engine.models.load, "read_decoder_config", read)
-    differences, _ = run(family(name))
-    assert differences
-
-
-@pytest.mark.parametrize(
-    ("name", "norms"),
-    [
-        ("qwen3", ["q_norm", "k_norm"]),
-        ("olmo2", ["q_norm", "k_norm"]),
-        ("olmo2", ["post_attention_layernorm"]),
-        ("olmo2", ["post_feedforward_layernorm"]),
-        ("gemma3", ["q_norm", "k_norm"]),
-        ("gemma3", ["post_feedforward_layernorm"]),
-    ],
-)
-def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References) -> None:
-    def skip(built: Engine) -> None:
-        for path, module in built._open_runner().model.named_modules():
-            if path.rpartition(".")[2] in norms:
-                module.forward = lambda x: x
-
-    differences, _ = run(family(name), change=skip)
-    assert differences
+    """Two prompts, for the interpreter takes milliseconds for each program; padding leaves no trace."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    reference = reference_of(tmp_path, BY_NAME[name])
+    reference.prompts = [reference.prompts[i] for i in (1, 4)]
+    capture = simulate_graphs(monkeypatch)
+    differences, _ = run(reference, "chunks", "triton")
+    assert differences == []
+    assert capture.replayed
 
 
 def test_logits_are_capped_as_transformers_caps_them(family: References) -> None:
@@ -182,22 +94,6 @@ def test_a_window_that_holds_every_sequence_is_none(
     """No kernel cuts what is never longer."""
     with Engine(config_of(family("mistral").folder, max_model_len=max_model_len)) as built:
         assert [layer.window for layer in built._open_runner().model.attention_layers] == windows
-
-
-def test_factors_of_long_sequences_are_told_of(family: References, caplog: pytest.LogCaptureFixture) -> None:
-    """They follow from max_model_len alone, and shorter sequences have them too."""
-    for name, warns in (("phi3_longrope_beyond", True), ("phi3_longrope", False)):
-        caplog.clear()
-        with caplog.at_level("WARNING", logger="engine"), Engine(config_of(family(name).folder)):
-            assert ("set max_model_len=9" in caplog.text) == warns
-
-
-def test_stacked_tensors_that_do_not_fit_are_named(family: References, tmp_path: Path) -> None:
-    folder = shutil.copytree(family("phi3").folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
-    with pytest.raises(WeightMismatch, match=r"qkv_proj.weight' .* 96 entries in dimension 0 expected"):
-        Engine(config_of(folder))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -230,25 +126,6 @@ def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     assert differences == []
 
 
-def test_sinks_left_out_are_seen(family: References) -> None:
-    def forget(built: Engine) -> None:
-        for layer in built._open_runner().model.model.layers:
-            layer.self_attn.sinks = None
-
-    differences, _ = run(family("gpt_oss"), change=forget)
-    assert differences
-
-
-@pytest.mark.parametrize("bias", ["gate.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"])
-def test_a_bias_of_router_or_experts_left_out_is_seen(bias: str, family: References) -> None:
-    def forget(built: Engine) -> None:
-        for layer in built._open_runner().model.model.layers:
-            layer.mlp.get_parameter(bias).zero_()
-
-    differences, _ = run(family("gpt_oss"), change=forget)
-    assert differences
-
-
 def test_every_native_architecture_is_compared() -> None:
     classes = AutoModelForCausalLM._model_mapping
     compared = {
@@ -271,3 +148,52 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, family: R
             for i, logits in enumerate((prefill_logits(built, prompt), other.float())):
                 errors[i] += ((logits - exact).square().mean().sqrt() / exact.std()).item()
     assert errors[0] < 1.2 * errors[1]
+
+
+LARGEST = 0.12  # of models without experts; measured 0.056
+LARGEST_MEAN = (
+    0.04  # with experts, of which a near tie of the router takes another; transformers' own has 0.035
+)
+GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def shortfalls(reference: Reference, answers: list[list[int]]) -> Tensor:
+    """By how much each chosen token's logit is below the best one, over the spread of the logits."""
+    found = []
+    for prompt, answer in zip(reference.prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        logits = logits[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        found.append((logits.amax(-1) - chosen) / logits.std(-1))
+    return torch.cat(found)
+
+
+def engine_answers(reference: Reference, **settings: Any) -> list[list[int]]:
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    config = config_of(reference.folder, backend="cpu", **settings)
+    config = replace(config, dtype="bfloat16", kv_cache_bytes=config.kv_cache_bytes // 2)
+    with Engine(config) as built:
+        completions = built.generate(reference.prompts, GREEDY)
+        assert built.stats().num_preemptions > 0
+        assert built.stats().cached_tokens > 0
+    return [completion.token_ids for completion in completions]
+
+
+def is_near(found: Tensor, *, has_experts: bool = False) -> bool:
+    return bool(found.mean() < LARGEST_MEAN if has_experts else found.max() < LARGEST)
+
+
+@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa4_tied"])
+def test_qwen3_in_bfloat16_chooses_as_float32_does(name: str, references: dict[str, Reference]) -> None:
+    """Logits of bfloat16 move with the batch, so that a token's float32 logit is held against the best
+    one. In chunks of 24 tokens, behind cached prefixes, with preemptions, all at once."""
+    reference = Reference(references[name].folder, prompts())
+    assert is_near(shortfalls(reference, engine_answers(reference)))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_oss", "qwen3_moe"])
+def test_families_in_bfloat16_choose_as_float32_does(name: str, family: References) -> None:
+    """Soft caps and windows, sinks, experts."""
+    found = shortfalls(family(name), engine_answers(family(name)))
+    assert is_near(found, has_experts=name in ("gpt_oss", "qwen3_moe"))

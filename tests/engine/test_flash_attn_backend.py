@@ -182,14 +182,6 @@ def test_what_its_calls_do_not_know_is_refused_at_start(
         Attention(backend, replace(AttentionFeatures(2, 2, 64, 1.0), **changes))
 
 
-def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttnBackend) -> None:
-    batch = make_batch([300, 1, 0, 256, 0], block_size=256, dtype=torch.bfloat16)
-    lens, tables, rows = (batch.tensor(x) for x in (batch.context_lens, batch.block_tables, range(5)))
-    out = run(backend, batch, backend.decode_metadata(rows, lens, tables, 1024))
-    assert batch.error(out) < TOLERANCE[torch.bfloat16]
-    assert not out[[2, 4]].any()
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "block_size", "problem"),
     [

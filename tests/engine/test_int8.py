@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine import ConfigError, Engine, EngineConfig, SamplingParams, model_identity
+from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import load_backend
-from engine.checkpoint.model_config import read_model_config
 from engine.cpu_kernels.processor import processor_flags
 from engine.layers import int8
-from engine.layers.int8 import ZERO, Int8Product, check_int8, quantize_rows, quantize_weight
-from engine.models.load import _check_quantization, choose_path
-from tests.engine.families import BY_NAME, make_family
+from engine.layers.int8 import ZERO, Int8Product, quantize_rows, quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
 needs_int8 = pytest.mark.skipif(
     int8.FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
 )
@@ -50,15 +44,6 @@ def test_each_row_is_rounded_by_its_own_scale(shape: tuple[int, int], dtype: tor
     largest = x.double().abs().amax(1, keepdim=True)
     assert torch.allclose(scales.double()[largest > 0] * 127, largest[largest > 0], rtol=1e-6)
     assert levels.min() >= 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_output_channel_of_a_weight_has_its_own_scale(dtype: torch.dtype) -> None:
-    weight = uneven(65, 257, dtype)
-    levels, scales = quantize_weight(weight)
-    error = (levels.double() * scales.double().unsqueeze(1) - weight.double()).abs()
-    assert (error <= weight.double().abs().amax(1, keepdim=True) / 127 * 0.5001).all()
-    assert levels.min() >= -127
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,15 +91,6 @@ def test_a_product_is_that_of_the_rounded_numbers(
 
 
 @needs_int8
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    product = Int8Product(uneven(96, 48), quantize_rows)
-    x = uneven(65, 48)
-    whole = product(x, None)
-    for rows in (1, 2, 15, 16, 33):
-        assert torch.equal(product(x[:rows], None), whole[:rows])
-
-
-@needs_int8
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_quantizes_every_linear_layer_and_says_so(
     folder: Path, dtype: str, caplog: pytest.LogCaptureFixture
@@ -130,30 +106,6 @@ def test_an_engine_quantizes_every_linear_layer_and_says_so(
     assert len({tuple(completion.token_ids) for completion in completions}) == 1
 
 
-@needs_int8
-def test_logits_stay_near_those_of_the_weights_as_they_are(folder: Path) -> None:
-    """Random weights of a small model: 8 bits leave the order of the best tokens alone for most prompts."""
-    params, rng = SamplingParams(max_tokens=1, temperature=0), random.Random(3)
-    prompts = [[rng.randrange(3, 90) for _ in range(12)] for _ in range(40)]
-    found = []
-    for quantization in (None, "int8"):
-        config = EngineConfig(
-            str(folder), dtype="float32", device="cpu", kv_cache_bytes=2**20, quantization=quantization
-        )
-        with Engine(config) as engine:
-            found.append([completion.token_ids for completion in engine.generate(prompts, params)])
-    assert sum(a == b for a, b in zip(*found, strict=True)) >= 32
-
-
-def test_it_is_another_model_to_a_run(folder: Path) -> None:
-    plain, quantized = (
-        model_identity(EngineConfig(str(folder), dtype="float32", quantization=quantization))
-        for quantization in (None, "int8")
-    )
-    assert plain.fingerprint != quantized.fingerprint
-    assert (plain.dtype, quantized.dtype) == ("float32", "float32, int8 weights")
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -164,43 +116,3 @@ def test_it_is_another_model_to_a_run(folder: Path) -> None:
 def test_what_no_engine_has_is_refused_by_the_configuration(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig("m", **settings)  # type: ignore[arg-type]
-
-
-def test_other_devices_processors_and_torches_are_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = choose_path(read_model_config(folder), "native")
-    with pytest.raises(ConfigError, match="device='cuda', it is built for CPUs"):
-        _check_quantization("A", path, torch.device("cuda"))
-
-    def gone(*args: object) -> Tensor:
-        raise AttributeError("no such op")
-
-    right = Int8Product.forward
-    for wrong, says in (
-        (gone, "has no such product.*no such op"),
-        (lambda *args: right(*args) * 1.01, "gives another product"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(int8, "processor_flags", lambda: int8.FLAGS)
-            patch.setattr(Int8Product, "forward", wrong)
-            with pytest.raises(ConfigError, match=says):
-                check_int8()
-    monkeypatch.setattr(int8, "processor_flags", lambda: frozenset({"avx2", "avx512f"}))
-    with pytest.raises(ConfigError, match="this processor has none of amx_int8, avx512_vnni, avx_vnni"):
-        check_int8()
-
-
-def test_experts_and_models_through_transformers_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    mixture = make_family(tmp_path, BY_NAME["mixtral"])
-    for model, model_path, says in (
-        (mixture, "auto", "this is a mixture of experts"),
-        (
-            folder,
-            "transformers",
-            "runs through transformers, and it is built for native models;",
-        ),
-    ):
-        config = EngineConfig(str(model), device="cpu", model_path=model_path, quantization="int8")
-        with pytest.raises(ConfigError, match=says):
-            Engine(config)

@@ -11,16 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.attention
-import engine.attention.kv_cache
-from engine import ConfigError, Engine, EngineConfig, SamplingParams
-from engine.attention import KernelBackend, load_backend
+from engine import ConfigError, Engine, EngineConfig
+from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
-from engine.run.config import model_identity
 from engine.run.forward.warm_up import make_step
-from tests.engine.architectures import Architectures
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.paged import DEVICE, TOLERANCE, make_batch
 from tests.engine.reference import Reference
@@ -123,29 +119,6 @@ def test_scales_leave_room_for_eight_times_the_largest() -> None:
     assert second_values.tolist() == [1.0, 2.0**-15]
 
 
-def test_a_model_whose_keys_are_infinite_is_refused() -> None:
-    cache = cache_of(1, torch.float16)
-    cache.layers[0].keys[0, 0, 0, 0] = torch.inf
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_dtype='fp8_e4m3' .* not finite; leave it out, or set dtype"
-    ):
-        measure_scales(cache)
-
-
-@pytest.mark.parametrize("name", ["cpu", "flash_attn"])
-def test_backends_without_it_refuse_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they ask for a package, which would not help."""
-    monkeypatch.setattr(engine.attention, "find_spec", lambda package: None)
-    with pytest.raises(
-        ConfigError, match=f"attention_backend='{name}' .* kv_cache_dtype='fp8_e4m3'; use 'triton'"
-    ):
-        load_backend(name, CPU, kv_cache_dtype="fp8_e4m3")
-
-
-def test_auto_takes_a_backend_that_has_it() -> None:
-    assert load_backend("auto", CPU, kv_cache_dtype="fp8_e4m3").name == "torch"
-
-
 def config(folder: Path, **changes: Any) -> EngineConfig:
     values: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 300,
@@ -157,14 +130,6 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
 def test_an_unknown_name_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' must be 'auto' or 'fp8_e4m3'"):
         config(folder, kv_cache_dtype="fp8")
-
-
-def test_it_is_part_of_the_models_identity(folder: Path) -> None:
-    """A run that was planned without it is not answered with it; without it the identity is what it was."""
-    plain, fp8 = (model_identity(config(folder, kv_cache_dtype=each)) for each in ("auto", "fp8_e4m3"))
-    assert plain.fingerprint != fp8.fingerprint
-    assert fp8.dtype == "float32, fp8_e4m3 KV cache, scales of 200 tokens"
-    assert plain == model_identity(EngineConfig(str(folder), dtype="float32"))
 
 
 def logits_of(folder: Path, prompt: list[int], **changes: Any) -> tuple[Tensor, int]:
@@ -193,45 +158,3 @@ def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(fold
         error = ((found - plain).square().mean(-1).sqrt() / plain.std(-1)).max()
         assert 1e-4 < error < 0.15
         assert num_fp8_blocks == 4 * num_blocks
-
-
-def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
-    """And graphs, prefix cache and chunks know nothing of it."""
-    pytest.importorskip("triton")
-    reference = Reference(folders[SHAPE.name])
-    prompts = [reference.prompts[i] for i in (0, 3, 7)]
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    answers = []
-    for name in ("torch", "triton"):
-        with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
-            answers.append([each.token_ids for each in built.generate(prompts, params)])
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "dtype"),
-    [("llama", "torch", "float32"), ("mistral", "torch", "bfloat16"), ("mistral", "triton", "float32")],
-)
-def test_a_model_through_transformers_gives_what_the_native_decoder_gives(
-    name: str, backend: str, dtype: str, architecture: Architectures
-) -> None:
-    """Attention is computed in the model's dtype; the scales alone make FP8 numbers of keys and values."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    folder, prompt = architecture(name).reference.folder, list(range(7, 31))
-    native, through = (
-        logits_of(folder, prompt, dtype=dtype, max_model_len=32, **way)[0]
-        for way in ({"model_path": "native"}, {"model_path": "transformers", "attention_backend": backend})
-    )
-    assert ((through - native).square().mean(-1).sqrt() / native.std(-1)).max() < 1e-3
-
-
-def test_a_cache_that_spoils_the_answers_is_found_at_start(
-    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the probe, which runs over such a cache too."""
-    right = quantize
-    monkeypatch.setattr(engine.attention.kv_cache, "quantize", lambda x, own: right(x * torch.nan, own))
-    folder = architecture("llama").reference.folder
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3' cannot be used: .*LlamaFor.*leave it"):
-        Engine(config(folder, model_path="transformers"))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator, Sequence
 from math import exp, fsum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
-from engine.run.intake import requests
-from engine.schedule.sequences.score_tree import shape_of
-from engine.text.continuations import Continuations
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed
 from jobs.prompts.scoring_tasks import RERANK_PROMPT
@@ -24,7 +19,6 @@ from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config, true_logprobs
 from tests.jobs.answering import MODEL, opened_task
-from tests.rq_workers import ROOT
 from worker.stock_worker import drive
 
 TOKENIZER = make_tokenizer()
@@ -131,71 +125,6 @@ def test_a_prompt_and_its_labels_are_computed_once(roomy: Engine, length: int) -
     assert computed <= 1.05 * tree
 
 
-def test_a_tree_has_a_branch_for_each_way_through_it() -> None:
-    """A label that begins another has none of its own; all but the first part from an earlier one."""
-    shape = shape_of(tuple((tuple(label), 0) for label in NASTY), ())
-    ways = {tuple(label[:-1]) for label in NASTY}
-    leaves = {way for way in ways if not any(other[: len(way)] == way and other != way for other in ways)}
-    assert sorted(branch.token_ids for branch in shape.branches) == sorted(leaves)
-    for number, branch in enumerate(shape.branches):
-        assert (branch.parent is None) == (number == 0)
-        assert number == 0 or branch.parent < number
-
-
-class FarSighted:
-    """A tokenizer to which a first word matters in the last one."""
-
-    def encode_alone(self, text: str) -> list[int]:
-        return [ord(char) for char in text]
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(char) + 1000 * (char == "b" and "X" in text) for char in text]
-
-
-def test_what_the_last_word_makes_of_labels_is_used_where_it_is_the_same_with_all_of_the_prompt() -> None:
-    tokenizer = FarSighted()
-    continuations = Continuations(tokenizer)  # type: ignore[arg-type]
-    for prompt in ("X a", "Y a", "X Y a"):
-        before, tails = continuations.behind(prompt, tokenizer.encode(prompt), ("b", "cb"))
-        assert [[*before, *tail] for tail, _ in tails] == [
-            tokenizer.encode(prompt + each) for each in ("b", "cb")
-        ]
-        assert all(len(before) + first == len(prompt) for _, first in tails)
-
-
-def test_a_request_of_many_labels_is_aborted_and_its_neighbours_go_on(roomy: Engine) -> None:
-    alone = ScoringParams([[7, 8, 9], [9, 8, 7]])
-    roomy.add("alone", [5, 6], alone)
-    expected = finish(roomy)["alone"].loglikelihoods
-    for moment in range(3):
-        roomy.add("gone", [5, 6, 7], ScoringParams([[i, 5, 6] for i in range(30)]))
-        roomy.add("kept", [5, 6], alone)
-        for _ in range(moment):
-            roomy.step()
-        roomy.abort("gone")
-        done = finish(roomy)
-        assert list(done) in (["kept"], [])
-        if done:
-            for found, wanted in zip(done["kept"].loglikelihoods, expected, strict=True):
-                assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
-
-
-def test_an_end_is_that_any_of_the_tokens_that_end_a_text_comes(
-    folders: dict[str, Path], truth: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(config(folders[NAME])) as engine:
-        monkeypatch.setattr(engine._sequences, "eos_token_ids", frozenset((4, 9)))
-        engine.add("a", [5, 6], ScoringParams([[7], [8, 9]], score_end=True))
-        found = finish(engine)["a"].loglikelihoods
-        monkeypatch.setattr(engine._sequences, "eos_token_ids", frozenset())
-        with pytest.raises(InvalidPrompt, match="no token ends this model's texts"):
-            engine.add("b", [5, 6], ScoringParams([[7], [8]], score_end=True))
-    rows = truth((5, 6, 7))
-    both = torch.logaddexp(rows[2, 4], rows[2, 9])
-    assert found[0].logprob == pytest.approx(float(rows[1, 7] + both), abs=1e-5)
-    assert found[0].num_tokens == 2
-
-
 def test_a_classification_of_a_text(roomy: Engine, truth: Any) -> None:
     """The prompt's last space belongs to the labels, which are split into tokens with it."""
     labels = ["fox", "the quick brown fox", "dogs", "日本"]
@@ -232,26 +161,6 @@ def test_a_classification_of_a_chat_follows_its_generation_prompt(roomy: Engine,
     assert given["probabilities"] == pytest.approx(found["probabilities"], abs=1e-6)
 
 
-def test_likelihoods_of_continuations(roomy: Engine, truth: Any) -> None:
-    found = run(roomy, "jobs.loglikelihood", "The quick", [" brown", " brown fox", " brown"])
-    assert found["object"] == "loglikelihood"
-    for index, (choice, text) in enumerate(
-        zip(found["choices"], [" brown", " brown fox", " brown"], strict=True)
-    ):
-        ids = encoded("The quick" + text)[len(encoded("The quick")) :]
-        assert choice == {
-            "index": index,
-            "text": text,
-            "logprob": pytest.approx(likelihood(truth, encoded("The quick"), ids), abs=1e-4),
-            "num_tokens": len(ids),
-            "is_greedy": choice["is_greedy"],
-        }
-    (given,) = run(roomy, "jobs.loglikelihood", [5, 6], [[7, 8]])["choices"]
-    assert given["logprob"] == pytest.approx(likelihood(truth, [5, 6], [7, 8]), abs=1e-4)
-    (empty,) = run(roomy, "jobs.loglikelihood", "", ["brown"])["choices"]
-    assert empty["logprob"] == pytest.approx(likelihood(truth, [END], encoded("brown")), abs=1e-4)
-
-
 def test_a_ranking_sorts_documents_by_the_probability_of_yes(roomy: Engine, truth: Any) -> None:
     documents = ["The quick", "", "over and over", "far too long " * 200]
     found = run(roomy, "jobs.rerank", "the fox", documents, instruction="find it")
@@ -283,32 +192,6 @@ def test_a_long_prompt_fails_or_is_truncated_from_its_beginning(roomy: Engine, t
     assert 390 < whole["usage"]["prompt_tokens"] < 401
 
 
-@pytest.mark.parametrize("score_end", [False, True, "auto"])
-def test_what_is_scored_may_fill_the_window(roomy: Engine, truth: Any, score_end: Any) -> None:
-    labels = [[7, 8], [7]]
-    ends = [END] if score_end else []
-    prompt = [9] * (401 - len(labels[0]) - len(ends))
-    with pytest.raises(PromptTooLong):
-        roomy.add("a", [9, *prompt], ScoringParams(labels, score_end=score_end))
-    roomy.add("a", prompt, ScoringParams(labels, score_end=score_end))
-    found = finish(roomy)["a"].loglikelihoods
-    assert [each.num_tokens for each in found] == [2 + len(ends), 1 + len(ends)]
-    assert found[1].logprob == pytest.approx(likelihood(truth, prompt, [7, *ends]), abs=1e-3)
-
-
-def test_continuations_that_hold_a_long_prompt_too_often_fail_by_name(
-    roomy: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each way through the tree is a sequence with a copy of the prompt."""
-    monkeypatch.setattr(requests, "MAX_TREE_TOKENS", 1000)
-    apart, prompt = [[5 + number, 6, 7] for number in range(10)], [9] * 98
-    found = run(roomy, "jobs.loglikelihood", prompt, apart)
-    assert len(found["choices"]) == 10
-    with pytest.raises(RequestFailed, match="stands before 10 continuations that part, 1010 tokens in all"):
-        run(roomy, "jobs.loglikelihood", [*prompt, 9], apart)
-    assert len(run(roomy, "jobs.loglikelihood", [*prompt, 9], [each[:1] for each in apart])["choices"]) == 10
-
-
 def test_labels_that_are_the_same_tokens_fail_by_name(roomy: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="continuations 0 and 2 are the same tokens"):
         roomy.add("a", [5], ScoringParams([[7], [8], [7]], score_end="auto"))
@@ -325,36 +208,15 @@ def test_labels_that_are_the_same_tokens_fail_by_name(roomy: Engine) -> None:
     ("values", "message"),
     [
         ({"continuations": []}, "is empty"),
-        ({"continuations": "yes"}, "must be a list"),
         ({"continuations": [None]}, "continuation 0 must be a text"),
-        ({"continuations": [[True]]}, "token id of continuation 0"),
         ({"continuations": ["a"], "score_end": "yes"}, "score_end must be"),
         ({"continuations": ["a"], "truncate_prompt_tokens": 0}, "leaves nothing"),
         ({"continuations": ["a"], "n": 2}, "'n' is nothing that scoring takes"),
-        ({}, "is empty"),
     ],
 )
 def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSampling, match=message):
         ScoringParams.from_mapping(values)
-
-
-def test_the_example_of_the_page_runs(roomy: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(
-        r"```python\n(job = queue.*?)```", (ROOT / "docs/producer.md").read_text(), re.DOTALL
-    )
-    (example,) = (each for each in examples if "jobs.classify" in each and "labels=" in each)
-
-    class Queue:
-        def enqueue(self, name: str, *args: Any, **kwargs: Any) -> Any:
-            result = SimpleNamespace(return_value=run(roomy, name, *args, **kwargs))
-            return SimpleNamespace(latest_result=lambda timeout: result)
-
-    exec(example, {"queue": Queue()})
-    label, probability, num_tokens = capsys.readouterr().out.split()
-    assert label in ("positive", "negative", "mixed")
-    assert 0 < float(probability) < 1
-    assert int(num_tokens) == len(encoded("Review: the food was cold\nSentiment:"))
 
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -364,33 +226,19 @@ CHAT = [{"role": "user", "content": "a"}]
     ("name", "arguments", "message"),
     [
         ("classify", {"prompt": "a"}, "labels is None, expected a list"),
-        ("classify", {"prompt": "a", "labels": "yes"}, "expected a list of texts"),
         ("classify", {"prompt": "a", "labels": []}, "labels holds 0, expected 2 to 1000"),
-        ("classify", {"prompt": "a", "labels": ["yes"]}, "labels holds 1"),
-        ("classify", {"prompt": "a", "labels": [str(i) for i in range(10_000)]}, "labels holds 10000"),
         ("classify", {"prompt": "a", "labels": ["a", ""]}, "label 1 is empty"),
-        ("classify", {"prompt": "a", "labels": ["a", "b", "a"]}, "labels 0 and 2 are both 'a'"),
-        ("classify", {"prompt": "a", "labels": ["a", 1]}, "label 1 is int"),
         ("classify", {"prompt": "a", "labels": ["a", "\ud800"]}, "surrogate"),
-        ("classify", {"labels": ["a", "b"]}, "a prompt or messages"),
         ("classify", {"prompt": "a", "messages": CHAT, "labels": ["a", "b"]}, "and not both"),
         ("classify", {"prompt": ["a", "b"], "labels": ["a", "b"]}, "list of 2 prompts"),
         ("classify", {"prompt": "a", "labels": ["a", "b"], "max_tokens": 5}, "'max_tokens' is no argument"),
-        ("classify", {"prompt": "a", "labels": ["a", "b"], "calibrate": 1}, "calibrate is 1"),
         ("classify", {"messages": CHAT, "labels": ["a", "b"], "calibrate": "a"}, "messages without content"),
-        ("classify", {"prompt": "a", "labels": ["a", "b"], "truncate_prompt_tokens": 0}, "is 0"),
         ("loglikelihood", {"prompt": "a", "continuations": "b"}, "expected a list"),
         ("loglikelihood", {"prompt": "a", "continuations": []}, "holds 0"),
-        ("loglikelihood", {"prompt": "a", "continuations": ["b", ""]}, "continuation 1 is ''"),
         ("loglikelihood", {"prompt": "a", "continuations": [5]}, "continuation 0 is 5"),
-        ("loglikelihood", {"prompt": "a"}, "missing a required argument"),
         ("rerank", {"query": "a", "documents": "b"}, "documents is 'b'"),
-        ("rerank", {"query": "a", "documents": []}, "documents holds 0"),
         ("rerank", {"query": 5, "documents": ["b"]}, "query is int"),
-        ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "document 0 is dict"),
-        ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n is 0"),
         ("rerank", {"query": "a", "documents": ["b"], "return_documents": "no"}, "return_documents is 'no'"),
-        ("rerank", {"query": "a" * 8000, "documents": ["b"] * 10_000}, "before each of 10000 documents"),
         ("rerank", {"query": "a", "documents": ["b"] * 500, "instruction": "é" * 80_000}, "bytes in all"),
     ],
 )

@@ -1,9 +1,12 @@
-"""Lanes: the urgent one is in the next step, and no lane starves."""
+"""Lanes and admission: an urgent request is in the next step, no lane starves, a backlog goes together."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from engine.schedule.admission import MAX_HELD_STEPS
 from engine.schedule.overtakes import MAX_OVERTAKES
 from tests.engine.shadow import ShadowEngine
 
@@ -41,40 +44,6 @@ def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) ->
     assert shadow.scheduler.num_preemptions > 0
     in_order = [*seqs[:2], urgent, seqs[2]]
     assert shadow.scheduler.first_scheduled == [seq.request_id for seq in in_order]
-
-
-def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane(overlap: bool) -> None:
-    """The pool is full: blocks come from lane 2 before lane 1, and no more than needed are taken."""
-    shadow = ShadowEngine(overlap=overlap, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)
-    unending(shadow)
-    middle = shadow.add([1] * 15, lane=1, max_tokens=20)
-    low = [shadow.add([2] * n, lane=2, max_tokens=20) for n in (15, 14)]
-    shadow.step()
-    urgent = shadow.add([1, 2] * 7, lane=0, max_tokens=5)
-    assert urgent in shadow.step().seqs
-    assert middle in shadow.scheduler.running
-    assert low[1] not in shadow.scheduler.running
-    assert shadow.scheduler.num_preemptions <= 2
-    shadow.drain()
-
-
-def test_an_urgent_sequence_preempts_nobody_in_vain(overlap: bool) -> None:
-    """If even all later lanes' blocks would not suffice, the later lanes keep running."""
-    shadow = ShadowEngine(
-        overlap=overlap, num_blocks=10, max_num_seqs=5, max_num_batched_tokens=100, max_model_len=36
-    )
-    unending(shadow)
-    first = shadow.add([1] * 27, lane=0, max_tokens=4)
-    shadow.step()
-    bulk = shadow.add([2] * 5, lane=1, max_tokens=10)
-    shadow.step()
-    urgent = shadow.add([1, 2] * 12, lane=0, max_tokens=5)
-    shadow.step()
-    assert bulk in shadow.scheduler.running
-    while first in shadow.unfinished:
-        shadow.step()
-    assert urgent in shadow.step().seqs
-    shadow.drain()
 
 
 def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
@@ -118,18 +87,50 @@ def test_bulk_sequences_finish_under_an_endless_urgent_flood(overlap: bool) -> N
     shadow.drain()
 
 
-def test_a_bulk_prefill_under_way_is_not_starved_of_budget(overlap: bool) -> None:
-    """Urgent prompts eat the whole token budget of every step; a half-done bulk prefill still ends."""
+NUM_SLOTS = 40
+
+
+def full(*, overlap: bool, batches: bool = True, num_waiting: int = 40, max_tokens: int = 90) -> ShadowEngine:
+    """All slots held by sequences of lane 1 that end at different times, and more that wait."""
     shadow = ShadowEngine(
-        overlap=overlap, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=12, max_model_len=40
-    )
-    bulk = shadow.add([2] * 30, lane=1, max_tokens=1)
-    shadow.step()
-    steps = 0
-    while bulk in shadow.unfinished:
-        urgent = [1 + int(bit) for bit in f"{steps:012b}"]  # no two begin with the same block
-        shadow.add(urgent, lane=0, max_tokens=1)
+        overlap=overlap, batches_admissions=batches, num_blocks=500, max_num_seqs=NUM_SLOTS,
+        max_num_batched_tokens=400, max_model_len=120,
+    )  # fmt: skip
+    shadow.device.next_token = lambda token_ids: 1 + sum(token_ids) % 2  # type: ignore[method-assign]
+    rng = random.Random(1)
+    for _ in range(NUM_SLOTS + num_waiting):
+        prompt = [
+            3 + len(shadow.unfinished),
+            *(rng.randrange(1, 3) for _ in range(4)),
+        ]
+        shadow.add(prompt, lane=1, max_tokens=rng.randrange(3, max_tokens))
+    return shadow
+
+
+def test_an_urgent_sequence_is_in_the_next_step(overlap: bool) -> None:
+    """Held places are its own to take, also where nobody less urgent runs."""
+    shadow = full(overlap=overlap)
+    for _ in range(3):
         shadow.step()
-        steps += 1
-        assert steps < 200
+    while not shadow.scheduler.slots.num_free:
+        shadow.step()
+    assert shadow.scheduler._gate.holds(1)
+    urgent = shadow.add([1, 2, 1], lane=0)
+    assert urgent in shadow.step().seqs
+    shadow.drain()
+
+
+def test_nobody_waits_longer_than_so_many_steps_for_a_place_that_is_free(overlap: bool) -> None:
+    """Where nobody else leaves: sixteen steps, then it is taken."""
+    shadow = full(overlap=overlap, num_waiting=3, max_tokens=4)
+    for seq in shadow.unfinished[:NUM_SLOTS]:
+        seq.max_len = 100
+    shadow.step()
+    shadow.step()
+    shadow.abort(shadow.unfinished[0])
+    held = 0
+    while shadow.scheduler.slots.num_free:
+        shadow.step()
+        held += 1
+    assert MAX_HELD_STEPS - 3 <= held <= MAX_HELD_STEPS + 1
     shadow.drain()

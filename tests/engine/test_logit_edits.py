@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.attention import KernelBackend
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
@@ -155,9 +154,9 @@ def test_a_mask_has_a_bit_for_each_token() -> None:
 SHAPE = next(shape for shape in SHAPES if shape.name == "gqa2_tied_hub")
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
 MIXES: list[dict[str, Any]] = [
-    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9}, {"frequency_penalty": -2.0},
-    {"repetition_penalty": 1.8}, {"repetition_penalty": 0.3}, {"logit_bias": {11: 9.0, 12: 8.5, 13: -100}},
-    {"allowed_token_ids": range(3, 500, 17)}, {"allowed_token_ids": [44]},
+    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9},
+    {"repetition_penalty": 1.8},  {"logit_bias": {11: 9.0, 12: 8.5, 13: -100}},
+    {"allowed_token_ids": range(3, 500, 17)},
     {"bad_words": ["e", "in", " the", "at a", "quick brown fox"]},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2,
      "logit_bias": {"17": 4, "18": 4.5}, "allowed_token_ids": range(0, 512, 2), "bad_words": ["o", "10"]},
@@ -230,8 +229,6 @@ def test_completions_are_those_of_the_processors(plain: list[list[int]], referen
             logits = reference.logits(prompt + token_ids[:i])
             scores = edited(logits, params, words, prompt, token_ids[:i])
             assert scores[token_id] >= scores.max() - TIE, (params, i)
-    unedited = plain[0], plain[len(MIXES)]
-    assert [reference.logits(requests()[0][0]).argmax()] == unedited[0][:1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -259,37 +256,10 @@ def test_the_same_from_graphs(
     assert len(capture.replayed) > GREEDY.max_tokens
 
 
-def test_an_engine_without_such_requests_edits_nothing(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor one in which they have ended, or wait."""
-    with start(folders, max_num_seqs=2) as engine:
-        engine.add("edited", [5, 6], replace(GREEDY, presence_penalty=1.0, max_tokens=2))
-        while engine.has_unfinished:
-            engine.step()
-        monkeypatch.setattr(KernelBackend, "edit", None)
-        monkeypatch.setattr(EditParts, "joined", None)
-        assert engine._scheduler.slots.num_edited == 0
-        (completion,) = engine.generate([[5, 6]], GREEDY)
-    assert len(completion.token_ids) == GREEDY.max_tokens
-
-
 @pytest.fixture(scope="module")
 def built(folders: dict[str, Path]) -> Iterator[Engine]:
     with start(folders) as engine:
         yield engine
-
-
-def test_samples_of_one_request_are_edited_each_by_its_own_tokens(built: Engine) -> None:
-    """No token twice in a sample where its frequency forbids it, and samples differ."""
-    params = SamplingParams(n=4, max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
-    biased = replace(params, logit_bias=dict.fromkeys(range(100, 150), 100.0), frequency_penalty=2.0)
-    free = built.generate([[7, 8]], replace(biased, frequency_penalty=0.0, top_k=3))
-    penalized = built.generate([[7, 8]], replace(biased, presence_penalty=2.0))
-    assert all(set(c.token_ids) <= set(range(100, 150)) for c in free + penalized)
-    repeats = [sum(40 - len(set(c.token_ids)) for c in group) for group in (free, penalized)]
-    assert repeats[0] > 2 * repeats[1]
-    assert len({tuple(c.token_ids) for c in penalized}) == 4
 
 
 def test_bans_for_min_tokens_come_on_top(built: Engine) -> None:
@@ -310,45 +280,3 @@ def test_a_request_that_leaves_no_token_fails_alone(built: Engine) -> None:
     assert failed.finish_reason == "error"
     assert "no token could be chosen" in (failed.error or "")
     assert alone.token_ids == built.generate([[5, 6]], GREEDY)[0].token_ids
-
-
-def test_a_bad_word_is_not_in_the_text(built: Engine) -> None:
-    """Of one token or many, whatever it begins with; a word that the prompt ends with may go on."""
-    (free,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30))
-    pieces = [free.text[2:4], free.text[8:12], " " + free.text[13:16]]
-    (without,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30, bad_words=pieces))
-    tokenizer = make_tokenizer()
-    for word in words_of(replace(GREEDY, bad_words=pieces)):
-        ids = without.token_ids
-        assert not any(tuple(ids[i : i + len(word)]) == word for i in range(len(ids))), tokenizer.decode(word)
-    assert without.token_ids != free.token_ids
-    word = (7, free.token_ids[0])
-    request = RequestEdits.of(GREEDY, [5, 6, 7], 512, [word])
-    assert request is not None
-    parts = EditParts()
-    SequenceEdits(request).write(parts, 0, [5, 6, 7], 3, None)
-    assert not len(parts.joined(np.array([0])).banned), "the prompt's tokens are no part of a word"
-
-
-def test_words_begin_in_the_completion() -> None:
-    """A word whose beginning the prompt has and the completion goes on with may end there, pending or not."""
-    request = RequestEdits.of(GREEDY, [5, 6], VOCAB, [(6, 1, 2), (6, 1, 3, 4)])
-    assert request is not None
-    for known, pending in (([5, 6, 1], None), ([5, 6, 1], 0), ([5, 6, 1, 3], None)):
-        parts = EditParts()
-        SequenceEdits(request).write(parts, 0, known, 2, pending)
-        edits = parts.joined(np.array([0]))
-        assert not len(edits.banned)
-        assert not len(edits.banned_behind)
-
-
-def test_the_pending_token_is_counted_wherever_it_is_written() -> None:
-    """Its own entry and the one for what is pending have one count, so that no order of writing matters."""
-    parts = EditParts()
-    parts.pending.append((0, 0))
-    parts.penalize(0, (0.0, 1.0, 1.0), np.array([(3, 2), (4, 1), (-1, 0)], np.int32))
-    for order in ([0, 1, 2], [2, 1, 0]):
-        edits = parts.joined(np.array([0]))
-        edits = replace(edits, counted=edits.counted[order])
-        logits = edit_logits(torch.zeros(1, VOCAB), edits, torch.tensor([3]))
-        assert logits[0, 3:5].tolist() == [-3.0, -1.0]

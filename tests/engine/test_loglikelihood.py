@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from engine import (
     Engine,
-    EngineBusy,
     InvalidPrompt,
     InvalidRequest,
     LogLikelihood,
     PromptTooLong,
     SamplingParams,
     ScoringFailed,
-    ScoringParams,
 )
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
@@ -90,42 +87,6 @@ def test_what_greedy_generation_gives_is_greedy(small: Engine) -> None:
     assert [each.is_greedy for each in found] == [True, False, True]
 
 
-def test_they_run_beside_other_requests_and_are_preempted(small: Engine, truth: Truth) -> None:
-    """More urgent ones take their place in the middle of a prompt; some are withdrawn and computed again."""
-    rng = random.Random(5)
-    pairs = [
-        (
-            [3 + i] * 50 + [rng.randrange(3, 500) for _ in range(20)],
-            [rng.randrange(3, 500) for _ in range(30)],
-        )
-        for i in range(6)
-    ]
-    before = small.stats().num_preemptions
-    for i, (context, continuation) in enumerate(pairs):
-        small.add(f"score {i}", context, ScoringParams([continuation]), lane=2)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=0)
-    done = []
-    for i in range(8):
-        done += small.step()
-        small.add(f"text {i}", pairs[i % 3][0][: 10 * i + 1], params, lane=i % 2)
-        if i == 5:
-            small._stepper._start_over()
-    small.abort("score 5")
-    while small.has_unfinished:
-        done += small.step()
-    assert small.stats().num_preemptions > before
-    by_id = {completion.request_id: completion for completion in done}
-    assert len(by_id) == len(done) == 5 + 8
-    for i, pair in enumerate(pairs[:5]):
-        completion = by_id[f"score {i}"]
-        assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "stop")
-        assert completion.num_prompt_tokens == 70
-        check(completion.loglikelihoods[0], truth, *pair)
-    for i in range(8):
-        assert by_id[f"text {i}"].loglikelihoods is None
-        assert len(by_id[f"text {i}"].logprobs) == 9
-
-
 def encoded(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
@@ -159,38 +120,13 @@ def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
     assert given == small.loglikelihood([("", "brown fox")])[0], "it is not put there twice"
 
 
-def test_nothing_is_certain(small: Engine) -> None:
-    assert small.loglikelihood([("a", ""), ([5], [])]) == [LogLikelihood(0.0, 0, is_greedy=True)] * 2
-    assert small.loglikelihood([]) == []
-
-
-def test_as_much_is_scored_as_the_model_reads(small: Engine, truth: Truth) -> None:
-    """And one token more, which is not computed: a full window."""
-    rng = random.Random(5)
-    tokens = [rng.randrange(3, 500) for _ in range(small.max_model_len + 1)]
-    pairs = [(tokens[:place], tokens[place:]) for place in (1, 100, len(tokens) - 1)]
-    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
-        check(found, truth, *pair)
-
-
-def test_equal_pairs_are_computed_once(small: Engine) -> None:
-    before = small.stats().prefill_tokens
-    found = small.loglikelihood([([77, 99], [11, 13])] * 50)
-    assert found == [found[0]] * 50
-    assert small.stats().prefill_tokens - before == 3, "the last token is not computed"
-
-
 @pytest.mark.parametrize(
     ("pair", "error", "message"),
     [
         (("a", [5]), InvalidPrompt, "pair 1: .*got str and list"),
-        ((None, None), InvalidPrompt, "got NoneType"),
         (("a", "b", "c"), InvalidRequest, "pair 1 must be a context and a continuation"),
-        ("ab", InvalidRequest, "pair 1 must be a context and a continuation, got str"),
         (([5], [512]), InvalidPrompt, "512 is outside"),
-        (([5], [True]), InvalidPrompt, "got True"),
         (([5] * 151, [6]), PromptTooLong, "takes 151"),
-        (("a", "half \ud800"), InvalidPrompt, "Unicode"),
         (("a " * 100_000, "b"), PromptTooLong, "characters"),
     ],
 )
@@ -198,43 +134,6 @@ def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], m
     with pytest.raises(error, match=message):
         small.loglikelihood([("a", " b"), pair])
     assert not small.has_unfinished
-
-
-@pytest.mark.parametrize("length", [17, 50, 64])
-def test_a_prompt_and_its_labels_are_computed_as_a_tree(
-    folders: dict[str, Path], truth: Truth, length: int
-) -> None:
-    """Labels of one to six tokens, some with common first tokens, some the beginning of others."""
-    rng = random.Random(length)
-    prompts = [[rng.randrange(3, 500) for _ in range(length)] for _ in range(4)]
-    labels = [[7], [8], [8, 9], [8, 9, 10, 11, 12, 13], [8, 9, 10, 12], [14, 15], [14, 16, 17], [18] * 6]
-    labels += [[rng.randrange(20, 500) for _ in range(1 + i % 6)] for i in range(8)]
-    pairs = [(prompt, label) for prompt in prompts for label in labels]
-    rng.shuffle(pairs)
-    roomy = config(folders[NAME], kv_cache_bytes=None, max_num_seqs=16, max_num_batched_tokens=512)
-    with Engine(roomy) as engine:
-        for found, pair in zip(engine.loglikelihood(pairs), pairs, strict=True):
-            check(found, truth, *pair)
-        stats = engine.stats()
-    tree = {tuple(context + label[:i]) for context, label in pairs for i in range(len(label) + 1)}
-    tree |= {tuple(prompt[:i]) for prompt in prompts for i in range(1, length)}
-    assert stats.prefill_tokens <= len(tree)
-
-
-def test_scores_are_joined_where_contexts_differ(small: Engine, truth: Truth) -> None:
-    """The same tokens with other beginnings of the continuation, also as a part of others."""
-    tokens = [5, 6, 7, 8, 9, 10]
-    pairs = [(tokens[:i], tokens[i:j]) for j in range(2, 7) for i in range(1, j)]
-    pairs += [([5, 6], [7, 11]), ([5], [6, 7, 8, 12])]
-    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
-        check(found, truth, *pair)
-
-
-def test_it_waits_for_no_others(small: Engine) -> None:
-    small.add("a", [5, 6], SamplingParams())
-    with pytest.raises(EngineBusy):
-        small.loglikelihood([([5], [6])])
-    small.abort("a")
 
 
 def test_logits_that_are_no_numbers_fail_that_pair(
@@ -252,16 +151,3 @@ def test_logits_that_are_no_numbers_fail_that_pair(
             engine.loglikelihood([([5], [6])])
         assert not engine.has_unfinished
         assert engine.stats().free_blocks == engine.stats().num_blocks
-
-
-def test_a_prompt_is_scored_with_tokens_of_its_own_settings(small: Engine) -> None:
-    """Its neighbours' sampling values and numbers of likeliest tokens are not its own."""
-    alone = small.loglikelihood([([5, 6, 7], [8, 9])])[0]
-    wide = SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=-1, seed=1, temperature=2.0)
-    small.add("wide", [5, 6, 7, 8], wide)
-    small.add("own", [5, 6, 7], ScoringParams([[8, 9]]))
-    small.add("more", [5, 6, 7], replace(wide, prompt_logprobs=None))
-    done = {}
-    while small.has_unfinished:
-        done |= {completion.request_id: completion for completion in small.step()}
-    assert done["own"].loglikelihoods[0].token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)

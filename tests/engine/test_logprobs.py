@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,17 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
 from engine.run.forward import row_logprobs
-from engine.run.forward.row_logprobs import LogprobPieces, cut
-from engine.schedule.sequences.logprobs import as_dicts
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.reference import Reference
 
@@ -173,70 +167,6 @@ def test_tokens_are_the_same_with_and_without(small: Engine) -> None:
     assert [each.text for each in with_them] == [each.text for each in without]
 
 
-PROMPTS = st.lists(st.integers(3, 499), min_size=1, max_size=40)
-TOPS = st.sampled_from([None, 0, 3, 20, -1])
-NEIGHBOURS = st.lists(
-    st.tuples(
-        PROMPTS,
-        st.builds(
-            SamplingParams,
-            max_tokens=st.integers(1, 9),
-            temperature=st.sampled_from([0.0, 1.0]),
-            seed=st.integers(0, 9),
-            logprobs=TOPS,
-            prompt_logprobs=TOPS,
-            n=st.integers(1, 2),
-        ),
-    ),
-    max_size=8,
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(neighbours=NEIGHBOURS, place=st.integers(0, 8), data=st.data())
-def test_a_rows_result_does_not_change_with_its_neighbours(
-    small: Engine, neighbours: list[Asked], place: int, data: st.DataObject
-) -> None:
-    prompt = data.draw(PROMPTS)
-    own = (prompt, replace(FREE, seed=1, logprobs=5, prompt_logprobs=2))
-    (alone,) = generate(small, [own])
-    place = min(place, len(neighbours))
-    asked = [*neighbours[:place], own, *neighbours[place:]]
-    among = generate(small, asked)[sum(params.n for _, params in asked[:place])]
-    assert among.token_ids == alone.token_ids
-    for got, wanted in zip(
-        among.logprobs + among.prompt_logprobs[1:], alone.logprobs + alone.prompt_logprobs[1:], strict=True
-    ):
-        # where two are as likely as each other, only one may be among the likeliest
-        assert next(iter(got)) == next(iter(wanted))
-        ordered = [sorted(-each.logprob for each in entry.values()) for entry in (got, wanted)]
-        assert ordered[0] == pytest.approx(ordered[1], abs=1e-5)
-
-
-def test_a_prompt_of_one_token_has_nothing_to_score(small: Engine) -> None:
-    (completion,) = generate(small, [([5], FREE)])
-    assert completion.prompt_logprobs == [None]
-
-
-def test_each_sample_has_the_prompts(small: Engine) -> None:
-    """Though one alone computes it, and another may end first."""
-    completions = generate(small, [([5, 6, 7] * 12, replace(FREE, n=5, max_tokens=1, seed=3))])
-    assert len(completions) == 5
-    assert all(each.prompt_logprobs == completions[0].prompt_logprobs for each in completions)
-    assert len(completions[0].prompt_logprobs or []) == 36
-
-
-def test_a_sample_that_ends_before_the_prompt_is_scored_waits_for_it(small: Engine) -> None:
-    """Which the scheduler's order does not bring about: it is forced here."""
-    small.add("a", [8, 6, 7] * 10, replace(FREE, n=2, max_tokens=1, seed=3))
-    first, second = small._unfinished["a"]
-    small._scheduler.waiting[0].reverse()
-    first.arrival, second.arrival = second.arrival, first.arrival
-    assert [len(small.step()) for _ in range(2)] == [0, 0]
-    assert small._incomplete == [second]
-    assert len(small.step()) == 2
-
-
 def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engine) -> None:
     """Nor does it once the prompt is scored: what is computed again after a preemption may come from it."""
     prompt = [9] * 50
@@ -246,46 +176,8 @@ def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engin
     assert plain.num_cached_tokens >= 48
 
 
-def test_nobody_asks_the_model_for_more_where_none_are_wanted(
-    small: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.run.forward.model_runner.StepLogprobs", None)
-    generate(small, [([5, 6, 7], replace(FREE, logprobs=None, prompt_logprobs=None))])
-
-
-def test_special_tokens_have_their_text(small: Engine) -> None:
-    """A completion's text leaves them out, an entry names them."""
-    (completion,) = generate(small, [([1, 5], replace(FREE, prompt_logprobs=-1))])
-    entry = (completion.prompt_logprobs or [])[1]
-    assert entry is not None
-    assert (entry[0].decoded_token, entry[2].decoded_token) == ("<|endoftext|>", "<|im_end|>")
-    assert math.fsum(math.exp(each.logprob) for each in entry.values()) == pytest.approx(1, abs=1e-4)
-    assert [each.rank for each in sorted(entry.values(), key=lambda each: -each.logprob)] == [*range(1, 513)]
-
-
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [-2, 21, True, "5", 1.0])
 def test_other_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidSampling, match=name):
         SamplingParams(**{name: value})
-
-
-def test_equal_logits_rank_by_token_id() -> None:
-    """So that the greedy choice, the lowest id among equals, ranks first."""
-    pieces = LogprobPieces()
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, -torch.inf]] * 5, dtype=torch.bfloat16)
-    pieces.add(logits, torch.arange(5), 3)
-    found = pieces.all()
-    assert found.ranks.tolist() == [4, 1, 2, 3, 5]
-    rows = found.on_host(found.tensors)
-    entry = as_dicts([rows.rows(2, 3)], [2], 3, str)[0]
-    assert {token_id: each.rank for token_id, each in entry.items()} == {2: 2, 1: 1, 3: 3}
-
-
-def test_pieces_bound_what_is_looked_at_together() -> None:
-    """All rows once, in order; those that want the whole vocabulary by themselves."""
-    tops = np.array([0, 5, 20, 2**31 - 1, 0, 0, 0, 0, 0], np.int64)
-    found = list(cut(tops, row_logprobs.PIECE_NUMBERS // 3))
-    assert found == [(slice(0, 3), 20), (slice(3, 4), 2**31 - 1), (slice(4, 7), 0), (slice(7, 9), 0)]
-    assert list(cut(tops[:0], 100)) == []
-    assert list(cut(tops[:1], 2**40)) == [(slice(0, 1), 0)]

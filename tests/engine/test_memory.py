@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
 from engine.run.forward.model_runner import ModelRunner
-from engine.run.forward.warm_up import warm_up_steps
 from engine.run.machine.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
 from tests.engine.checkpoints import Shape, make_checkpoint
 from tests.engine.graphs import simulate_graphs
@@ -171,75 +169,7 @@ def test_a_pool_that_does_not_fit_stops_the_start(
         Engine(config(folder, **changes))
 
 
-def test_memory_that_is_taken_meanwhile_stops_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs that take more than when they were measured: a later step would find nothing left."""
-    gpu = FakeGpu(400 * MIB, 30 * MIB)
-    start_on(gpu, monkeypatch, graph_bytes=[20 * MIB, 21 * MIB + SPARE_BYTES], step_bytes=MIB // 2)
-    with pytest.raises(ConfigError, match="no longer fits into 50% of the GPU"):
-        Engine(config(folder))
-
-
-def test_a_gpu_that_is_too_small_for_the_largest_step_stops_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_out(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    start_on(FakeGpu(400 * MIB), monkeypatch, graph_bytes=[0, 0], step_bytes=0)
-    monkeypatch.setattr(ModelRunner, "launch", run_out)
-    with pytest.raises(ConfigError, match=r"ran out at start .* lower .*max_num_batched_tokens"):
-        Engine(config(folder))
-
-
-def test_gpu_memory_is_what_the_driver_says_after_torch_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a peak counts what torch reserved, fragments included, above what it had before."""
-    calls: list[str] = []
-    fakes: dict[str, Callable[..., Any]] = {
-        "synchronize": lambda device: calls.append("synchronize"),
-        "empty_cache": lambda: calls.append("empty_cache"),
-        "mem_get_info": lambda device: calls.append("mem_get_info") or (300, 1000),
-        "memory_reserved": lambda device: 50,
-        "reset_peak_memory_stats": lambda device: calls.append("reset"),
-        "max_memory_reserved": lambda device: calls.append("peak") or 170,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    memory = GpuMemory(torch.device("cuda"))
-    assert memory.used_bytes() == 700
-    assert calls == ["synchronize", "empty_cache", "mem_get_info"]
-    calls.clear()
-    assert memory.peak_bytes(lambda: calls.append("run")) == 120
-    assert calls == ["synchronize", "empty_cache", "reset", "run", "synchronize", "peak"]
-    assert memory.total_bytes == 1000
-
-
-def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:
-    """Full batches of prompts and of decodes, the longest context, and every length at which plans differ."""
-    limits = EngineConfig("m", max_num_seqs=6, max_num_batched_tokens=100, block_size=16)
-    steps = warm_up_steps(limits, max_model_len=5000, num_blocks=7)
-    shapes = [(len(step.query_lens), int(step.query_lens[0]), int(step.context_lens[0])) for step in steps]
-    assert shapes[:3] == [(6, 17, 17), (1, 100, 5000), (6, 1, 5000)]
-    assert [len(step.token_ids) for step in steps[:3]] == [100, 100, 6]
-    contexts = [context for _, query_len, context in shapes[3:] if query_len == 1]
-    assert contexts == sorted(contexts, reverse=True)
-    assert all(any(n // 2 < context <= n for context in contexts) for n in (128, 256, 512, 1024, 2048, 4096))
-    for step in steps:
-        assert len(step.token_ids) == len(step.positions) == step.query_lens.sum()
-        assert step.block_tables.max() < 7
-        assert step.slot_mapping.max() < 7 * 16
-        assert step.block_tables.shape[1] * 16 >= step.context_lens.max() > step.positions.max()
-        assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
-
-
 # A CPU
-
-
-def test_more_than_the_machine_has_is_refused(folder: Path) -> None:
-    """Its pages would be taken as they are written, and the process killed in mid-run."""
-    with pytest.raises(ConfigError, match=r"kv_cache_bytes=\d+ .* left of the memory this process may still"):
-        Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 60))
 
 
 POOL_BYTES = 384 * MIB
@@ -249,6 +179,7 @@ WIDE = Shape(
 TOKEN_BYTES = WIDE.num_layers * 2 * WIDE.num_kv_heads * WIDE.head_dim * 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
 def test_peak_rss_stays_within_pool_weights_and_the_stated_allowance(tmp_path: Path) -> None:
     """A pool filled by the longest prompts, all at once; one of twice the bytes breaks the bound."""

@@ -16,7 +16,6 @@ from engine import (
     ConfigError,
     Engine,
     EngineConfig,
-    InvalidPrompt,
     MissingWeights,
     ModelNotFound,
     SamplingParams,
@@ -84,25 +83,11 @@ def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         Engine(EngineConfig(str(folder), **SMALL))
 
 
-def test_a_second_copy_of_the_weights_is_left_alone(copy: Path) -> None:
-    """As Mistral's repositories hold one: the maker's own names, beside the file that transformers reads."""
-    save_file({"tok_embeddings.weight": torch.zeros(3)}, copy / "consolidated.safetensors")
-    Engine(EngineConfig(str(copy), **SMALL)).close()
-
-
 def test_a_model_with_an_encoder_is_refused_by_that_name(copy: Path) -> None:
     """Not for a size that such models call otherwise."""
     change_config(copy, architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True)
     with pytest.raises(UnsupportedModel, match=r"T5ForConditionalGeneration.* has an encoder"):
         Engine(EngineConfig(str(copy), **SMALL))
-
-
-def test_one_whole_file_goes_before_an_index(copy: Path) -> None:
-    """An index that was left from another division of the weights is not followed, nor by transformers."""
-    (copy / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
-    )
-    Engine(EngineConfig(str(copy), **SMALL)).close()
 
 
 def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
@@ -116,13 +101,6 @@ def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
     change_weights(copy, **{"lm_head.weight": None})
     with Engine(EngineConfig(str(copy), **SMALL)) as built:
         assert built.generate([prompt], params)[0].token_ids != untied
-
-
-def test_a_folder_in_place_of_the_weights_is_named(copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors").mkdir()
-    with pytest.raises(MissingWeights, match=r"holds no \.safetensors file"):
-        Engine(EngineConfig(str(copy), **SMALL))
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
@@ -161,15 +139,10 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM has layers with a state .* LlamaForCaus"),
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not native; native are .*Qwen3"),
-        ({"architectures": None}, "none named"),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"is_causal": False}, "attends to later tokens"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ],
 )
 def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
@@ -200,72 +173,28 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
         Engine(EngineConfig(str(copy), **SMALL))
 
 
-def test_a_tokenizer_without_a_chat_template_refuses_messages(copy: Path) -> None:
-    (copy / "chat_template.jinja").unlink()
-    messages = [{"role": "user", "content": "hi"}]
-    with (
-        Engine(EngineConfig(str(copy), **SMALL)) as built,
-        pytest.raises(InvalidPrompt, match="no chat template"),
-    ):
-        built.chat_token_ids(messages)
-
-
-def test_a_chat_template_that_refuses_says_why(copy: Path) -> None:
-    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
-    messages = [{"role": "system", "content": "hi"}]
-    with Engine(EngineConfig(str(copy), **SMALL)) as built, pytest.raises(InvalidPrompt, match="no system"):
-        built.chat_token_ids(messages)
-
-
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
         ("config.json", {"vocab_size": "512"}, "vocab_size must be between 1 and"),
-        ("config.json", {"hidden_size": 10**30}, "hidden_size must be between 1 and"),
         ("config.json", {"num_attention_heads": 0, "head_dim": None}, "config.json"),
-        ("config.json", {"num_hidden_layers": -1}, "num_layers must be between 1 and"),
         ("config.json", {"rms_norm_eps": [1]}, "rms_norm_eps must be a number above 0"),
-        ("config.json", {"architectures": {"a": 1}}, "config.json"),
         ("config.json", {"architectures": 7}, "value of a wrong kind"),
-        ("config.json", {"rope_parameters": "x"}, "value of a wrong kind"),
-        ("config.json", {"layer_types": 5}, "value of a wrong kind"),
         ("config.json", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-        ("config.json", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
         (
             "config.json",
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
             "sliding_window must be between 1 and",
         ),
-        ("config.json", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
-        ("config.json", {"head_dim": 15}, "of a head's 15 numbers 15 would turn"),
         ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
-        ("config.json", {"rope_parameters": {"rope_type": ["yarn"]}}, "value of a wrong kind"),
         (
             "config.json",
             {"rope_scaling": {"type": "linear", "factor": "2"}},
             "factor must be a number above 0",
         ),
-        (
-            "config.json",
-            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "short_factor must hold 8 numbers above 0",
-        ),
         ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
-        ("config.json", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-        (
-            "generation_config.json",
-            {"eos_token_id": [1, 512]},
-            "end token 512 is outside the vocabulary of 512",
-        ),
         ("generation_config.json", {"eos_token_id": [[1]]}, "value of a wrong kind"),
-        ("generation_config.json", {"eos_token_id": "2"}, "end token '2' is outside"),
-        ("model.safetensors.index.json", {"weight_map": [1]}, "must name .safetensors files beside it"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "must name .safetensors files beside it"),
-        (
-            "model.safetensors.index.json",
-            {"weight_map": {"a": "../b.safetensors"}},
-            "files beside it, got '../b",
-        ),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, "files beside it, got '../b"),
     ],
 )
 def test_a_hostile_model_folder_is_refused_by_name(

@@ -16,9 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
-from engine.errors import ConfigError, WeightMismatch
 from engine.layers import grouped
-from engine.layers.grouped import ExpertGroups, GroupedLinear, TorchGroupedLinear, grouped_linear
+from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
 from engine.layers.moe import ClampedSwiglu, Experts, SparseMLP, choose_experts
 from engine.layers.parallel import TensorParallel
 from tests.engine.paged import DEVICE
@@ -104,13 +103,6 @@ def test_grouped_products_equal_float64(
         torch.testing.assert_close(got.double(), torch.cat(wide), rtol=tolerance, atol=tolerance)
 
 
-def test_rows_of_a_wide_tensor_may_lie_apart(kernels: LayerKernels | None) -> None:
-    x, weight = random(9, 64)[:, 16:48], random(4, 24, 32, seed=1)
-    linear = make_linear(weight, kernels)
-    expected = products(linear, x.contiguous(), None, [4, 0, 5, 0])
-    torch.testing.assert_close(products(linear, x, None, [4, 0, 5, 0]), expected)
-
-
 def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None) -> None:
     """Choices sorted by expert come back to their tokens, in float32 and rounded once."""
     device = device_of(kernels)
@@ -125,31 +117,6 @@ def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None
     torch.testing.assert_close(groups.weighted_sums(values[groups.experts], weights), expected)
     rows = values[groups.experts].bfloat16()
     torch.testing.assert_close(groups.weighted_sums(rows, weights).float(), expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has the fast one for GPUs alone")
-def test_torchs_own_product_can_be_recorded_on_a_gpu() -> None:
-    """In bfloat16, where torch has it in one launch; replayed, it groups by the choices of that time."""
-    weight = nn.Parameter(random(6, 64, 128, dtype=torch.bfloat16).cuda(), requires_grad=False)
-    linear = grouped_linear(weight, None)
-    if not isinstance(linear, TorchGroupedLinear):
-        pytest.skip("this GPU has none")
-    x, chosen = random(33, 128, dtype=torch.bfloat16).cuda(), torch.zeros(33, 1, dtype=torch.int64).cuda()
-    linear(x, None, ExpertGroups.of(chosen, 6))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        groups = ExpertGroups.of(chosen, 6)
-        product = linear(x.index_select(0, groups.tokens), None, groups)
-    for seed in (0, 1):
-        chosen.copy_(random(33, 6, seed=seed).argmax(-1, keepdim=True))
-        graph.replay()
-        expected = torch.einsum("ri,roi->ro", x.double(), weight.double()[chosen[:, 0]])
-        torch.testing.assert_close(
-            product.double()[groups.places[:, 0]],
-            expected,
-            rtol=2e-2,
-            atol=2e-2 * expected.abs().max().item(),
-        )
 
 
 # Layers
@@ -241,92 +208,6 @@ def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None,
         output = mlp(x.to(device_of(kernels))).cpu()
         torch.testing.assert_close(output, expected_output(block, x), rtol=2e-5, atol=2e-3)
     assert mlp(x[:0]).shape == (0, HIDDEN)
-
-
-@pytest.mark.parametrize(("variant", "fused"), [("mixtral", True), ("qwen3_moe", False), ("gpt_oss", True)])
-def test_ranks_share_the_columns_of_every_expert(variant: str, fused: bool, tmp_path: Path) -> None:
-    """Their outputs add up to the whole, whether the checkpoint holds all experts in one tensor or not."""
-    block = transformers_block(variant)
-    x = random(11, HIDDEN)
-    for size in (2, 3):
-        ranks = [TensorParallel(rank, size) for rank in range(size)]
-        parts = [make(VARIANTS[variant], block, tmp_path, tp=tp, fused=fused) for tp in ranks]
-        assert {part.experts.columns.length for part in parts} == {COLUMNS // size}
-        output = torch.stack([part(x) for part in parts]).sum(0)
-        torch.testing.assert_close(output, expected_output(block, x), rtol=2e-5, atol=2e-3)
-
-
-def test_a_size_that_ranks_cannot_share_is_named() -> None:
-    with pytest.raises(ConfigError, match="24 intermediate columns of an expert cannot be shared by 5 ranks"):
-        SparseMLP(NORMALISED, HIDDEN, TensorParallel(0, 5), dtype=torch.float32, kernels=None)
-
-
-@pytest.mark.parametrize("shard", [None, "3.gate", "3.down"])
-def test_a_tensor_of_another_shape_is_named(shard: str | None, tmp_path: Path) -> None:
-    mlp = SparseMLP(NORMALISED, HIDDEN, TensorParallel(), dtype=torch.float32, kernels=None)
-    save_file({"x": torch.zeros(NUM_EXPERTS, COLUMNS, COLUMNS)}, tmp_path / "x.safetensors")
-    name = "down_proj" if shard == "3.down" else "gate_up_proj"
-    with (
-        open_tensors([tmp_path / "x.safetensors"]) as stored,
-        pytest.raises(WeightMismatch, match=r"\[6, 24, 24\] found, .* expected"),
-    ):
-        mlp.experts.load(name, stored["x"], shard)
-
-
-def test_nothing_is_read_on_the_host_where_one_launch_serves_all_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A graph can record it: tensors that have no values give the shape of the answer; one by one cannot."""
-    experts = VARIANTS["gpt_oss"]
-    x = torch.empty(5, HIDDEN, device="meta", dtype=torch.bfloat16)
-    for serves in (True, False):
-        monkeypatch.setattr(grouped, "_serves_grouped_mm", lambda weight, serves=serves: serves)
-        with torch.device("meta"):
-            mlp = SparseMLP(experts, HIDDEN, TensorParallel(), dtype=torch.bfloat16, kernels=None)
-        mlp.experts.finish_loading()
-        if serves:
-            assert mlp(x).shape == x.shape
-        else:
-            with pytest.raises(RuntimeError, match="meta tensor"):
-                mlp(x)
-
-
-# Mutations: the comparison with transformers sees each
-
-
-def left_out(name: str) -> Experts:
-    """gpt-oss' experts without one of its traits."""
-    experts = VARIANTS["gpt_oss"]
-    assert experts.swiglu is not None
-    if name == "alpha":
-        return replace(experts, swiglu=replace(experts.swiglu, alpha=1.0))
-    if name == "limit":
-        return replace(experts, swiglu=replace(experts.swiglu, limit=1e9))
-    return replace(experts, normalised=False)
-
-
-@pytest.mark.parametrize("fault", ["alpha", "limit", "normalised"])
-def test_a_trait_left_out_is_seen(fault: str, tmp_path: Path) -> None:
-    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
-    mlp = make(left_out(fault), block, tmp_path)
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
-
-
-@pytest.mark.parametrize("fault", ["gate", "gate_up_proj_bias", "down_proj_bias"])
-def test_a_bias_left_out_is_seen(fault: str, tmp_path: Path) -> None:
-    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
-    mlp = make(VARIANTS["gpt_oss"], block, tmp_path)
-    bias = mlp.gate.bias if fault == "gate" else mlp.experts.get_parameter(fault)
-    bias.data.zero_()
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 0.1
-
-
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, not normalised"])
-def test_a_router_with_or_without_renormalisation_is_told_apart(variant: str, tmp_path: Path) -> None:
-    block, x = transformers_block(variant), random(7, HIDDEN)
-    experts = VARIANTS[variant]
-    mlp = make(replace(experts, normalised=not experts.normalised), block, tmp_path)
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
 
 
 @pytest.mark.parametrize("num_experts", [4, 12, 130])

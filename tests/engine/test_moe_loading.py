@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import Engine, SamplingParams
+from engine import Engine
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import ConfigError, MissingWeights, WeightMismatch
@@ -62,7 +62,7 @@ def test_experts_in_one_tensor_give_the_same_tokens(name: str, tmp_path: Path) -
     assert run(reference)[0] == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss"])
 def test_a_rank_reads_only_its_share_of_the_experts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +86,11 @@ def test_a_rank_reads_only_its_share_of_the_experts(
     ("name", "values", "said"),
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "a token cannot go through 9 of 8 experts"),
-        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts must be between 1 and"),
         (
             "qwen3_moe",
             {"mlp_only_layers": [3]},
             r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]",
         ),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be between 1 and"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
         (
             "mixtral",
             {"hidden_act": "gelu_pytorch_tanh"},
@@ -111,16 +108,6 @@ def test_a_value_that_experts_cannot_have_is_named(
         Engine(replace(config_of(tmp_path), model_path="native"))
 
 
-def test_the_hubs_name_of_the_number_of_experts_is_read(tmp_path: Path) -> None:
-    """num_experts in Qwen's own files, num_local_experts in what transformers 5 writes."""
-    config = make_family(tmp_path, BY_NAME["qwen3_moe"]) / "config.json"
-    values = json.loads(config.read_text())
-    values["num_experts"] = values.pop("num_local_experts")
-    config.write_text(json.dumps(values))
-    with Engine(config_of(tmp_path)) as engine:
-        assert engine.generate([[3, 4, 5]], SamplingParams(max_tokens=2, ignore_eos=True))
-
-
 def without(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
@@ -134,9 +121,7 @@ def one_more(expert: str) -> Callable[[Tensors], Tensors]:
     [
         ("qwen3_moe", f"{QWEN_EXPERTS}.3.up_proj.weight", r"mlp\.experts\.gate_up_proj \(3\.up\)"),
         ("mixtral", f"{MIXTRAL_EXPERTS}.2.w2.weight", r"mlp\.experts\.down_proj \(2\.down\)"),
-        ("mixtral", "model.layers.1.block_sparse_moe.gate.weight", r"layers\.1\.mlp\.gate\.weight"),
         ("gpt_oss", f"{QWEN_EXPERTS}.down_proj_bias", r"mlp\.experts\.down_proj_bias"),
-        ("gpt_oss", "model.layers.2.self_attn.sinks", r"layers\.2\.self_attn\.sinks"),
     ],
 )
 def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path: Path) -> None:
@@ -145,38 +130,15 @@ def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path:
         Engine(config_of(tmp_path))
 
 
-def test_every_missing_expert_counts(tmp_path: Path) -> None:
-    rewrite(make_family(tmp_path, BY_NAME["gpt_oss"]), without(f"{QWEN_EXPERTS}.gate_up_proj"))
-    with pytest.raises(MissingWeights, match=r"lacks 12 tensors .*gate_up_proj \(0\.gate\), .*\(0\.up\)"):
-        Engine(config_of(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
         ("qwen3_moe", f"{QWEN_EXPERTS}.8.up_proj.weight"),
-        ("qwen3_moe", f"{QWEN_EXPERTS}.03.up_proj.weight"),
         ("qwen3_moe", f"{QWEN_EXPERTS}.3.up_proj.bias"),
-        ("mixtral", f"{MIXTRAL_EXPERTS}.0.w4.weight"),
-        ("mixtral", f"{QWEN_EXPERTS}.gate_up_proj_bias"),
         ("mixtral", "model.layers.0.self_attn.sinks"),
     ],
 )
 def test_a_tensor_without_a_place_is_named(name: str, extra: str, tmp_path: Path) -> None:
     rewrite(make_family(tmp_path, BY_NAME[name]), one_more(extra))
     with pytest.raises(WeightMismatch, match=f"holds '{extra}', for which this model has no place"):
-        Engine(config_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("gpt_oss", f"{QWEN_EXPERTS}.gate_up_proj"),
-        ("gpt_oss", "model.layers.1.self_attn.sinks"),
-        ("qwen3_moe", f"{QWEN_EXPERTS}.0.down_proj.weight"),
-    ],
-)
-def test_a_tensor_of_another_shape_is_named(name: str, tensor: str, tmp_path: Path) -> None:
-    rewrite(make_family(tmp_path, BY_NAME[name]), one_more(tensor))
-    with pytest.raises(WeightMismatch, match=rf"'{tensor}' in .* does not fit config.json: shape \[2, 2\]"):
         Engine(config_of(tmp_path))

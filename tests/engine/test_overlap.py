@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
-from engine.kernels.upload import pack, unpack
+from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
 from engine.run.forward.pending_tokens import PendingTokens
 from engine.run.forward.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
@@ -181,28 +178,6 @@ def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompt
     assert num_rows[0] == num_rows[1], "ends by length are known ahead"
 
 
-def test_an_aborted_request_leaves_its_running_step_behind(folder: Path) -> None:
-    """Nothing of it comes back, its blocks are free at once, and its neighbours do not notice."""
-    runner = LateRunner()
-    with start(folder, runner) as built:
-        for i, prompt in enumerate(([1, 1, 2], [2, 1], [1, 2, 2, 1])):
-            built.add(str(i), prompt, FREE)
-        assert built.step() == []
-        built.abort("1")
-        built.add("1", [2, 2], FREE)  # it may take the very slot and blocks
-        done = sorted(drain(built), key=lambda completion: completion.request_id)
-        assert [c.token_ids for c in done] == [
-            expected(runner, prompt, FREE) for prompt in ([1, 1, 2], [2, 2], [1, 2, 2, 1])
-        ]
-        built.add("gone", [1, 2], FREE)
-        built.step()
-        built.abort("gone")
-        assert not built.has_unfinished
-        assert built.stats().free_blocks == built.stats().num_blocks
-        assert built.step() == []
-        assert runner.calls[-1][0] == "wait", "the next step takes in what nobody waited for"
-
-
 @pytest.mark.parametrize("where", ["launch", "wait"])
 def test_a_failure_with_two_steps_in_flight_loses_nothing(
     folder: Path, where: str, stopping_prompts: list[list[int]]
@@ -228,91 +203,6 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
             str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
             for i, prompt in enumerate(stopping_prompts)
         }
-
-
-def test_a_failed_rank_stays_a_failed_rank(folder: Path) -> None:
-    runner = LateRunner()
-    with start(folder, runner) as built:
-        built.add("a", [1, 2], FREE)
-        built.step()
-        runner.failures["wait"] = RankFailed(1, "it is gone")
-        with pytest.raises(RankFailed, match="it is gone"):
-            built.step()
-        assert built.stats().free_blocks == built.stats().num_blocks
-
-
-def test_closing_waits_for_nothing(folder: Path) -> None:
-    runner = LateRunner()
-    built = start(folder, runner)
-    built.add("a", [1, 2], FREE)
-    built.step()
-    built.close()
-    assert runner.calls == [("launch", 0), ("close", 0)]
-    assert not built.has_unfinished
-
-
-def test_an_urgent_request_is_in_the_next_step_that_is_scheduled(folder: Path) -> None:
-    """With all slots held, and one step on the device already."""
-    runner = LateRunner()
-    with start(folder, runner, max_num_seqs=2) as built:
-        for i in range(3):
-            built.add(f"bulk {i}", [1, 2, 1 + i % 2], FREE, lane=1)
-        for _ in range(2):
-            built.step()
-        built.add("urgent", [2, 2, 2], replace(FREE, max_tokens=1), lane=0)
-        assert built.step() == []
-        assert [completion.request_id for completion in built.step()] == ["urgent"]
-        assert len(drain(built)) == 3
-
-
-def test_random_uses_of_an_engine_give_every_request_its_tokens(folder: Path) -> None:
-    """Adds, aborts, failures and steps in any order, in a pool that is too small; one engine for all."""
-    runner = LateRunner(num_blocks=11)
-    with start(folder, runner) as built:
-        for seed in range(60):
-            rng = random.Random(seed)
-            wanted: dict[str, tuple[list[int], SamplingParams]] = {}
-            done: list[Completion] = []
-            for i in range(rng.randrange(4, 14)):
-                prompt = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 14))]
-                params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 3]))
-                wanted[str(i)] = prompt, params
-                built.add(str(i), prompt, params, lane=rng.choice([0, 0, 1]))
-                for _ in range(rng.randrange(4)):
-                    if rng.random() < 0.05:
-                        runner.failures[rng.choice(["launch", "wait"])] = ValueError("broken")
-                    with suppress(StepFailed):
-                        done += built.step()
-                if rng.random() < 0.15:
-                    gone = str(rng.randrange(i + 1))
-                    built.abort(gone)
-                    finished = {completion.request_id for completion in done}
-                    wanted = {key: value for key, value in wanted.items() if key != gone or key in finished}
-            runner.failures.clear()
-            done += drain(built)
-            got: dict[str, list[list[int]]] = {}
-            for completion in done:
-                got.setdefault(completion.request_id, []).append(completion.token_ids)
-            for key, (prompt, params) in wanted.items():
-                assert set(map(tuple, got[key])) == {tuple(expected(runner, prompt, params))}
-            built._scheduler.check_accounting()
-            assert built.stats().free_blocks == built.stats().num_blocks
-        assert built.stats().num_preemptions > 20
-
-
-def test_arrays_arrive_as_they_were_in_one_buffer() -> None:
-    """Of any dtype and shape, empty and non-contiguous ones too, each at a multiple of 16 bytes."""
-    rng = np.random.default_rng(3)
-    arrays = [
-        rng.integers(0, 9, shape).astype(dtype)
-        for dtype in (np.int64, np.int32, np.float32, np.float64)
-        for shape in (0, 1, 7, (3, 5), (0, 4))
-    ]
-    arrays += [np.arange(12).reshape(3, 4).T, np.arange(10)[::3]]
-    tensors = unpack(pack(arrays, pin_memory=False), arrays)
-    for tensor, array in zip(tensors, arrays, strict=True):
-        assert torch.equal(tensor, torch.from_numpy(array.copy()))
-        assert tensor.storage_offset() * tensor.itemsize % 16 == 0
 
 
 @pytest.fixture(scope="module")

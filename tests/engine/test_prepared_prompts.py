@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, EngineConfig, InvalidPrompt, PreparedPrompt, PromptTooLong, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -78,34 +78,3 @@ def test_a_prepared_prompt_is_completed_as_its_text(engine: Engine) -> None:
     assert (first.request_id, second.request_id) == ("text", "prepared")
     assert first.token_ids == second.token_ids
     assert second.num_cached_tokens > 0
-
-
-def test_a_prompt_that_cannot_run_is_refused_when_it_is_prepared(engine: Engine) -> None:
-    for bad in ("", [], [10**9], [True], "\ud800", None):
-        with pytest.raises(InvalidPrompt):
-            engine.prepare(bad)  # type: ignore[arg-type]
-    with pytest.raises(PromptTooLong):
-        engine.prepare([5] * engine.max_model_len)
-
-
-def test_many_samples_share_what_is_made_of_their_prompt(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of 128 samples hashed all blocks of the prompt anew; prepared, adding it hashes nothing at all."""
-    blocks = engine._scheduler.blocks
-    hashed: list[bytes] = []
-    hash_block = blocks._hash_block
-
-    def counted(parent: int, tokens: bytes) -> int:
-        hashed.append(tokens)
-        return hash_block(parent, tokens)
-
-    monkeypatch.setattr(blocks, "_hash_block", counted)
-    prompt = [7 + i % 50 for i in range(3 * engine.config.block_size + 1)]
-    engine.add("many", prompt, SamplingParams(max_tokens=1, n=128))
-    assert len(hashed) == 3
-    prepared = engine.prepare(prompt)
-    assert isinstance(prepared, PreparedPrompt)
-    hashed.clear()
-    engine.add("prepared", prepared, SamplingParams(max_tokens=1, n=128))
-    assert hashed == []

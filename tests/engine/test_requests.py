@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import engine.engine
 from engine import (
     Completion,
     DuplicateRequest,
@@ -20,17 +19,14 @@ from engine import (
     EngineBusy,
     EngineClosed,
     EngineConfig,
-    EngineError,
     InvalidPrompt,
     InvalidRequest,
     InvalidSampling,
     PromptTooLong,
     SamplingParams,
-    StepFailed,
 )
 from engine.sampling.parameters.ranges import TOKEN_ID
 from engine.sampling.parameters.sampling import RANGES
-from engine.schedule.block_manager import BlockManager
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -59,18 +55,12 @@ def complete(
     ("prompt", "error", "message"),
     [
         ("", InvalidPrompt, "empty"),
-        ([], InvalidPrompt, "empty"),
         (None, InvalidPrompt, "string or a list of token ids, got NoneType"),
-        (7, InvalidPrompt, "got int"),
-        ({"prompt": "x"}, InvalidPrompt, "got dict"),
         ([1, True], InvalidPrompt, "integers, got True"),
-        ([1, 2.0], InvalidPrompt, "integers, got 2.0"),
         ([1, "2"], InvalidPrompt, "integers, got '2'"),
         ([1, 512], InvalidPrompt, "512 is outside the vocabulary of 512"),
-        ([-1], InvalidPrompt, "-1 is outside"),
         ("half \ud800 of a pair", InvalidPrompt, "Unicode"),
         ([1] * 512, PromptTooLong, "512 tokens; this engine takes 511"),
-        ("word " * 400, PromptTooLong, "this engine takes 511"),
         ("x" * 1_000_000, PromptTooLong, "1000000 characters"),
     ],
 )
@@ -116,48 +106,6 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert refused == (outside if name == "stop_token_ids" else set())
 
 
-def test_lists_and_mappings_are_remembered_too(shared: Engine) -> None:
-    """A mapping's keys are text in JSON. What holds them is a key, travels, and is nobody's to change."""
-    values = {"logit_bias": {"7": 1, "5": -2.5}, "allowed_token_ids": [9, 5, 9], "bad_words": ["a", "b", "a"]}
-    params = SamplingParams.from_mapping(values)
-    assert SamplingParams.from_mapping({name: type(v)(v) for name, v in values.items()}) is params  # type: ignore[call-overload]
-    values["allowed_token_ids"].append(2)  # type: ignore[attr-defined]
-    assert params.allowed_token_ids == (5, 9)
-    assert params.bad_words == ("a", "b")
-    assert params.logit_bias == {5: -2.5, 7: 1.0}
-    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
-    assert replace(params, seed=1).logit_bias == params.logit_bias
-    assert SamplingParams(logit_bias={}, allowed_token_ids=None, bad_words=None) == SamplingParams()
-    for outside in ({"allowed_token_ids": (3, 512)}, {"logit_bias": {512: 1.0}}):
-        with pytest.raises(InvalidSampling, match=r"token id 512 of .* is outside the vocabulary of 512"):
-            shared.add("a", PROMPT, SamplingParams(**outside))  # type: ignore[arg-type]
-
-
-def test_errors_keep_their_type_across_processes() -> None:
-    error = pickle.loads(pickle.dumps(PromptTooLong("too long")))
-    assert isinstance(error, InvalidRequest)
-    assert isinstance(error, EngineError)
-    assert error.args == ("too long",)
-
-
-@pytest.mark.parametrize(
-    ("request_id", "params", "lane", "error"),
-    [
-        (5, GREEDY, 0, InvalidRequest),
-        ("a", {"max_tokens": 5}, 0, InvalidSampling),
-        ("a", replace(GREEDY, stop_token_ids=(512,)), 0, InvalidSampling),
-        ("a", GREEDY, -1, InvalidRequest),
-        ("a", GREEDY, "0", InvalidRequest),
-    ],
-)
-def test_other_bad_arguments_are_refused(
-    shared: Engine, request_id: Any, params: Any, lane: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        shared.add(request_id, PROMPT, params, lane=lane)
-    assert not shared.has_unfinished
-
-
 def test_a_request_id_is_used_once_at_a_time(shared: Engine) -> None:
     shared.add("same", PROMPT, GREEDY)
     with pytest.raises(DuplicateRequest, match="'same' is unfinished"):
@@ -194,19 +142,6 @@ def test_generate_keeps_the_input_order_for_any_iterable(shared: Engine) -> None
     assert shared.generate([]) == []
 
 
-def test_generate_reads_prompts_as_it_has_room(shared: Engine) -> None:
-    """Prompts are not all pulled at once."""
-    pulled = []
-
-    def prompts() -> Iterator[list[int]]:
-        for i in range(200):
-            pulled.append((i, shared.stats().num_waiting))
-            yield [7, 8]
-
-    shared.generate(prompts(), replace(GREEDY, max_tokens=2))
-    assert max(num_waiting for _, num_waiting in pulled) <= shared.config.max_num_seqs
-
-
 def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="put a single one into a list"):
         shared.generate("one prompt", GREEDY)
@@ -217,11 +152,6 @@ def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
     with pytest.raises(EngineBusy, match="1 requests are unfinished"):
         shared.generate([PROMPT], GREEDY)
     shared.abort("other")
-
-
-def test_generate_shows_progress_when_asked(shared: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    shared.generate([PROMPT, ""], GREEDY, use_tqdm=True)
-    assert "2/2" in capsys.readouterr().err
 
 
 def test_max_tokens_and_the_model_length_end_with_length(shared: Engine) -> None:
@@ -281,35 +211,6 @@ def test_the_chat_template_ends_with_the_generation_prompt(shared: Engine) -> No
             shared.chat_token_ids(messages)  # type: ignore[arg-type]
 
 
-def test_a_failed_step_leaks_nothing_and_can_be_repeated(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """StepFailed carries the cause; what it published is withdrawn; the next step gives the same tokens."""
-    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
-        expected = built.generate([PROMPT * 9] * 3, GREEDY)
-    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
-        done: list[Completion] = []
-        for i in range(3):
-            built.add(str(i), PROMPT * 9, GREEDY)
-        build = engine.run.stepper.build_step_batch
-        for fails in (True, False, False, True, False):
-            with monkeypatch.context() as patch:
-                if fails:
-                    patch.setattr(engine.run.stepper, "build_step_batch", lambda *args: 1 / 0)
-                    with pytest.raises(StepFailed, match="ZeroDivisionError") as failure:
-                        built.step()
-                    assert isinstance(failure.value.__cause__, ZeroDivisionError)
-                    assert built.stats().free_blocks == built.stats().num_blocks
-                    assert built._scheduler.blocks._by_hash == {} or built.stats().num_steps > 0
-                else:
-                    done += built.step()
-            built._scheduler.check_accounting()
-        assert engine.run.stepper.build_step_batch is build
-        while built.has_unfinished:
-            done += built.step()
-        assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-
-
 def test_a_closed_engine_says_so(folder: Path) -> None:
     built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22))
     assert built.model_name == str(folder)
@@ -326,8 +227,60 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
             call()
 
 
-def test_the_sizes_of_a_block_pool_follow_the_config(shared: Engine) -> None:
-    """kv_cache_bytes counts K and V of all layers."""
-    assert isinstance(shared._scheduler.blocks, BlockManager)
-    assert shared.stats().num_blocks == (1 << 22) // (3 * 2 * 16 * 2 * 16 * 4)
-    assert shared.max_model_len == 512
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature must be between 0 and 1000000, got -1"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "0"}, "without quotes"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
+        ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, got 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8"),
+        ({"n": 10_000}, "n must be between 1 and"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": ["a", ""]}, "1 to 1024 characters, got 0"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"structured_outputs": {}}, "must have one of json"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number and no text"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"logit_bias": {"a": 1}}, "a key of logit_bias must be a token id, got 'a'"),
+        ({"logit_bias": {True: 1}}, "a key of logit_bias must be a token id, got True"),
+        ({"logit_bias": {"5": 100.5}}, "a bias of logit_bias must be between -100 and 100, got 100.5"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": "12"}, "allowed_token_ids must be a list of token ids"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false, got 1"),
+        ({"stop": ["a"] * 65}, "at most 64"),
+        ({"allowed_token_ids": [1, True]}, "allowed_token_ids must be an integer, got True"),
+        ({"allowed_token_ids": [[1]]}, "allowed_token_ids must be an integer"),
+        ({"bad_words": "word"}, "bad_words must be a list of strings"),
+        ({"bad_words": ["a"] * 1025}, "bad_words holds 1025 strings; at most 1024"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 leaves nothing"),
+        ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
+        ({"stop": "\ud800"}, "a stop string is no valid Unicode"),
+        ({"min_tokens": False}, "min_tokens must be an integer, got False"),
+        ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
+        ({"max_token": 5}, r"'max_token' is no sampling parameter; did you mean max_tokens\? accepted are"),
+    ],
+)
+def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSampling, match=message):
+        SamplingParams.from_mapping(values)
+
+
+def test_sampling_values_are_taken_as_they_come_from_json() -> None:
+    params = SamplingParams.from_mapping({"stop": "x", "stop_token_ids": [3], "temperature": 0, "top_k": 0})
+    assert params == SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0, top_k=0)
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_equal_values_of_other_types_are_told_apart_by_a_reader_that_remembers() -> None:
+    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1}).max_tokens == 1
+    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1.0}).max_tokens == 1
+    for values in ({"max_tokens": True, "temperature": 1}, {"max_tokens": 1, "temperature": True}):
+        with pytest.raises(InvalidSampling, match="must be a"):
+            SamplingParams.from_mapping(values)
+    with pytest.raises(InvalidSampling, match="max_tokens must be an integer"):
+        SamplingParams.from_mapping({"max_tokens": 1.0, "temperature": 1})

@@ -37,15 +37,6 @@ def test_generated_tokens_steps_and_times_are_those_of_the_completions(
         assert began < each.metrics.arrival_time < each.metrics.first_token_time <= each.metrics.finished_time
 
 
-def test_a_completion_is_equal_to_another_that_took_longer(folders: dict[str, Path]) -> None:
-    params = SamplingParams(max_tokens=2, temperature=0)
-    values = {"attention_backend": "torch", "enable_prefix_caching": False}
-    with Engine(config(folders[NAME], **values)) as engine:
-        first, second = engine.generate([[11, 12]], params), engine.generate([[11, 12]], params)
-    assert first == second
-    assert first[0].metrics != second[0].metrics
-
-
 def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, Path]) -> None:
     config = EngineConfig(
         str(folders["gqa2_tied_hub"]),

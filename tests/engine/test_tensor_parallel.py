@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine import (
+    Completion,
     Engine,
-    PoolingParams,
+    MissingWeights,
     RankFailed,
     SamplingParams,
 )
@@ -28,10 +35,8 @@ from engine.tensor_parallel.messages import (
 )
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
-from tests.engine.embedding_models import Truth
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
-from tests.engine.test_loglikelihood import check as check_loglikelihood
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 from tests.engine.two_ranks import (
@@ -41,7 +46,6 @@ from tests.engine.two_ranks import (
     compare,
     config,
     ranks_of,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
@@ -84,27 +88,6 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(
     check_logprobs(generate(shared, asked), asked, truth)
 
 
-def test_embeddings_come_from_the_ranks(shared: Engine, folders: dict[str, Path]) -> None:
-    """Beside completions, whose tokens travel in the same messages."""
-    truth = Truth(folders["gqa2_tied_hub"])
-    prompts = [[7 + i] * (9 * i + 1) for i in range(4)]
-    params = [PoolingParams(), SamplingParams(max_tokens=3, logprobs=1), PoolingParams(), PoolingParams()]
-    found = shared.generate(prompts, params)
-    assert found[1].embedding is None
-    for i in (0, 2, 3):
-        assert found[i].embedding == pytest.approx(truth.pooled(prompts[i], "mean").tolist(), abs=1e-5)
-
-
-def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: dict[str, Reference]) -> None:
-    """Twenty-one tokens are one block and five tokens: the first computes them, the others' rank copies."""
-    truth = true_logprobs(references["gqa2_tied_hub"])
-    pairs = [([11 + i for i in range(21)], [40 + i, 41, 42]) for i in range(6)]
-    before = shared.stats().prefill_tokens
-    for found, pair in zip(shared.loglikelihood(pairs), pairs, strict=True):
-        check_loglikelihood(found, truth, *pair)
-    assert shared.stats().prefill_tokens - before == 21 + 6 * 2, "a last token is scored, not computed"
-
-
 @pytest.fixture
 def doomed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine whose ranks a test may hurt, with requests under way; nothing of it may be left. They are the
@@ -131,15 +114,6 @@ def test_two_kv_heads_and_tied_embeddings_give_transformers_tokens(
     assert stats.num_blocks == 600, "the pool is counted per rank, with half of the KV heads"
 
 
-def test_four_kv_heads_and_chunked_prefill_give_transformers_tokens(references: dict[str, Reference]) -> None:
-    reference, shape = references["gqa1_untied"], SHAPE_OF["gqa1_untied"]
-    chunked = {"max_num_seqs": 6, "max_num_batched_tokens": 13, "enable_prefix_caching": False}
-    with Engine(config(reference.folder, shape, **chunked)) as built:
-        stats = compare(reference, built)
-        assert stats.prefill_tokens == sum(map(len, reference.prompts)) > 13 * 44
-        assert stats.cached_tokens == 0
-
-
 def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(
     references: dict[str, Reference],
 ) -> None:
@@ -164,10 +138,6 @@ def test_an_odd_vocabulary_biases_and_a_prompt_beyond_any_buffer(odd: Path) -> N
     with Engine(config(odd, ODD, **large, tensor_parallel_size=1, kv_cache_bytes=bytes_alone)) as built:
         (one,) = built.generate([long], few)
     assert two.token_ids == one.token_ids
-
-
-def test_an_engine_of_ranks_names_their_attention_backend(shared: Engine) -> None:
-    assert shared.attention_backend in ("cpu", "torch")
 
 
 def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
@@ -216,14 +186,6 @@ def test_a_rank_killed_in_a_step_takes_its_engine_down_and_no_other(doomed: Engi
     assert len(completion.token_ids) == NUM_NEW_TOKENS
 
 
-def test_rank_0_killed_between_two_steps_is_named_at_the_next(doomed: Engine) -> None:
-    victim = psutil.Process(ranks_of(doomed).pids[0])
-    victim.kill()
-    wait_until(lambda: victim.status() == psutil.STATUS_ZOMBIE)
-    with pytest.raises(RankFailed, match="rank 0 failed: it was killed by SIGKILL"):
-        doomed.step()
-
-
 def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
     """Rank 1 is to sample rows that do not exist, while rank 0 waits for it in a sum."""
     group = ranks_of(doomed)
@@ -242,22 +204,120 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
         doomed.step()
 
 
-def test_a_rank_that_hangs_is_given_up(doomed: Engine) -> None:
-    group = ranks_of(doomed)
-    group._step_timeout_s = 1.0
-    psutil.Process(group.pids[1]).suspend()
-    with pytest.raises(RankFailed, match="no answer in 1 s"):
-        doomed.step()
+NAME = "gqa2_tied_hub"
 
 
-def test_an_interrupted_step_ends_the_ranks(doomed: Engine) -> None:
-    """An answer that nobody waits for any more, or half of one, would be taken for the next step's."""
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Drawn and greedy ones, ends by length, by stop token and by bans, and shared prefixes."""
+    prompts = [[5, 6, 7 + i % 3] * (1 + i % 4) for i in range(9)]
+    greedy = [replace(GREEDY, max_tokens=1 + 18 * (i % 3), stop_token_ids=(i, 300 + i)) for i in range(9)]
+    return [*seeded_requests()[:6], *zip(prompts, greedy, strict=True)]
 
-    def interrupted(deadline: float) -> Iterator[RankProcess]:
-        raise KeyboardInterrupt
 
-    ranks_of(doomed)._readable = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        doomed.step()
-    with pytest.raises(RankFailed, match="interrupted by KeyboardInterrupt"):
-        doomed.step()
+def steps(built: Engine, num_steps: int = 400) -> list[Completion]:
+    """So many steps of an engine, or as many as it needs."""
+    done: list[Completion] = []
+    for _ in range(num_steps):
+        if built.has_unfinished:
+            done += built.step()
+    return done
+
+
+def test_overlapping_ranks_give_the_tokens_of_ranks_that_wait(folders: dict[str, Path]) -> None:
+    """Also where an urgent request preempts others, one is aborted, and nobody waits for a step."""
+    answers = []
+    for overlap in (False, True):
+        few = config(folders[NAME], SHAPE_OF[NAME], max_num_seqs=4, max_num_batched_tokens=20)
+        with Engine(replace(few, async_scheduling=overlap)) as built:
+            asked = [(str(i), *request) for i, request in enumerate(requests())]
+            for each in asked[:-2]:
+                built.add(*each, lane=1)
+            done = [*map(asdict, steps(built, 5))]
+            assert built._stepper.in_flight == overlap
+            built.abort("1")
+            done += map(asdict, steps(built, 3))
+            for each in asked[-2:]:
+                built.add(*each, lane=0)
+            done += map(asdict, steps(built, 4))
+            if overlap:
+                built._stepper._start_over()
+            done += map(asdict, steps(built))
+            group = ranks_of(built)
+            assert group._num_launched - group._num_answered == 0
+            assert built.stats().num_preemptions > 0
+            answers.append(sorted(done, key=lambda each: (int(each["request_id"]), each["index"])))
+    for each in answers[0] + answers[1]:
+        del each["num_cached_tokens"], each["metrics"]  # withdrawn steps publish nothing
+    assert answers[0] == answers[1]
+    assert {each["request_id"] for each in answers[0]} == {each[0] for each in asked} - {"1"}
+
+
+def test_missing_weights_are_the_error_one_process_would_raise(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """And no rank is left, whichever of them said so first."""
+    folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(MissingWeights, match=r"rank [01]: .* lacks 1 tensors .* model\.norm\.weight"):
+        Engine(config(folder, SHAPE_OF["gqa1_untied"]))
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_a_rank_that_dies_while_it_starts_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stillborn(RankProcess):
+        def __init__(self, rank: int, timeout_s: float) -> None:
+            super().__init__(rank, timeout_s)
+            if rank == 1:
+                os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(rank_group, "RankProcess", Stillborn)
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(RankFailed, match="rank 1 failed: it was killed by SIGKILL"):
+        Engine(config(folder, SHAPE_OF["gqa2_tied_hub"]))
+    assert psutil.Process().children(recursive=True) == before
+
+
+ROOT = Path(__file__).parents[2]
+DRIVER = """
+import sys, threading, time
+import torch
+from engine import Engine, EngineConfig, SamplingParams
+
+model, in_main_thread = sys.argv[1], sys.argv[2] == "main"
+torch.set_num_threads(1)
+made = []
+make = lambda: made.append(Engine(EngineConfig(model, kv_cache_bytes=1 << 22, tensor_parallel_size=2)))
+if in_main_thread:
+    make()
+else:
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+(engine,) = made
+engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+print(*engine._live_runner.pids, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("made_by", ["main", "a thread that has ended"])
+def test_ranks_die_with_a_driver_that_is_killed(folder: Path, made_by: str) -> None:
+    """Frozen ones through the kernel, where the main thread made them; others also by their lifeline."""
+    command = [sys.executable, "-c", DRIVER, str(folder), made_by]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+    assert len(ranks) == 2
+    for rank in ranks:
+        for number in (signal.SIGINT, signal.SIGTERM):  # not theirs to act on
+            rank.send_signal(number)
+        assert os.getpgid(rank.pid) != os.getpgid(driver.pid)
+        if made_by == "main" and sys.platform == "linux":
+            rank.suspend()
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []

@@ -8,14 +8,12 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
 from engine.text.sentencepiece_file import SentencePieceModel, build_tokenizer, read_sentencepiece
-from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
@@ -76,25 +74,6 @@ def test_tokens_of_a_sentencepiece_file_are_those_of_the_library(tmp_path: Path,
     assert differences(model, path, *more) == []
     model.add_dummy_prefix = not model.add_dummy_prefix
     assert differences(model, path, *more)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"model_type": "char"}, "its model type is 4"),
-        ({"treat_whitespace_as_suffix": True}, "it puts spaces behind words"),
-        ({"user_defined_symbols": ["<turn>"]}, "it has symbols of its own and puts a space before a text"),
-        ({"denormalization_rule_tsv": "rule.tsv"}, "it changes the text that it decodes"),
-    ],
-)
-def test_a_sentencepiece_file_that_computes_something_else_is_refused(
-    tmp_path: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rule.tsv").write_text("61\t62\n")
-    path = train_sentencepiece(tmp_path / "tokenizer.model", **options)
-    with pytest.raises(ConfigError, match=words):
-        read_sentencepiece(path)
 
 
 def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
@@ -166,25 +145,6 @@ def test_a_text_begins_with_one_token_for_its_beginning(
         assert (once[0], twice[:2]) == (bos_id, [bos_id, bos_id])
 
 
-def test_who_says_no_to_that_token_gets_none(tmp_path: Path) -> None:
-    folder = make_text_model(tmp_path / "llama", "llama", add_bos_token=False)
-    assert Tokenizer(folder).encode("The")[0] != 1
-
-
-def test_tokens_added_beside_the_vocabulary_have_their_ids(tmp_path: Path) -> None:
-    """From either file; a gap in the ids, and a token at another's id, are refused."""
-    folder = make_text_model(tmp_path / "llama", "llama")
-    size = len(read_sentencepiece(folder / "tokenizer.model").pieces)
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size, "<end>": size + 1}))
-    assert Tokenizer(folder).encode("a<end>")[-1] == size + 1
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1}))
-    with pytest.raises(ConfigError, match=f"no file says which token the id {size} is"):
-        Tokenizer(folder)
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": 7}))
-    with pytest.raises(ConfigError, match="gives the id 7 to '<tool>'"):
-        Tokenizer(folder)
-
-
 def unlike(tokenizer: Tokenizer) -> list[str]:
     """Texts that are other ones when their tokens are decoded in two parts, or one by one."""
     rng, found = random.Random(4), []
@@ -209,14 +169,6 @@ def test_text_in_parts_is_the_text_of_the_whole(text_models: dict[str, Tokenizer
     assert unlike(text_models[family]) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_json", "mistral_json"])
-def test_a_lost_space_is_found(
-    text_models: dict[str, Tokenizer], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_models[family], "_anchor", [])
-    assert unlike(text_models[family])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma", "mistral_json"])
 def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
     text_models: dict[str, Tokenizer], family: str
@@ -233,26 +185,6 @@ def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
         assert stop not in tokenizer.decode(token_ids[:ended])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "llama3"])
-def test_tokens_that_are_no_text_cost_the_same_however_many(
-    text_models: dict[str, Tokenizer], family: str
-) -> None:
-    """Bytes that make no character are given out in the end, and never decoded all again."""
-    tokenizer = text_models[family]
-    broken = tokenizer._encode("日", None, add_special_tokens=False)[-1]
-    longest = 0
-
-    def decode(token_ids: list[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
-        return tokenizer.decode(token_ids, follows_text=True)
-
-    text = IncrementalText(decode, num_open=tokenizer._num_open)
-    given = "".join(text.add(broken) for _ in range(500))
-    assert given == "\ufffd" * (500 - tokenizer._num_open)
-    assert longest <= 16
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_text_has_fewer_tokens_than_its_family_bounds(
     text_models: dict[str, Tokenizer], family: str
@@ -265,17 +197,6 @@ def test_no_text_has_fewer_tokens_than_its_family_bounds(
     assert tokenizer.min_tokens("The quick brown fox 日本 " * 90) > 90
     with pytest.raises(PromptTooLong):
         tokenizer.encode("The quick " * 2000, limit=100)
-
-
-def test_a_bound_that_forgets_the_longest_piece_is_found(
-    text_models: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = text_models["llama"]
-    weights = tokenizer.min_tokens._count._weights  # type: ignore[attr-defined]
-    monkeypatch.setattr(tokenizer.min_tokens._count, "_weights", weights * 2)
-    assert any(
-        tokenizer.min_tokens(text) > len(tokenizer.encode(text)) for text in ("The quick brown fox " * 9,)
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_json", "llama3"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from engine import Completion, Engine, EngineConfig, InvalidPrompt, PromptTooLong, SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_tokenizer
-from tests.engine.text_models import FAMILIES, make_text_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 HI = [{"role": "user", "content": "hi"}]
@@ -56,35 +54,6 @@ def test_special_tokens_are_left_in_the_text_on_wish(shared: Engine) -> None:
     assert complete(shared, [5, 6], ended).text.endswith("<|im_end|>"), "the end token is a token too"
 
 
-def test_stop_strings_are_looked_for_in_the_text_as_it_is(shared: Engine) -> None:
-    """The name of a special token ends a completion only where it is in the text."""
-    tokenizer = make_tokenizer()
-    ids = [*tokenizer.encode(" th")[:1], 0, 2, *tokenizer.encode("q")[:1]]
-    stopping = replace(forced(ids), stop=["<|im_end|>"])
-    assert complete(shared, [5, 6], stopping).finish_reason == "length"
-    for include, text in ((False, "<|endoftext|>"), (True, "<|endoftext|><|im_end|>")):
-        params = replace(stopping, skip_special_tokens=False, include_stop_str_in_output=include)
-        completion = complete(shared, [5, 6], params)
-        assert completion.finish_reason == "stop"
-        assert completion.token_ids == ids[:3]
-        assert completion.text == tokenizer.decode(ids[:1]) + text
-
-
-def test_the_stop_string_stays_on_wish_and_nothing_behind_it(shared: Engine) -> None:
-    """Of two that are complete at once the earlier one, of two that begin together the one named first."""
-    text = complete(shared, [5, 6, 7], GREEDY).text
-    begin = 3
-    stops = [text[begin + 1 : begin + 3], text[begin : begin + 3], text[begin : begin + 2], "\0"]
-    for stop in (stops[:1], stops, stops[2:], stops[::-1]):
-        cut = complete(shared, [5, 6, 7], replace(GREEDY, stop=stop))
-        kept = complete(shared, [5, 6, 7], replace(GREEDY, stop=stop, include_stop_str_in_output=True))
-        assert cut.token_ids == kept.token_ids
-        ending = next(each for each in stop if text[len(cut.text) :].startswith(each))
-        assert kept.text == cut.text + ending
-    unmatched = replace(GREEDY, stop=["\0"], include_stop_str_in_output=True)
-    assert complete(shared, [5, 6, 7], unmatched).text == text
-
-
 def word_tokenizer(folder: Path) -> Tokenizer:
     """Words with a space between any two tokens of a text, special ones too."""
     made = Backend(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
@@ -109,31 +78,6 @@ def test_spaces_between_special_tokens_go_on_wish(tmp_path: Path) -> None:
         )  # fmt: skip
         assert [watch.add(token_id) for token_id in ids[:3]] == [False, False, True]
         assert watch.text == text
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "words"])
-def test_text_token_by_token_is_that_of_all_tokens(tmp_path: Path, family: str) -> None:
-    """With special tokens in it, and the spaces between them or not."""
-    tokenizer = (
-        word_tokenizer(tmp_path) if family == "words" else Tokenizer(make_text_model(tmp_path / "x", family))
-    )
-    special, rng = sorted(tokenizer._special_ids), random.Random(1)
-    words = [tokenizer._encode(text, None, add_special_tokens=False) for text in ("The", " 日本", " März 19")]
-    for spaces in (True, False):
-        for _ in range(10):
-            units = rng.choices([*words, *([token_id] for token_id in special for _ in range(2))], k=20)
-            ids = [token_id for unit in units for token_id in unit]
-            options = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
-            for follows_text in (True, False):
-                watch = tokenizer.stop_strings(["\0"], min_tokens=0, follows_text=follows_text, **options)
-                for token_id in ids:
-                    watch.add(token_id)
-                whole = tokenizer.decode(ids, follows_text=follows_text, **options)
-                given = "".join(watch._pieces)
-                assert given == whole
-
-
-# Prompts
 
 
 def test_a_prompts_last_tokens_alone_are_read_on_wish(shared: Engine) -> None:
@@ -175,10 +119,3 @@ def test_what_is_too_long_fits_when_it_is_truncated(shared: Engine) -> None:
     for bad in ("", []):
         with pytest.raises(InvalidPrompt):
             shared.prepare(bad, truncate_prompt_tokens=5)
-
-
-def test_penalties_know_the_truncated_prompt_alone(shared: Engine) -> None:
-    params = replace(GREEDY, repetition_penalty=1.9)
-    expected = complete(shared, [9, 10, 11], params).token_ids
-    prompt = [*range(20, 60), 9, 10, 11]
-    assert complete(shared, prompt, replace(params, truncate_prompt_tokens=3)).token_ids == expected

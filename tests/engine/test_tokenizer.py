@@ -1,23 +1,22 @@
-"""A tokenizer's bound holds for every text, and hostile tokenizer files end in a named error."""
+"""A tokenizer's bound, text that grows token by token, and hostile files that end in a named error."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
-from engine.text.token_bound import MOST_NFC_SAVES, TokenBound
+from engine.text.stop_strings import IncrementalText, StopStrings
+from engine.text.token_bound import TokenBound
 from engine.text.tokenizer import Tokenizer
+from tests.engine.checkpoints import make_tokenizer
 
 SPECIAL = "<|im_end|>"
 LINES = [
@@ -44,42 +43,6 @@ def make(normalizer: Any = None, splits: Any = None, special: AddedToken | str =
     return made
 
 
-QWEN_LIKE = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Split("[a-z]+| ?[^a-z]", "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
-TOKENIZERS = [make(), make(normalizers.NFC()), make(normalizers.NFC(), QWEN_LIKE)]
-TEXTS = st.lists(
-    st.one_of(
-        st.text(max_size=20),
-        st.sampled_from(
-            [*LINES, SPECIAL, "a" * 300, " " * 200, "\u212a" * 50, "e\u0301" * 30, ">\u0338" * 9]
-        ),
-        st.sampled_from(["\u1fbe\u0308\u0301" * 20, "\u1112\u1161\u11ab" * 20, SPECIAL + "\u0338"]),
-    ),
-    max_size=12,
-).map("".join)
-
-
-@settings(max_examples=400, deadline=None)
-@given(TEXTS)
-def test_no_text_has_fewer_tokens_than_the_bound(text: str) -> None:
-    """Of byte-level tokenizers with and without NFC, in text that it changes or leaves alone."""
-    for tokenizer in TOKENIZERS:
-        assert TokenBound(tokenizer)(text) <= len(tokenizer.encode(text).ids)
-
-
-def test_the_bound_is_not_far_from_the_truth() -> None:
-    """Of plain text, of text in other scripts, and of text that NFC changes."""
-    for tokenizer in TOKENIZERS:
-        bound = TokenBound(tokenizer)
-        for text in ("quick fox " * 500, "é日" * 500, "x" * 500):
-            assert bound(text) > len(tokenizer.encode(text).ids) / 25
-        assert bound("\u212aab" * 500) > 10
-
-
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -98,22 +61,6 @@ def test_the_bound_is_not_far_from_the_truth() -> None:
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(tokenizer: FastTokenizer | None) -> None:
     assert TokenBound(tokenizer)("a b " * 1000) == 0
-
-
-def test_nfc_never_saves_more_than_the_bound_allows() -> None:
-    """By the tables of Unicode: each part of a character written as the longest that becomes this part."""
-    chars = [chr(code) for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]
-    longest: dict[str, int] = {}
-    for char in chars:
-        parts = unicodedata.normalize("NFD", char)
-        longest[parts] = max(longest.get(parts, 0), len(char.encode()))
-    worst = max(
-        sum(longest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", char))
-        / len(char.encode())
-        for char in chars
-        if unicodedata.is_normalized("NFC", char)
-    )
-    assert 3 < worst <= MOST_NFC_SAVES
 
 
 def test_a_prompt_that_cannot_fit_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +124,44 @@ def test_a_hostile_tokenizer_is_refused_by_name_and_asks_nobody(
         assert str(made) in str(error)  # noqa: PT017 - it may also load, without the code
     assert asked == []
     assert not (tmp_path / "mark").exists()
+
+
+def test_incremental_text_is_a_prefix_of_the_whole_text() -> None:
+    """At each token, for every script, broken bytes and special tokens included; never half a character."""
+    tokenizer = make_tokenizer()
+    rng = random.Random(4)
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    texts = ["naïve café Ñandú 日本語 🎉🎉 עברית", "🇫🇷" * 20, "plain " * 30]
+    cases = [tokenizer.encode(text) for text in texts]
+    cases += [[rng.randrange(500) for _ in range(120)] for _ in range(60)]
+    for i, case in enumerate(cases):
+        text, given = IncrementalText(decode), ""
+        for j, token_id in enumerate(case):
+            given += text.add(token_id)
+            whole = decode(case[: j + 1])
+            assert whole.startswith(given)
+            assert len(whole) - len(given) <= 1
+            if i < len(texts):
+                assert "\ufffd" not in given
+        assert given == decode(case).removesuffix("\ufffd")
+
+
+def test_stop_strings_across_tokens_and_window() -> None:
+    """A stop string spread over many tokens, the earliest of several, and one that is complete too early."""
+
+    def first_end(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str | None]:
+        watch = StopStrings(stop, IncrementalText(lambda ids: "".join(map(chr, ids))), min_tokens=min_tokens)
+        for i, char in enumerate(text):
+            if watch.add(ord(char)):
+                return i + 1, watch.text
+        return len(text), watch.text
+
+    long = "x" * 50 + "abcdefghijklmnopqrstuvwxyz" * 2
+    assert first_end(long, ("abcdefghijklmnopqrstuvwxyz",)) == (76, "x" * 50)
+    assert first_end("say stop now", ("now", "stop")) == (8, "say ")
+    assert first_end("aXbXc", ("X",), min_tokens=2) == (4, "aXb")
+    assert first_end("abcabc", ("bc",), min_tokens=3) == (6, "abca")
+    assert first_end("none", ("X",)) == (4, None)

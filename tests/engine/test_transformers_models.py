@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from click.testing import CliRunner
 from torch import Tensor
-from transformers import AutoConfig
 
 import engine.models.attention_calls
 import engine.models.transformers_model
@@ -24,17 +22,34 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.models.attention_calls import features_of
-from engine.run.forward.warm_up import make_step
-from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
+from engine.checkpoint.model_config import read_model_config
+from engine.layers.parallel import TensorParallel
+from engine.models import served
+from engine.models.registry import ARCHITECTURES
+from engine.models.served import model_table, refuse_known, served_architectures
+from engine.run.forward.model_runner import ModelRunner
+from jobs.cli import main
+from tests.engine.architectures import (
+    REFUSED,
+    SERVED,
+    Architectures,
+    add_sizes,
+    class_name,
+    make_architecture,
+    small,
+)
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
 
-#: Each for something that the others lack: two calls of a layer, values narrower than keys, a soft cap with
-#: windows, other names in config.json, sinks, chunks, a window that the mask alone tells of.
-SAMPLE = ["diffllama", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "qwen2_moe"]
-MIXING = ["bloom", "falcon_h1", "jamba", "minimax", "qwen3_next"]
+#: Each for something that the others lack: values narrower than keys, a soft cap with
+#: windows, other names in config.json, chunks, a window that the mask alone tells of.
+SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "llama4_text", "qwen2_moe"]
+MIXING = [
+    "bloom",
+    "jamba",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "qwen3_next")),
+]
 
 
 @pytest.fixture
@@ -66,24 +81,6 @@ def test_the_cpu_backend_gives_the_same_tokens(architecture: Architectures) -> N
     assert architecture("deepseek_v3").run(backend="cpu")[0] == []
 
 
-# Mutations: what a call of the attention function says, misread.
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("gemma2", lambda layer: replace(layer, window=layer.window and layer.window + 1)),
-        ("qwen2_moe", lambda layer: replace(layer, window=layer.window and layer.window - 1)),
-        ("llama4_text", lambda layer: replace(layer, chunk=None)),
-    ],
-)
-def test_a_misread_mask_is_seen(
-    name: str, change: Any, architecture: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.models.attention_calls, "features_of", lambda call: change(features_of(call)))
-    assert architecture(name).run()[0]
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -104,9 +101,6 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
     folder = architecture(name).reference.folder
     with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
         Engine(small(folder, model_path="transformers"))
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -144,17 +138,10 @@ def test_a_state_beside_the_cache_is_found(
     ("changes", "error", "message"),
     [
         ({"architectures": None}, UnsupportedModel, "names none named, transformers makes a GPT2LMHeadModel"),
-        ({"architectures": ["GPT2Model"]}, UnsupportedModel, "GPT2Model has no LM head .* is not native"),
         ({"model_type": "gpt9"}, UnsupportedModel, "GPT2LMHeadModel .* cannot load it: .*gpt9"),
-        (
-            {"auto_map": {"AutoModelForCausalLM": "code.Model"}, "model_type": "x"},
-            UnsupportedModel,
-            "not recog",
-        ),
         ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
         ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
-        ({"add_cross_attention": True}, MissingWeights, "crossattention"),
         ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "'hqq' are not supported"),
     ],
 )
@@ -163,18 +150,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(
 ) -> None:
     change_config(gpt2, **changes)
     with pytest.raises(error, match=message):
-        Engine(small(gpt2))
-
-
-def test_tensors_that_are_missing_or_broken_are_named(gpt2: Path) -> None:
-    path = gpt2 / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["transformer.h.1.attn.c_attn.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(MissingWeights, match=r"lacks tensors .*: transformer\.h\.1\.attn\.c_attn\.weight"):
-        Engine(small(gpt2))
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(MissingWeights, match="no complete safetensors"):
         Engine(small(gpt2))
 
 
@@ -189,15 +164,6 @@ def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) 
     with pytest.raises(UnsupportedModel, match=r"set max_model_len=64 or lower"):
         Engine(small(folder))
     Engine(small(folder, max_model_len=64)).close()
-
-
-def test_an_older_transformers_is_named(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
-    with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*5 or later, here is 4\.57\.1"):
-        Engine(small(gpt2))
-
-
-# Which way, and by which backend
 
 
 def test_the_way_is_chosen_and_logged(
@@ -220,16 +186,6 @@ def test_the_way_is_chosen_and_logged(
         small(foreign, model_path="fast")
 
 
-def test_a_native_architecture_with_a_value_that_is_not_built_runs_through_transformers(
-    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
-    change_config(folder, hidden_act="relu")
-    caplog.set_level("INFO", logger="engine")
-    Engine(small(folder)).close()
-    assert "runs through transformers: hidden_act 'relu'" in caplog.text
-
-
 def test_auto_takes_another_backend_where_a_layer_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,59 +199,57 @@ def test_auto_takes_another_backend_where_a_layer_is_refused(
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
 
 
-def test_a_window_that_holds_every_sequence_is_none(architecture: Architectures) -> None:
-    folder = architecture("gemma2").reference.folder
-    for length, windows in ((20, {None}), (21, {None, 20})):
-        with Engine(small(folder, max_model_len=length, model_path="transformers")) as built:
-            assert {layer.window for layer in built._open_runner().model.attention_layers} == windows
-
-
-# Graphs, and parts of other checkpoints
-
-
 def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = simulate_graphs(monkeypatch)
     assert architecture("gemma2").run("chunks")[0] == []
     assert capture.replayed
 
 
-def test_a_model_that_cannot_be_captured_runs_without_graphs(
-    architecture: Architectures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    simulate_graphs(monkeypatch)
-
-    def refuse(run: Any) -> Any:
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-    monkeypatch.setattr(engine.run.forward.model_runner, "choose_capture", lambda *args, **options: refuse)
-    with Engine(small(architecture("gpt2").reference.folder)) as built:
-        assert built._open_runner()._graphs is None
-    assert "without CUDA graphs" in caplog.text
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_share_a_model_over_gloo(architecture: Architectures) -> None:
+    assert architecture("glm").run("tp2")[0] == []
 
 
-def test_the_text_part_of_a_larger_model_runs_through_transformers(
-    architecture: Architectures, tmp_path: Path
-) -> None:
-    """Llama 4 with its pictures: tensors by other names, and others that are not the text's."""
-    runs = architecture("llama4_text")
-    folder = Path(shutil.copytree(runs.reference.folder, tmp_path / "model"))
-    text = json.loads((folder / "config.json").read_text())
-    vision = AutoConfig.for_model("llama4_vision_model", hidden_size=32).to_dict()
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"],
-                "text_config": text, "vision_config": vision, "tie_word_embeddings": False,
-                "dtype": "float32",
-            }
-        )
-    )  # fmt: skip
-    tensors = {
-        f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    tensors["vision_model.layernorm_pre.weight"] = torch.ones(32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with Engine(small(folder)) as built, Engine(small(runs.reference.folder)) as alone:
-        step = make_step([20], [20], 16, 4)
-        logits = [each._open_runner().logits(step) for each in (built, alone)]
-    torch.testing.assert_close(*logits)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")]
+)
+def test_a_split_that_is_not_built_is_refused(name: str, message: str, architecture: Architectures) -> None:
+    folder = architecture(name).reference.folder
+    config = small(folder, model_path="transformers")
+    with pytest.raises(
+        UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"
+    ):
+        ModelRunner(config, read_model_config(folder), folder, TensorParallel(0, 2))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_listed_is_what_was_compared() -> None:
+    assert set(served.TRANSFORMERS) == set(map(class_name, SERVED))
+    listed = {name for refused in served.REFUSED for name in refused.nearest}
+    assert listed == set(map(class_name, REFUSED))
+    assert not listed & served_architectures()
+
+
+def test_what_is_named_instead_is_served() -> None:
+    for refused in served.REFUSED:
+        for name, instead in refused.nearest.items():
+            assert instead in served_architectures()
+            with pytest.raises(UnsupportedModel, match=f"{name} .*{instead}"):
+                refuse_known([name])
+    refuse_known([*served_architectures(), 7, None, ["x"]])
+
+
+def test_the_page_of_models_has_the_table() -> None:
+    """Where this fails, put the output of `tokenmill models` there."""
+    assert f"```text\n{model_table()}\n```" in (ROOT / "docs/models.md").read_text()
+
+
+def test_the_command_prints_it() -> None:
+    result = CliRunner().invoke(main, ["models"])
+    assert result.exit_code == 0
+    assert result.output == f"{model_table()}\n"
+    assert all(name in result.output for name in ARCHITECTURES)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
 from worker.io_thread.held.held_job import HeldJob
-from worker.io_thread.pool.pool_calls import PoolCalls
+from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls
 from worker.io_thread.pool.room_line import TRY_AGAIN_S, Place, RoomLine
 
 
@@ -38,7 +38,8 @@ def test_opening_a_shard_that_finds_no_memory_is_tried_again_and_nothing_has_end
 
     job: Any = HeldJob(1, None, 0)  # type: ignore[arg-type]
     pool: Any = Pool()
-    calls.submit(pool, open_shard, job, lambda *end: ends.append(end), is_ours=True, place=Place(True, 1))
+    call = PoolCall(open_shard, lambda *end: ends.append(end), is_ours=True, place=Place(True, 1))
+    calls.submit(pool, job, call)
     for left in (2, 2, 2, 1, 1, 0):
         assert len(rooms) == left
         assert ends == ([] if left else [(job, "open", None)])

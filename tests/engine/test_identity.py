@@ -1,24 +1,102 @@
-"""Whatever changes an answer is part of a model's identity: of each setting it is said whether it can."""
+"""Two engines have one identity exactly when they serve the same model with settings that answer alike."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from engine import EngineConfig, ModelIdentity, model_identity
-from engine.checkpoint.model_config import read_model_config
-from engine.models.decoder_config import read_decoder_config
-from engine.models.registry import decoder_flags
+from engine import EngineConfig, MissingWeights, ModelIdentity, model_identity
+from tests.engine.checkpoints import shard
 from tests.engine.families import Family, longrope, make_family
 from worker.settings import WorkerSettings
 
-ORIGINAL = 32
 
+@pytest.fixture
+def copy(folders: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "copy"))
+
+
+def fingerprint(folder: Path, dtype: str = "auto") -> str:
+    return model_identity(EngineConfig(str(folder), dtype=dtype)).fingerprint
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(
+    folders: dict[str, Path], copy: Path
+) -> None:
+    original = fingerprint(folders["gqa1_untied"])
+    assert fingerprint(copy) == original
+    shard(copy)
+    assert fingerprint(copy) == original
+
+
+def test_a_dtype_is_another_model_and_auto_is_the_checkpoints_own(copy: Path) -> None:
+    assert fingerprint(copy) == fingerprint(copy, "float32") != fingerprint(copy, "bfloat16")
+    assert model_identity(EngineConfig(str(copy), dtype="bfloat16")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_configuration_tokenizer_and_template_count(copy: Path, name: str) -> None:
+    before, path = fingerprint(copy), copy / name
+    path.write_text((path.read_text() if path.exists() else "") + "\n")
+    assert fingerprint(copy) != before
+
+
+def test_files_that_the_engine_does_not_read_do_not_count(copy: Path) -> None:
+    before = fingerprint(copy)
+    (copy / "README.md").write_text("x")
+    (copy / "trainer_state.json").write_text(json.dumps({"step": 1}))
+    assert fingerprint(copy) == before
+
+
+def test_a_small_tensor_counts_to_its_last_value(copy: Path) -> None:
+    before = fingerprint(copy)
+
+    def nudge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][-1] += 1e-3
+
+    change_weights(copy, nudge)
+    assert fingerprint(copy) != before
+
+
+def test_further_training_of_one_large_tensor_is_found(copy: Path) -> None:
+    before = fingerprint(copy)
+
+    def train(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.embed_tokens.weight"
+        assert tensors[name].nbytes > 1 << 16, "read in samples"
+        tensors[name] *= 1.001
+
+    change_weights(copy, train)
+    assert fingerprint(copy) != before
+
+
+def test_a_truncated_file_is_refused(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(MissingWeights, match="too soon"):
+        fingerprint(copy)
+
+
+ORIGINAL = 32
 SUMS = "it changes the order of sums alone, as other rows of a batch do"
 LIMITS = "it bounds lengths: what it cuts says so, what it refuses fails, a prompt cut to fit asked for it"
+
 
 #: For each setting values of which no two may have one identity, or why none changes an answer.
 SETTINGS: dict[str, list[dict[str, Any]] | str] = {
@@ -53,6 +131,7 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
     "adapt_cpu_threads": SUMS,
     "pooling": [{}, {"pooling": "mean"}, {"pooling": "lasttoken"}],
 }
+
 
 #: Settings of a worker that its engine is not told.
 BESIDE_THE_ENGINE = {
@@ -101,13 +180,3 @@ def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values
 def test_every_setting_of_a_worker_reaches_the_engine_or_does_not() -> None:
     of_the_engine = set(SETTINGS) - {"adapt_cpu_threads"}
     assert set(WorkerSettings.model_fields) == of_the_engine | BESIDE_THE_ENGINE
-
-
-@pytest.mark.parametrize("longest", [8, ORIGINAL, ORIGINAL + 1, 64])
-def test_a_longrope_model_is_the_same_exactly_where_its_factors_are(folder: Path, longest: int) -> None:
-    model = read_model_config(folder)
-    (rope,) = read_decoder_config(model, decoder_flags(model.architecture)).ropes
-    has_the_same = bool((rope.frequencies(longest)[0] == rope.frequencies(64)[0]).all())
-    assert (identity(folder, max_model_len=longest) == identity(folder, max_model_len=64)) == has_the_same
-    assert identity(folder).dtype == "float32"
-    assert ("short" in identity(folder, max_model_len=longest).dtype) != has_the_same
