@@ -76,7 +76,7 @@ def test_options_that_cannot_be_are_refused(arguments: dict[str, Any], match: st
 
 
 def test_a_dropped_column_may_be_too_large_to_read(runs: Runs, redis: Redis) -> None:
-    runs.write(["a", "b"], blob=[b"x" * 200_000] * 2, kept=[b"y" * 3] * 2)
+    runs.write(["a", "b"], blob=[b"x" * 1_000_000] * 2, kept=[b"y" * 3] * 2)
     small = lambda: replace(runs.context(), shard_bytes=ShardBytes(100_000))  # noqa: E731
     runs.plan(drop=["blob"])
     work_off(redis, small)
