@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from click.testing import CliRunner, Result
 
 from jobs.cli import main
@@ -29,6 +30,7 @@ def number(text: str, pattern: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@pytest.mark.long
 def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives_and_verify_gets_again(
     workers: RealWorkers, tmp_path: Path
 ) -> None:

@@ -75,8 +75,15 @@ def test_each_feature_equals_float64(backend: KernelBackend, features: dict[str,
     assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
 
 
+LONG_SIZES = [(16, 1, 3), (128, 3, 2), (256, 1, 1)]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "group", "kv_heads"), [(16, 1, 3), (40, 5, 1), (128, 3, 2), (256, 1, 1)]
+    ("head_dim", "group", "kv_heads"),
+    [
+        (40, 5, 1),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(16, 1, 3), (128, 3, 2), (256, 1, 1)]),
+    ],
 )
 def test_all_features_at_once_with_heads_of_any_size(
     backend: KernelBackend, head_dim: int, group: int, kv_heads: int

@@ -119,7 +119,7 @@ def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, 
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", ["olmo2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["olmo2", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     """Norms over the heads of all ranks; experts."""
     differences, _ = run(family(name), "tp2", "auto")
@@ -184,7 +184,7 @@ def is_near(found: Tensor, *, has_experts: bool = False) -> bool:
     return bool(found.mean() < LARGEST_MEAN if has_experts else found.max() < LARGEST)
 
 
-@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa4_tied"])
+@pytest.mark.parametrize("name", ["gqa4_tied"])
 def test_qwen3_in_bfloat16_chooses_as_float32_does(name: str, references: dict[str, Reference]) -> None:
     """Logits of bfloat16 move with the batch, so that a token's float32 logit is held against the best
     one. In chunks of 24 tokens, behind cached prefixes, with preemptions, all at once."""
@@ -193,6 +193,7 @@ def test_qwen3_in_bfloat16_chooses_as_float32_does(name: str, references: dict[s
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.long
 def test_families_in_bfloat16_choose_as_float32_does(name: str, family: References) -> None:
     """Soft caps and windows, sinks, experts."""
     found = shortfalls(family(name), engine_answers(family(name)))

@@ -145,6 +145,7 @@ def logits_of(folder: Path, prompt: list[int], **changes: Any) -> tuple[Tensor, 
         return torch.cat(out).float(), runner.pool_size.num_blocks
 
 
+@pytest.mark.long
 def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(folders: dict[str, Path]) -> None:
     """Beside the spread of the logits; not at all as close with one head's scales for another."""
     folder = folders[SHAPE.name]

@@ -57,6 +57,7 @@ def site(runs: Runs, source: Path) -> Site:
     return Site(runs, RunSpec.from_arguments(str(source), str(runs.output), **options))
 
 
+@pytest.mark.long
 def test_no_kill_leaves_a_run_without_its_file_or_a_mark_before_it(redis: Redis, site: Site) -> None:
     """A sample of the points at which an execution may be killed, most of them around the file."""
     output, rng, step = site.runs.output, random.Random(1), 0
