@@ -169,8 +169,8 @@ def score_parquet(
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
-    The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls; the options
-    those of jobs.runs.plans.spec.RunSpec.from_arguments.
+    Arguments and errors are those of `score_parquet` in jobs/parquet/planning/planner.py, which this calls;
+    options are those of jobs.runs.plans.spec.RunSpec.from_arguments.
     """
     named = {
         "prompt_column": prompt_column,
@@ -191,7 +191,7 @@ def score_parquet(
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`.
 
-    The arguments and errors are those of jobs.parquet.survey.survey_parquet.
+    The arguments and errors are those of jobs.parquet.planning.survey.survey_parquet.
     """
     return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
@@ -207,7 +207,7 @@ def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
 def retry_rows(run: str, plan: str) -> dict[str, Any]:
     """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`.
 
-    The arguments and errors are those of jobs.parquet.retry_planner.retry_rows.
+    The arguments and errors are those of jobs.parquet.planning.retry_planner.retry_rows.
     """
     return run_own_function("jobs.retry_rows", (run, plan), {})  # type: ignore[no-any-return]
 
@@ -220,6 +220,6 @@ def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
     """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`.
 
-    The arguments and errors are those of jobs.parquet.shard_task.VerifyTask.
+    The arguments and errors are those of jobs.parquet.shards.shard_task.VerifyTask.
     """
     return run_task("jobs.verify_rows", (run, plan, sample, seed), {})  # type: ignore[no-any-return]

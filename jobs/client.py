@@ -23,7 +23,7 @@ from jobs.common.display import brief
 from jobs.common.rq_jobs import current_function
 from jobs.errors import InvalidJob, InvalidValue, UnknownRun
 from jobs.installed import check_sampling
-from jobs.parquet.local_check import check_columns_here
+from jobs.parquet.planning.local_check import check_columns_here
 from jobs.runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
@@ -35,7 +35,7 @@ from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 from jobs.watch.runs import RunSummary, read_run
 
 if TYPE_CHECKING:
-    from jobs.parquet.read_back import FailedRow, FolderReader
+    from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 #: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
@@ -307,7 +307,7 @@ def _paths(given: Any) -> list[str] | None:
 
 def _written(table: Any, folder: str) -> str:
     try:
-        from jobs.parquet.given_table import write_given_table
+        from jobs.parquet.tables.given_table import write_given_table
     except ImportError as error:
         raise _needs_pyarrow("a table as input", error) from error
     return write_given_table(table, folder)
@@ -315,7 +315,7 @@ def _written(table: Any, folder: str) -> str:
 
 def _reader_class(call: str) -> type[FolderReader]:
     try:
-        from jobs.parquet.read_back import FolderReader
+        from jobs.parquet.outputs.read_back import FolderReader
     except ImportError as error:
         raise _needs_pyarrow(call, error) from error
     return FolderReader

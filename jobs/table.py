@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
-from jobs.parquet.shard_task import VerifyTask, shard_task
+from jobs.parquet.shards.shard_task import VerifyTask, shard_task
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
@@ -55,14 +55,14 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
 
 
 def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.planner import score_parquet  # pyarrow: only where a file is really read
+    from jobs.parquet.planning.planner import score_parquet  # pyarrow: only where a file is really read
 
     _check_binding("jobs.score_parquet", score_parquet, (context, *args), kwargs)
     return score_parquet(context, *args, **kwargs)
 
 
 def _retry_rows(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.retry_planner import retry_rows  # pyarrow, as above
+    from jobs.parquet.planning.retry_planner import retry_rows  # pyarrow, as above
 
     _check_binding("jobs.retry_rows", retry_rows, (context, *args), kwargs)
     return retry_rows(context, *args, **kwargs)
@@ -76,7 +76,7 @@ def _post_run_end(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, A
 
 
 def _survey_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.survey import survey_parquet  # pyarrow, as above
+    from jobs.parquet.planning.survey import survey_parquet  # pyarrow, as above
 
     _check_binding("jobs.survey_parquet", survey_parquet, (context, *args), kwargs)
     return survey_parquet(context, *args, **kwargs)

@@ -28,7 +28,7 @@ FORK.set_forkserver_preload(
         "tests.worker.slow_files",
         "worker.assembly",
         "worker.settings",
-        "jobs.parquet.planner",
+        "jobs.parquet.planning.planner",
     ]
 )
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from time import sleep  # as it is now: tests put others in its place
 from typing import Any
 
-from jobs.parquet.filesystem import Filesystem
-from jobs.parquet.local_files import LocalFiles
+from jobs.parquet.files.filesystem import Filesystem
+from jobs.parquet.files.local_files import LocalFiles
 
 
 def slow_down() -> None:
@@ -24,7 +24,7 @@ def slow_down() -> None:
     for name in Filesystem.__abstractmethods__:
         setattr(LocalFiles, name, slow(getattr(LocalFiles, name), seconds))
     try:
-        from jobs.parquet.object_requests import Requests
+        from jobs.parquet.files.object_requests import Requests
     except ImportError:  # obstore is not installed
         return
     Requests.make = slow(Requests.make, seconds)  # type: ignore[method-assign]

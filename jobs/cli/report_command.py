@@ -18,7 +18,7 @@ from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
 
 if TYPE_CHECKING:
-    from jobs.parquet.read_back import FolderReader
+    from jobs.parquet.outputs.read_back import FolderReader
 
 
 @click.command()
@@ -63,7 +63,7 @@ def _read(path: str) -> str:
 
 def _stored(folder: str) -> FolderReader:
     try:
-        from jobs.parquet.read_back import FolderReader
+        from jobs.parquet.outputs.read_back import FolderReader
 
         return FolderReader(folder)
     except ImportError as error:

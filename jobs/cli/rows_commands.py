@@ -31,7 +31,7 @@ from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.watching.snapshot import read_planned
 
 if TYPE_CHECKING:
-    from jobs.parquet.read_back import FailedRow, FolderReader
+    from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 #: Kinds of errors that are shown.
 MAX_REASONS = 100
@@ -175,7 +175,7 @@ def _reader(folder: str | None) -> tuple[FolderReader | None, str]:
     if folder is None:
         return None, "its folder is not on this machine"
     try:
-        from jobs.parquet.read_back import FolderReader
+        from jobs.parquet.outputs.read_back import FolderReader
 
         return FolderReader(folder), ""
     except ImportError as error:

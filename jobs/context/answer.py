@@ -12,7 +12,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output columns of one row, by the names of jobs.parquet.part.OUTPUT_FIELDS.
+    """The output columns of one row, by the names of jobs.parquet.outputs.part.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
     stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check.

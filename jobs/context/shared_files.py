@@ -25,7 +25,7 @@ class ReaderKey(NamedTuple):
 
 
 class Reader(Protocol):
-    """What this module uses of jobs.parquet.row_reader.RowReader. shard: a jobs.runs.plans.plan.Shard."""
+    """What this module uses of RowReader (jobs/parquet/tables). shard: a Shard of jobs/runs/plans/plan.py."""
 
     next_row: int
 

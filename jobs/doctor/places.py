@@ -47,7 +47,7 @@ def _look(root: str) -> Finding:
 
 def _try(root: str) -> None:
     """Put a file in place, and remove it. A store tries that itself where a run's folder is made."""
-    from jobs.parquet.storage import Storage, writing  # pyarrow: where a worker is installed
+    from jobs.parquet.files.storage import Storage, writing  # pyarrow: where a worker is installed
 
     storage = Storage((root,), timeout_s=STORE_TIMEOUT_S)
     path = os.path.join(root, temporary_name(secrets.token_hex(8), "_doctor"))

@@ -16,10 +16,12 @@ from redis import Redis
 from redis.connection import AbstractConnection
 from rq.serializers import JSONSerializer
 
-from jobs.parquet import planner, run_folder, shard_work
-from jobs.parquet.run_folder import RunFolder
-from jobs.parquet.shard_task import ShardTask
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs import run_folder
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.planning import planner
+from jobs.parquet.shards import shard_work
+from jobs.parquet.shards.shard_task import ShardTask
 from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state import state as run_state
 from jobs.runs.redis_state.state import RunState

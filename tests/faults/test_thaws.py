@@ -19,10 +19,10 @@ from jobs.common.keys import run_key, run_lock_key
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import JobsError
-from jobs.parquet.planner import Submission, plan_run
-from jobs.parquet.run_folder import RunFolder
-from jobs.parquet.shard_work import ShardWork, trusted_plan
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.planning.planner import Submission, plan_run
+from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec

@@ -74,7 +74,7 @@ def server() -> Iterator[S3]:
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     """The store, empty, and named by the environment."""
-    from jobs.parquet import object_requests
+    from jobs.parquet.files import object_requests
     from tests.jobs.s3_server import use_environment
 
     use_environment(monkeypatch, server.environment())

@@ -13,10 +13,10 @@ from redis import Redis
 from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
-from jobs.parquet.planner import Submission, plan_run
-from jobs.parquet.run_folder import RunFolder
-from jobs.parquet.shard_work import ShardWork, trusted_plan
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.planning.planner import Submission, plan_run
+from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.state import RunState

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.parquet.planner import Submission, plan_run
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.planning.planner import Submission, plan_run
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.killing import finish, open_work
 from tests.jobs.s3_server import BUCKET

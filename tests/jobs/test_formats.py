@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.parquet.part import OUTPUT_FIELDS
+from jobs.parquet.outputs.part import OUTPUT_FIELDS
 from jobs.runs.plans.names import part_name, temporary_name
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 

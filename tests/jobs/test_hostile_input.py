@@ -15,7 +15,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.storage import reading
+from jobs.parquet.files.storage import reading
 from jobs.runs.plans import plan, spec
 from jobs.runs.plans.names import PLAN
 from tests.jobs.answering import (

@@ -31,10 +31,10 @@ from jobs.errors import (
     SchemaMismatch,
     TableNotRead,
 )
-from jobs.parquet.converted_inputs import scan
-from jobs.parquet.find_files import find_files
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.records import MAX_LINE_BYTES
-from jobs.parquet.storage import Storage
+from jobs.parquet.planning.find_files import find_files
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.input_files import (

@@ -16,7 +16,7 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
-from jobs.parquet import jinja_source
+from jobs.parquet.prompts import jinja_source
 from jobs.prompts.templates import jinja_texts
 from jobs.prompts.templates.jinja_environment import render as render_texts
 from jobs.prompts.templates.jinja_texts import JinjaTexts, TemplateProblem

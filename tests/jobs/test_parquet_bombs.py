@@ -18,11 +18,11 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.shard_bytes import NoRoomYet, ShardBytes
-from jobs.parquet.row_reader import READERS
-from jobs.parquet.shard_work import ShardWork
-from jobs.parquet.storage import Storage
-from jobs.parquet.table_child import BATCH_BYTES
-from jobs.parquet.table_reading import TableReading
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.shards.shard_work import ShardWork
+from jobs.parquet.tables.row_reader import READERS
+from jobs.parquet.tables.table_child import BATCH_BYTES
+from jobs.parquet.tables.table_reading import TableReading
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
 
 MakeContext = Callable[[], JobContext]

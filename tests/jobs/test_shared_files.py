@@ -21,9 +21,9 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
 from jobs.errors import InputChanged
-from jobs.parquet.row_reader import RowReader
-from jobs.parquet.storage import Storage
-from jobs.parquet.table_reading import BATCH_ROWS
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.tables.row_reader import RowReader
+from jobs.parquet.tables.table_reading import BATCH_ROWS
 from jobs.runs.plans.plan import Shard, cut_shards
 from jobs.tasks import OpenTask
 from tests.jobs.answering import feed, opened_task, queued_jobs, score_parquet

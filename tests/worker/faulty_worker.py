@@ -8,9 +8,9 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from jobs.parquet import planner
-from jobs.parquet.shard_task import ShardTask
-from jobs.parquet.shard_work import ShardWork
+from jobs.parquet.planning import planner
+from jobs.parquet.shards.shard_task import ShardTask
+from jobs.parquet.shards.shard_work import ShardWork
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 

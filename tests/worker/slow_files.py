@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.context import JobContext
-from jobs.parquet.shard_task import ShardTask
-from jobs.parquet.shard_work import ShardWork
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.shards.shard_task import ShardTask
+from jobs.parquet.shards.shard_work import ShardWork
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 

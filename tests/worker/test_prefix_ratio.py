@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shards.shard_requests import ShardRequests
 from tests.e2e.conftest import MODEL
 from tests.worker.test_urgent_prompts import BLOCK_SIZE, DrawingRunner
 

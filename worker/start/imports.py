@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from worker.errors import FunctionNotFound, StartupError
 from worker.store.user_code import import_function
 
-_PARTS = ("worker.assembly", "jobs.parquet.planner", "jobs.parquet.shard_work")
+_PARTS = ("worker.assembly", "jobs.parquet.planning.planner", "jobs.parquet.shards.shard_work")
 
 
 def load_parts() -> None:

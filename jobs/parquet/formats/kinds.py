@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.row_values import NUMBER
+from jobs.parquet.tables.row_values import NUMBER
 
 Kind = str | dict[str, Any]
 

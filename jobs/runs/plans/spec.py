@@ -92,7 +92,7 @@ class RunSpec:
         filename_column: Any = None,
         **options: Any,
     ) -> RunSpec:
-        """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
+        """Check and normalise the arguments; see `score_parquet` of the planner for the first of them.
 
         input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it; openai-batch
         for OpenAI's batch files, whose lines say what is asked, and whose output is such files too.

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.errors import InvalidJob
-from jobs.parquet.chain import Chain, ChainSource
-from jobs.parquet.row_values import RowProblem
-from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.prompts.prompt_chain import Chain, ChainSource
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse

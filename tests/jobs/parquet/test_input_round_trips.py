@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.context.shard_bytes import DEFAULT_BYTES
-from jobs.parquet.converted_inputs import scan
-from jobs.parquet.line_problems import PROBLEM
-from jobs.parquet.storage import Storage
-from jobs.parquet.table_reading import OpenTable
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.formats.converted_inputs import scan
+from jobs.parquet.tables.line_problems import PROBLEM
+from jobs.parquet.tables.table_reading import OpenTable
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 VALUES = st.recursive(

@@ -17,9 +17,9 @@ import pytest
 
 from jobs.context.answer_memo import AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob
-from jobs.parquet.row_values import RowProblem
-from jobs.parquet.shard_labels import ShardLabels
-from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shards.shard_labels import ShardLabels
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse

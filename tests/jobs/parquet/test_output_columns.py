@@ -17,7 +17,7 @@ from redis import Redis
 
 from jobs.context.shard_bytes import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
-from jobs.parquet.part import OUTPUT_FIELDS
+from jobs.parquet.outputs.part import OUTPUT_FIELDS
 from jobs.runs.plans.plan import cut_shards
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off

@@ -19,8 +19,8 @@ import pytest
 from redis import Redis
 
 from jobs.errors import InvalidValue, PartDamaged
-from jobs.parquet import output_file
-from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.outputs import output_file
+from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import PARTS, part_name
 from jobs.runs.plans.spec import RunSpec
@@ -105,7 +105,7 @@ def test_whoever_was_frozen_while_it_wrote_the_file_replaces_nothing(
     published: list[int] = []
 
     def frozen(*arguments: Any) -> bool:
-        monkeypatch.setattr("jobs.parquet.run_folder.write_output", write)
+        monkeypatch.setattr("jobs.parquet.outputs.run_folder.write_output", write)
         monkeypatch.setattr(RunFolder, "_remove_leftovers", lambda folder: None)  # killed before it could
         written = write(*arguments)
         (site.runs.output / PARTS / part_name(1)).unlink()
@@ -114,7 +114,7 @@ def test_whoever_was_frozen_while_it_wrote_the_file_replaces_nothing(
         published.append(file.stat().st_ino)
         return written
 
-    monkeypatch.setattr("jobs.parquet.run_folder.write_output", frozen)
+    monkeypatch.setattr("jobs.parquet.outputs.run_folder.write_output", frozen)
     for shard in range(3):
         finish(site.open(shard))
     assert [file.stat().st_ino] == published

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jobs.context.answer import Answer
 from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
-from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.local_runs import Runs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine import SamplingParams
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.prompt_source import MessagesColumn
+from jobs.parquet.prompts.prompt_source import MessagesColumn
 from jobs.prompts.client_values import NEUTRAL, without_neutral
 from jobs.prompts.messages import UnusableMessages, normal_messages
 from jobs.runs.plans.spec import RunSpec

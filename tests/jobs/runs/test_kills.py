@@ -16,7 +16,7 @@ from redis.lock import Lock
 
 from jobs.common.keys import run_lock_key
 from jobs.errors import RunBusy, RunCancelled
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards

@@ -13,8 +13,8 @@ import pytest
 from redis import Redis
 
 from jobs import errors
-from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.fingerprint import WHOLE_BYTES, file_fingerprint
+from jobs.parquet.files.storage import Storage
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.snapshot import read_snapshot

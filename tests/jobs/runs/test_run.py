@@ -19,9 +19,9 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
-from jobs.parquet.prompt_source import RowProblem
-from jobs.parquet.shard_requests import ShardRequests
-from jobs.parquet.shard_work import row_seed
+from jobs.parquet.prompts.prompt_source import RowProblem
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.shards.shard_work import row_seed
 from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shout

@@ -19,7 +19,7 @@ from jobs.common.keys import run_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import Lease
 from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled
-from jobs.parquet import run_folder
+from jobs.parquet.outputs import run_folder
 from jobs.runs import post_end
 from jobs.runs.control import submit_run
 from jobs.runs.end_notices import tell_failed

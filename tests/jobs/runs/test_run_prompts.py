@@ -18,7 +18,7 @@ import pytest
 
 from jobs.common.json_text import to_json
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.parquet.row_values import MAX_NESTED_VALUES, RowProblem, row_values
+from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,

@@ -22,7 +22,7 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
-from jobs.parquet import shard_lengths
+from jobs.parquet.planning import shard_lengths
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.shard_sizes import MAX_SIZES, ShardSizes
 from jobs.runs.redis_state.recorded_parts import SeenParts

@@ -22,7 +22,7 @@ from jobs.errors import (
     RunOfAnotherModel,
     TrialFailed,
 )
-from jobs.parquet.verify_work import sampled_rows
+from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.runs.watching.trials import Trial
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, Answer, FakeCompletion, refuse, run_task

@@ -18,10 +18,10 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import local_files
-from jobs.parquet.part import part_stats, write_part
-from jobs.parquet.storage import Storage
-from jobs.parquet.store_errors import NotExclusive
+from jobs.parquet.files import local_files
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.files.store_errors import NotExclusive
+from jobs.parquet.outputs.part import part_stats, write_part
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import MODEL, fails

@@ -26,11 +26,11 @@ from obstore.store import MemoryStore
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import object_files, store_errors
-from jobs.parquet.find_files import find_files
-from jobs.parquet.listing_child import listing
-from jobs.parquet.planner import Submission, plan_run
-from jobs.parquet.storage import Storage
+from jobs.parquet.files import object_files, store_errors
+from jobs.parquet.files.listing_child import listing
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.planning.planner import Submission, plan_run
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.conftest import MakeContext
 from tests.jobs.killing import Fuse, finish, open_work, release_lock, run_until_killed

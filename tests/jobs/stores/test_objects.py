@@ -14,10 +14,10 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import listing_child, object_files, object_streams
-from jobs.parquet.object_requests import opened_store
-from jobs.parquet.object_streams import MAX_BLOCKS, MIN_BLOCKS, ObjectReader
-from jobs.parquet.storage import Storage
+from jobs.parquet.files import listing_child, object_files, object_streams
+from jobs.parquet.files.object_requests import opened_store
+from jobs.parquet.files.object_streams import MAX_BLOCKS, MIN_BLOCKS, ObjectReader
+from jobs.parquet.files.storage import Storage
 from tests.jobs.conftest import MakeContext
 from tests.jobs.s3_server import BUCKET, S3, FaultyProxy
 from tests.jobs.stored_runs import ROOT, in_store

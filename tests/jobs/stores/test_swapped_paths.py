@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import errors
-from jobs.parquet.storage import Storage
+from jobs.parquet.files.storage import Storage
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import run_task

@@ -1,0 +1,1 @@
+"""Where files lie: a disk below data roots, or an object store."""

@@ -1,0 +1,106 @@
+"""What tells an input file from another one, and whether it is still the planned one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
+from jobs.parquet.files.filesystem import FileStat
+from jobs.parquet.files.storage import Storage, reading
+from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.plan import Plan, PlannedFile
+
+#: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
+WHOLE_BYTES = 1 << 16
+NUM_SAMPLES = 4
+
+_CHUNK_BYTES = 1 << 20
+
+_TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
+
+#: Gives the fingerprint of one file in a state of it.
+Fingerprint = Callable[[FileStat], str]
+
+
+def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
+    """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
+
+    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB, evenly spaced, are read. The
+    footer holds row counts, offsets and sizes of all column chunks, and their statistics: what a writer
+    changes shows there, or shifts what comes after it. An edit in place that keeps every size and every
+    minimum and maximum, outside of the samples, is not found. Any other file has nothing that tells of the
+    rest of it, and is read whole. Raises CorruptParquet or InputNotFound.
+    """
+    digest = blake2b(digest_size=16)
+    if input_format != PARQUET:
+        return _of_all(storage, path, digest)
+    with reading(path), storage.open_input(path) as file:
+        size = file.size()
+        digest.update(size.to_bytes(8, "little"))
+        if size <= WHOLE_BYTES:
+            digest.update(file.read_at(size, 0))
+            return digest.hexdigest()
+        footer = int.from_bytes(file.read_at(4, size - _TAIL), "little") + _TAIL
+        if footer > size:
+            raise CorruptParquet(path, f"its footer would have {footer} bytes")
+        sample = WHOLE_BYTES // NUM_SAMPLES
+        for number in range(NUM_SAMPLES):
+            digest.update(file.read_at(sample, max(0, size - footer - sample) * number // (NUM_SAMPLES - 1)))
+        digest.update(file.read_at(footer, size - footer))
+    return digest.hexdigest()
+
+
+def prefix_fingerprint(storage: Storage, path: str, size: int) -> str:
+    """Return what the fingerprint of a file of text would be if it ended after so many bytes."""
+    return _of_all(storage, path, blake2b(digest_size=16), size)
+
+
+def _of_all(storage: Storage, path: str, digest: blake2b, most: int | None = None) -> str:
+    with reading(path), storage.open_input(path) as file:
+        left = file.size() if most is None else most
+        while chunk := file.read(min(_CHUNK_BYTES, left)):
+            storage.check_interrupted()
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def unchanged(
+    storage: Storage, plan: Plan, file: PlannedFile, fingerprint: Fingerprint | None = None
+) -> Iterator[None]:
+    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
+
+    Of one that is no Parquet the rows are read of what planning made of it: that has to be there.
+    """
+    if plan.input_format != PARQUET:
+        if storage.stat(path := plan.rows_path(file)) is None:
+            raise ConvertedInputGone(path, file.path)
+        yield
+        return
+    check_unchanged(storage, file, fingerprint)
+    try:
+        yield
+    finally:  # a file that was replaced meanwhile explains whatever else went wrong
+        check_unchanged(storage, file, fingerprint)
+
+
+def check_unchanged(
+    storage: Storage, file: PlannedFile, fingerprint: Fingerprint | None = None, input_format: str = PARQUET
+) -> None:
+    """Raise InputChanged when a file is not the one that was planned.
+
+    fingerprint: asked for only where a file of the planned size has another modification time or ETag.
+    """
+    stat = storage.stat(file.path)
+    if stat is None:
+        raise InputChanged(file.path, storage.what_is_there(file.path))
+    if stat.size != file.size:
+        raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
+    if (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag):
+        return
+    found = fingerprint(stat) if fingerprint else file_fingerprint(storage, file.path, input_format)
+    if found != file.fingerprint:
+        raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")

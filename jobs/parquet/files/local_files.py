@@ -1,0 +1,277 @@
+"""Files on this machine's disks and mounts, below the data roots."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.context import never_interrupted
+from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
+from jobs.parquet.files.confined import entered, is_link, links_refused, root_of
+from jobs.parquet.files.exclusive_rename import rename_exclusively
+from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.files.store_errors import NotExclusive
+from jobs.runs.plans.paths import run_path
+
+#: How filesystems say that they have no links, or no rename that replaces nothing.
+_NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalFiles(Filesystem):
+    """Local files. Every method takes real paths: what `resolve` returned, or names in such a folder.
+
+    What is opened, listed, written or removed is reached without following a link (confined.py): a folder or
+    file that was swapped for one since `resolve` raises PathSwapped.
+    """
+
+    def __init__(
+        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
+    ) -> None:
+        """check_interrupted: called before what may take time, and before any of it is done."""
+        self.check_interrupted = check_interrupted
+        self._roots = tuple(os.path.realpath(root) for root in roots)
+
+    def resolve(self, path: str) -> str:
+        """Return the absolute path without symlinks and `..`. Raises PathOutsideRoots."""
+        real = os.path.realpath(run_path(path))
+        if root_of(real, self._roots) is None:
+            raise PathOutsideRoots(path, ":".join(self._roots))
+        return real
+
+    def stat(self, path: str) -> FileStat | None:
+        """Return the state of a regular file, None for anything else: a FIFO would block its reader."""
+        self.check_interrupted()
+        try:
+            with self._parent(path) as (folder, name):
+                info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
+
+    def what_is_there(self, path: str) -> str:
+        """Say what stands where a regular file was."""
+        return "it is no regular file any more" if os.path.lexists(path) else "it is gone"
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a path, real or not, leads to a folder."""
+        return os.path.isdir(path)
+
+    def look(self, path: str) -> Entry | None:
+        """Return what has this path, a link as what it leads to."""
+        if not os.path.lexists(path):
+            return None
+        return Entry(os.path.basename(path), os.path.isdir(path), os.path.islink(path))
+
+    @contextmanager
+    def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
+        """Lend what a folder holds, which is read from it little by little."""
+        self.check_interrupted()
+        with (
+            entered(folder, self._roots) as descriptor,
+            _opened(".", os.O_RDONLY, descriptor) as listed,
+            os.scandir(listed) as entries,
+        ):
+            yield (Entry(each.name, _leads_to_folder(each), each.is_symlink()) for each in entries)
+
+    def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each regular file in a folder was written."""
+        with self.scan(folder) as entries:
+            names = [entry.name for entry in entries]
+        stats = {name: self.stat(os.path.join(folder, name)) for name in names}
+        return {name: found.mtime_ns for name, found in stats.items() if found is not None}
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder, and what is missing above it."""
+        with entered(path, self._roots, create=True):
+            pass
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder, if nothing is in it."""
+        with suppress(OSError), self._parent(path) as (folder, name):
+            os.rmdir(name, dir_fd=folder)
+
+    def open_input(self, path: str) -> Any:
+        """Open a regular file as pyarrow reads it. Raises InputNotFound for anything else."""
+        self.check_interrupted()
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
+        with self._parent(path) as (folder, name), links_refused(name, folder, path):
+            descriptor = os.open(name, flags, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise InputNotFound(path)
+        return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
+
+    def open_output(self, path: str) -> Any:
+        """Open a new file for pyarrow to write; what had its name is removed."""
+        self.check_interrupted()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with self._parent(path) as (folder, name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
+        return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
+
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        """Write a file that is there anew; return False if someone removed it."""
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+        try:
+            with self._parent(path) as (folder, name):
+                descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
+        return True
+
+    def reopen_output(self, path: str) -> Any:
+        """Open a file that is there to be written anew by pyarrow; return None if someone removed it."""
+        self.check_interrupted()
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+        try:
+            with self._parent(path) as (folder, name):
+                descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
+
+    def make_void(self, path: str, text: str) -> None:
+        """Make a name that leads to no file, and tells whoever lists the folder why."""
+        with self._parent(path) as (folder, name), suppress(FileExistsError):
+            try:
+                os.symlink(text, name, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _NOT_BUILT:
+                    raise
+                with self.open_output(path) as sink:
+                    sink.write(text.encode())
+
+    def publish(self, temporary: str, target: str) -> bool:
+        """Put a written file in its place, in the same folder, without replacing; return False if the place
+        was taken.
+
+        The contents reach the disk before the name does: a part that is there is whole. Raises PathSwapped,
+        and takes the name back, if the folder was moved away meanwhile.
+        """
+        with self._parent(target) as (folder, name):
+            try:
+                self._place(os.path.basename(temporary), name, folder, _put_exclusively)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                # Whoever finished the run removed leftovers, this file among them; that needs a published
+                # target.
+                if not _exists(name, folder):
+                    raise
+                return False
+            try:
+                self._check_in_place(folder, target)
+            except PathSwapped:
+                for placed in (name, os.path.basename(temporary)):
+                    with suppress(FileNotFoundError):
+                        os.unlink(placed, dir_fd=folder)
+                raise
+        return True
+
+    def replace(self, temporary: str, target: str) -> bool:
+        """Put a written file in its place, in the same folder, over what was there; return False if someone
+        removed it first. Raises PathSwapped if the folder was moved away meanwhile."""
+        with self._parent(target) as (folder, name):
+            try:
+                self._place(temporary, name, folder, os.replace)
+            except FileNotFoundError:
+                return False
+            self._check_in_place(folder, target)
+        return True
+
+    def rename(self, path: str, target: str) -> bool:
+        """As `replace`, for what is no file with contents. A void that is no link, on a filesystem without
+        them, takes the target away as a store does (jobs.parquet.files.object_files)."""
+        with self._parent(target) as (folder, name):
+            if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
+                self.remove(target)
+                return self.remove(path)
+            try:
+                os.replace(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileNotFoundError:
+                return False
+            _sync(".", folder)
+            self._check_in_place(folder, target)
+        return True
+
+    def remove(self, path: str) -> bool:
+        """Remove a file; return False if someone else did before."""
+        try:
+            with self._parent(path) as (folder, name):
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Lend the folder that holds a path, and give the path's name in it."""
+        with entered(os.path.dirname(path), self._roots) as folder:
+            yield folder, os.path.basename(path)
+
+    def _place(self, temporary: str, name: str, folder: int, move: Callable[..., None]) -> None:
+        written = os.path.basename(temporary)
+        _sync(written, folder)
+        move(written, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _sync(".", folder)
+
+    def _check_in_place(self, folder: int, path: str) -> None:
+        """Raise PathSwapped unless the folder of a path is the one that was entered."""
+        with suppress(OSError), self._parent(path) as (found, _):
+            if os.path.sameopenfile(found, folder):
+                return
+        raise PathSwapped(path, "its folder was moved away")
+
+
+@contextmanager
+def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
+    descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _put_exclusively(written: str, name: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Give a file a name that nothing has. Raises FileExistsError, or NotExclusive."""
+    try:
+        os.link(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NOT_BUILT:
+            raise
+        try:
+            rename_exclusively(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        except OSError as other:
+            if other.errno not in _NOT_BUILT:
+                raise
+            raise NotExclusive(name, os.strerror(error.errno or 0)) from other
+
+
+def _sync(name: str, folder: int) -> None:
+    with _opened(name, os.O_RDONLY, folder) as descriptor:
+        os.fsync(descriptor)
+
+
+def _exists(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False

@@ -1,0 +1,257 @@
+"""Files in object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
+`publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its
+source was removed. Both are one request that the store carries out, or refuses, whenever a worker that was
+frozen sends it. A mark cannot be taken away on a condition: whoever withdraws an end removes the mark while
+its claim is there, and if it was frozen just then, may remove the mark of an end that came in between. It
+finds its claim gone then, looks again, and the run is ended once more by whoever withdrew it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import obstore
+import pyarrow as pa
+
+from jobs.context import never_interrupted
+from jobs.errors import InputNotFound, PathOutsideRoots
+from jobs.parquet.files.confined import root_of
+from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.files.object_listings import listed
+from jobs.parquet.files.object_requests import Requests, opened_store
+from jobs.parquet.files.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
+from jobs.parquet.files.store_errors import StoreRefused, StoreUnfit
+from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.paths import run_path
+
+#: What a store copies in one request.
+MAX_COPY_BYTES = 5 << 30
+
+#: Chunks of one object that are on their way at a time.
+_CONCURRENCY = 2
+
+#: The buckets that have shown that they keep what is there. Shared by all threads.
+_fit: set[tuple[str, str]] = set()
+
+
+class ObjectFiles(Filesystem):
+    """Objects below the data roots that are prefixes in stores."""
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """roots: as run_path returns them. timeout_s: in which a store has to serve."""
+        self._roots, self._timeout_s = tuple(roots), timeout_s
+        self._requests = Requests(check_interrupted, timeout_s)
+
+    def resolve(self, path: str) -> str:
+        path = run_path(path)
+        self._place(path)
+        return path
+
+    def stat(self, path: str) -> FileStat | None:
+        found = self._head(path)
+        return found and FileStat(found["size"], _nanoseconds(found), found["e_tag"] or "")
+
+    def what_is_there(self, path: str) -> str:
+        return "it is gone"
+
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a prefix of objects, and none itself."""
+        found = self.look(path)
+        return found is not None and found.is_folder
+
+    def look(self, path: str) -> Entry | None:
+        key, name = self._place(path)[1], os.path.basename(path)
+        if key and self._head(path) is not None:
+            return Entry(name, False, False)
+        return Entry(name, True, False) if not key or self._list("has_any", path) else None
+
+    @contextmanager
+    def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
+        """Lend what a prefix holds; an object that is a prefix of others counts as a folder."""
+        key, found = self._place(folder)[1], self._list("level", folder)
+        folders = {os.path.basename(prefix) for prefix in found["folders"]}
+        files = {os.path.basename(path) for path in found["objects"] if path != key}
+        entries = [*(Entry(name, True, False) for name in folders)]
+        entries += (Entry(name, False, False) for name in files - folders)
+        yield iter(entries)
+
+    def names(self, folder: str) -> Collection[str]:
+        """Return the names in a prefix, listed in pieces: what a store tells of ten thousand parts takes 10
+        MiB at once. Only a listing of all that is below comes so: where that is much, or cannot be told, the
+        other kind is made."""
+        names: list[str] | None = self._list("names", folder)
+        return super().names(folder) if names is None else names
+
+    def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each object of a prefix was written, by one listing."""
+        objects = self._list("level", folder)["objects"]
+        return {os.path.basename(path): written_at for path, written_at in objects.items()}
+
+    def make_folder(self, path: str) -> None:
+        """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
+        store, key = self._place(path)
+        place = path.partition("://")[0], path.split("/")[2]
+        if place in _fit:
+            return
+        name = f"{key}/{temporary_name(secrets.token_hex(8), '_probe')}".lstrip("/")
+        try:
+            self._make(path, lambda: obstore.put(store, name, b"probe"))
+            with suppress(FileExistsError):  # the reply to a first try was lost
+                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+            try:
+                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+            except FileExistsError:
+                _fit.add(place)
+            else:
+                raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
+        finally:
+            for each in (name, f"{name}.tmp"):
+                with suppress(FileNotFoundError):
+                    self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
+
+    def remove_folder(self, path: str) -> None:
+        """Nothing is to be removed: a prefix ends with its last object."""
+
+    def open_input(self, path: str) -> Any:
+        store, key = self._place(path)
+        found = self._head(path)
+        if found is None:
+            raise InputNotFound(path)
+        own = {"if_match": found["e_tag"]} if found["e_tag"] else {}
+
+        def fetch(start: int, end: int) -> bytes:
+            options: Any = {"range": (start, end), **own}
+            found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
+            return found
+
+        return pa.PythonFile(ObjectReader(fetch, found["size"]), mode="r")
+
+    def open_output(self, path: str) -> Any:
+        store, key = self._place(path)
+        return ObjectSink(
+            ObjectWriter(
+                lambda contents: self._put(path, contents),
+                lambda chunks: self._make_once(path, lambda: _put_chunks(store, key, chunks)),
+                self._requests.check_interrupted,
+            ),
+            "w",
+        )
+
+    def reopen_output(self, path: str) -> Any:
+        return None if self._head(path) is None else self.open_output(path)
+
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        if self._head(path) is None:
+            return False
+        self._put(path, contents)
+        return True
+
+    def make_void(self, path: str, text: str) -> None:
+        self._put(path, text.encode())
+
+    def publish(self, temporary: str, target: str) -> bool:
+        store, key = self._place(target)
+        try:
+            self._make(
+                target, lambda: obstore.copy(store, self._key(temporary, target), key, overwrite=False)
+            )
+        except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
+            return False
+        except FileNotFoundError:
+            # Whoever finished the run removed leftovers, this file among them.
+            if self._head(target) is None:
+                raise
+            return False
+        return True
+
+    def replace(self, temporary: str, target: str) -> bool:
+        store, key = self._place(target)
+        source, found = self._key(temporary, target), self._head(temporary)
+        if found is None:
+            return False
+        try:
+            if found["size"] <= MAX_COPY_BYTES:
+                self._make(target, lambda: obstore.copy(store, source, key))
+            else:
+                chunks = self._chunks(temporary, found["size"])
+                self._make_once(target, lambda: _put_chunks(store, key, chunks))
+        except FileNotFoundError:
+            return False
+        self.remove(temporary)
+        return True
+
+    def rename(self, path: str, target: str) -> bool:
+        if self._head(path) is None:
+            return False
+        self.remove(target)
+        return self.remove(path)
+
+    def remove(self, path: str) -> bool:
+        store, key = self._place(path)
+        if self._head(path) is None:
+            return False
+        with suppress(FileNotFoundError):
+            self._make(path, lambda: obstore.delete(store, key))
+        return True
+
+    def _chunks(self, path: str, size: int) -> Iterator[bytes]:
+        with self.open_input(path) as source:
+            while source.tell() < size:
+                yield source.read(CHUNK_BYTES)
+
+    def _put(self, path: str, contents: bytes) -> None:
+        store, key = self._place(path)
+        self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False))
+
+    def _head(self, path: str) -> Any:
+        store, key = self._place(path)
+        try:
+            return self._make(path, lambda: obstore.head(store, key))
+        except FileNotFoundError:
+            return None
+        except StoreRefused:  # the reply to a HEAD has no text; another one says why
+            self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
+            raise
+
+    def _list(self, kind: str, folder: str) -> Any:
+        """Return what a listing of a kind tells of a prefix."""
+        self._place(folder)
+        return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
+
+    def _make(self, path: str, request: Callable[[], Any]) -> Any:
+        return self._requests.make(path, request)
+
+    def _make_once(self, path: str, request: Callable[[], Any]) -> None:
+        """Make a request that cannot be made again: obstore alone tries its parts again."""
+        Requests(never_interrupted, 0.0).make(path, request)
+
+    def _place(self, path: str) -> tuple[Any, str]:
+        """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""
+        if root_of(path, self._roots) is None:
+            raise PathOutsideRoots(path, ":".join(self._roots))
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
+        return opened_store(scheme, bucket, self._timeout_s), key
+
+    def _key(self, path: str, target: str) -> str:
+        """Return the key of what is beside a target."""
+        return self._place(os.path.join(os.path.dirname(target), os.path.basename(path)))[1]
+
+
+def _nanoseconds(found: Any) -> int:
+    return int(found["last_modified"].timestamp() * 1e9)
+
+
+def _put_chunks(store: Any, key: str, chunks: Iterator[bytes]) -> None:
+    obstore.put(store, key, chunks, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)

@@ -1,0 +1,163 @@
+"""Requests to an object store: tried again while it does not serve, and what it says told by our errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from jobs.errors import PathSwapped
+from jobs.parquet.files.store_errors import BucketNotFound, StoreRefused, StoreUnreachable
+
+T = TypeVar("T")
+
+#: Of the time that a store has: for tries of one request inside obstore, and until which we begin another.
+_SHARE = 0.25
+
+#: Seconds between our own tries, and of one request at most.
+FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 0.2, 5.0, 30.0
+
+#: Of what a store says its code alone is told, and of another reply nothing: it may be another host's.
+_CODE, _STATUS = re.compile(r"<Code>(\w{1,64})</Code>"), re.compile(r"status code: (\d{3})")
+_BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_TRY_AGAIN = {"408", "425", "429"}
+
+#: Of what obstore says, as much as is told.
+_REASON_CHARS = 300
+
+#: Where no proxy listens: requests to other hosts than the store's are sent there.
+_NOWHERE = "127.0.0.1:1"
+
+_PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "AWS_PROXY_URL")
+
+#: Where clients of S3 find credentials, if none are given.
+_CREDENTIALS = (
+    "169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::23", "fd00:ec2::254", "amazonaws.com",
+)  # fmt: skip
+_CREDENTIAL_URLS = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT", "AWS_ENDPOINT_URL_STS")
+
+
+@lru_cache(maxsize=64)
+def opened_store(scheme: str, bucket: str, timeout_s: float) -> Any:
+    """Return a client of a bucket, which all threads share, with what the environment says of the store.
+
+    timeout_s: in which it has to serve.
+    """
+    share, first = timedelta(seconds=timeout_s * _SHARE), timedelta(seconds=FIRST_WAIT_S)
+    options: Any = {
+        "retry_config": {
+            "max_retries": 100,
+            "retry_timeout": share,
+            "backoff": {"init_backoff": min(share / 8, first), "max_backoff": share / 4, "base": 2},
+        },
+        "client_options": {
+            "timeout": min(share, timedelta(seconds=REQUEST_S)),
+            "connect_timeout": min(share, timedelta(seconds=REQUEST_S / 3)),
+            "allow_http": _endpoint(scheme).startswith("http://"),
+        },
+    }
+    if scheme == "s3":
+        options["client_options"] |= _without_redirects()
+        return S3Store(bucket, copy_if_not_exists="multipart", **options)
+    return GCSStore(bucket, **options) if scheme == "gs" else AzureStore(bucket, **options)
+
+
+def _endpoint(scheme: str) -> str:
+    names = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT",)}
+    return next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), "")
+
+
+def _without_redirects() -> dict[str, str]:
+    """Return what keeps a client of S3 from following a store to another host, with its session token.
+
+    obstore follows any redirect, but what is not its store's goes through a proxy that is not there: unless
+    the operator has set one.
+    """
+    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES):
+        return {}
+    endpoint = _endpoint("s3")
+    hosts = [urlsplit(endpoint).hostname or ""] if endpoint else ["amazonaws.com", "amazonaws.com.cn"]
+    if not os.environ.get("AWS_ACCESS_KEY_ID"):
+        urls = (os.environ.get(name, "") for name in _CREDENTIAL_URLS)
+        hosts += [*_CREDENTIALS, *(urlsplit(url).hostname or "" for url in urls)]
+    return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": ",".join(filter(None, hosts))}
+
+
+class Requests:
+    """Makes requests, each again until it is answered, at most for a share of `timeout_s`.
+
+    What is asked must bear being asked twice: a reply may be lost of what was done.
+    """
+
+    def __init__(
+        self,
+        check_interrupted: Callable[[], None],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.check_interrupted, self.timeout_s = check_interrupted, timeout_s
+        self._clock, self._wait = clock, wait
+
+    def make(self, path: str, request: Callable[[], T]) -> T:
+        """Return what a request does. path: for the errors.
+
+        Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked
+        at, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
+        """
+        begun, wait_s = self._clock(), FIRST_WAIT_S
+        while True:
+            self.check_interrupted()
+            try:
+                return request()
+            except (BaseError, FileNotFoundError, ValueError) as error:
+                reason = self._reason_to_try_again(path, error)
+                seconds = self._clock() - begun
+                if seconds + wait_s > self.timeout_s * _SHARE:
+                    raise StoreUnreachable(path, seconds, reason) from None
+            self._wait(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+    def _reason_to_try_again(self, path: str, error: Exception) -> str:
+        """Return why the store has not served; raise an error of ours where another try would end alike."""
+        text = str(error)
+        code, status = _found(_CODE, text), _found(_STATUS, text)
+        first = text.split("\n")[0]
+        before = _BEFORE_A_REPLY.match(first)
+        reason = (code or (before[0] if before else first))[:_REASON_CHARS]
+        if _NOWHERE in text:
+            raise StoreRefused(path, "it sends requests on to another host, which is not followed")
+        if code in _NO_BUCKET:
+            raise BucketNotFound(path, reason) from None
+        if isinstance(error, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+        if isinstance(error, AlreadyExistsError):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        if isinstance(error, PreconditionError):
+            raise PathSwapped(path, "another object came in its place") from None
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError | ValueError):
+            raise StoreRefused(path, reason) from None
+        if status.startswith("4") and status not in _TRY_AGAIN:
+            raise StoreRefused(path, reason) from None
+        return reason
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match else ""

@@ -1,0 +1,203 @@
+"""The few file operations a run needs, below the data roots, and names for what goes wrong with them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import pyarrow as pa
+
+from jobs.context import JobContext, never_interrupted
+from jobs.errors import (
+    CorruptParquet,
+    CorruptTable,
+    DiskFull,
+    InputError,
+    InputNotFound,
+    OutputNotWritable,
+    PathOutsideRoots,
+)
+from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.files.local_files import LocalFiles
+from jobs.runs.plans.paths import is_stored, run_path
+
+try:
+    from jobs.parquet.files.object_files import ObjectFiles
+except ImportError:  # obstore is not installed: the extra `cloud` brings it
+    ObjectFiles = None  # type: ignore[assignment,misc]
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SIZE_ASKED = re.compile(r"of size (\d+)")  # pyarrow's error has no other place for it
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_NOT_WRITABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
+
+
+class Storage:
+    """All the places where a run's files may lie. See Filesystem, of which each path has one."""
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
+        what may take time, and before any of it is done. timeout_s: in which a store has to serve."""
+        self.check_interrupted = check_interrupted
+        self._roots, self._timeout_s = tuple(roots), timeout_s
+        self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
+        stored = [root for root in roots if is_stored(root)]
+        self._stored: Filesystem | None = None
+        if stored and ObjectFiles is not None:
+            self._stored = ObjectFiles(stored, check_interrupted, timeout_s)
+
+    @classmethod
+    def of(cls, context: JobContext) -> Self:
+        """Return the storage of a job."""
+        return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
+
+    def with_root(self, root: str) -> Storage:
+        """Return a storage that has one root more."""
+        return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
+
+    def _of(self, path: str) -> Filesystem:
+        """Return what holds a path, resolved or not."""
+        if not is_stored(path.lower()):
+            return self._local
+        if self._stored is None:
+            raise PathOutsideRoots(run_path(path), ":".join(self._roots))
+        return self._stored
+
+    def resolve(self, path: str) -> str:
+        return self._of(path).resolve(path)
+
+    def stat(self, path: str) -> FileStat | None:
+        return self._of(path).stat(path)
+
+    def what_is_there(self, path: str) -> str:
+        return self._of(path).what_is_there(path)
+
+    def is_folder(self, path: str) -> bool:
+        return self._of(path).is_folder(path)
+
+    def look(self, path: str) -> Entry | None:
+        return self._of(path).look(path)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the sorted names in a folder."""
+        return sorted(self._of(folder).names(folder))
+
+    def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
+        return self._of(folder).scan(folder)
+
+    def written_at(self, folder: str) -> dict[str, int]:
+        return self._of(folder).written_at(folder)
+
+    def make_folder(self, path: str) -> None:
+        self._of(path).make_folder(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._of(path).remove_folder(path)
+
+    def open_input(self, path: str) -> Any:
+        return self._of(path).open_input(path)
+
+    def open_output(self, path: str) -> Any:
+        return self._of(path).open_output(path)
+
+    def reopen_output(self, path: str) -> Any:
+        return self._of(path).reopen_output(path)
+
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        return self._of(path).rewrite(path, contents)
+
+    def make_void(self, path: str, text: str) -> None:
+        self._of(path).make_void(path, text)
+
+    def publish(self, temporary: str, target: str) -> bool:
+        return self._of(target).publish(temporary, target)
+
+    def replace(self, temporary: str, target: str) -> bool:
+        return self._of(target).replace(temporary, target)
+
+    def rename(self, path: str, target: str) -> bool:
+        return self._of(target).rename(path, target)
+
+    def delete(self, path: str) -> None:
+        """Remove a file that may already be gone."""
+        self.remove(path)
+
+    def remove(self, path: str) -> bool:
+        return self._of(path).remove(path)
+
+
+def glob_chars(pattern: str) -> set[str]:
+    """Return the characters that make a path a glob; empty for a plain path."""
+    return set("*?[") & set(pattern)
+
+
+@contextmanager
+def reading(path: str, file_format: str | None = None) -> Iterator[None]:
+    """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a
+    file_format is given, CorruptTable.
+
+    A lack of memory passes as it is, unless the file asks for more than this machine has in all.
+    """
+    try:
+        yield
+    except pa.ArrowMemoryError as error:
+        if not _is_absurd(error):
+            raise
+        raise _corrupt(path, file_format, error) from error
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise _corrupt(path, file_format, error) from error
+    except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            raise InputNotFound(path) from None
+        if error.errno is not None:
+            raise
+        raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
+
+
+def _corrupt(path: str, file_format: str | None, error: BaseException) -> InputError:
+    if file_format is None:
+        return CorruptParquet(path, _first_line(error))
+    return CorruptTable(path, file_format, _first_line(error))
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Name the file in what goes wrong while it is written. Raises DiskFull or OutputNotWritable."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else _first_line(error)
+        if error.errno in _DISK_FULL:
+            raise DiskFull(path, reason) from error
+        if error.errno in _NOT_WRITABLE:
+            raise OutputNotWritable(path, reason) from error
+        raise
+
+
+def _is_absurd(error: pa.ArrowMemoryError) -> bool:
+    """Whether pyarrow tried to take more than all the machine's memory: a size that a broken file names."""
+    size = _SIZE_ASKED.search(str(error))
+    return size is not None and int(size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,137 @@
+"""A run's inputs that are no Parquet: what they hold, and the Parquet files that planning makes of them.
+
+Those lie in `_input/` beside the plan until the run ends. Each has a name that tells its contents: planners
+that meet write the same, and one that was made stays.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.parquet.files.fingerprint import check_unchanged
+from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.formats.kinds import Kind
+from jobs.parquet.tables.table_reading import OpenTable, asked_again, read_schema
+from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.plan import Plan, PlannedFile
+
+#: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
+CHILD_SHARE = 3 / 4
+
+_TASKS = "jobs.parquet.formats.converter"
+
+
+@dataclass
+class Scanned:
+    """What a file holds. kinds: of a text file's columns. groups: rows and bytes of each, as it is written.
+
+    names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
+    """
+
+    kinds: dict[str, Kind]
+    schema: pa.Schema
+    groups: list[tuple[int, int]]
+    names: bytearray = field(default_factory=bytearray)
+
+
+def scan(
+    storage: Storage, path: str, input_format: str, rows: int | None = None, limit: int = DEFAULT_BYTES
+) -> Scanned:
+    """Look through a file that is no Parquet. rows: so many are looked at.
+
+    limit: as of look_at. Raises CorruptTable, SchemaMismatch, TableNotRead or InputNotFound.
+    """
+
+    def ask() -> Scanned:
+        names = bytearray()
+        with OpenTable(storage, path, limit, input_format, CHILD_SHARE) as file:
+            for message, body in file.replies(f"{_TASKS}:scan", {"rows": rows}):
+                if "names" in message:
+                    names += body
+        groups = [(rows, size) for rows, size in message["groups"]]
+        return Scanned(dict(message["kinds"]), read_schema(body), groups, names)
+
+    return asked_again(path, ask)
+
+
+def convert_inputs(
+    storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
+) -> int:
+    """Make the Parquet files of some of a plan's inputs that have none; return how many bytes theirs have.
+
+    files: by their numbers. limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or
+    OutputNotWritable.
+    """
+    if plan.input_format == PARQUET:
+        return 0
+    wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
+    for path, file in wanted.items():
+        if storage.stat(path) is None:
+            _convert(storage, plan, file, execution_id, limit)
+    return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)
+
+
+def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str, limit: int) -> None:
+    source, target = storage.resolve(file.path), plan.rows_path(file)
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, temporary_name(execution_id, name))
+    question = {"kinds": plan.columns, "rows": file.rows}
+
+    def write() -> None:
+        opened = OpenTable(storage, source, limit, plan.input_format, CHILD_SHARE)
+        with opened as table, writing(target), storage.open_output(temporary) as sink:
+            for _, body in table.replies(f"{_TASKS}:convert", question):
+                sink.write(body)
+
+    def check() -> None:
+        check_unchanged(storage, replace(file, path=source), input_format=plan.input_format)
+
+    with writing(folder):
+        storage.make_folder(folder)
+    try:
+        check()
+        asked_again(source, write)
+        check()
+        with writing(target):
+            storage.publish(temporary, target)
+    finally:
+        storage.delete(temporary)
+
+
+@contextmanager
+def converted_for_now(
+    storage: Storage, plan: Plan, files: Iterable[int], limit: int = DEFAULT_BYTES
+) -> Iterator[tuple[Storage, Plan]]:
+    """Lend a plan whose files can be read, and the storage for that: what is no Parquet any more, or not yet,
+    is for the time being in a folder of this machine's."""
+    files = list(files)
+    paths = (plan.rows_path(plan.files[number]) for number in files)
+    if plan.input_format == PARQUET or all(storage.stat(path) is not None for path in paths):
+        yield storage, plan
+        return
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
+        folder = os.path.realpath(folder)
+        wider, own = storage.with_root(folder), replace(plan, input_folder=folder)
+        convert_inputs(wider, own, files, "own", limit)
+        yield wider, own
+
+
+def remove_converted(storage: Storage, plan: Plan) -> None:
+    """Remove what was made of a run's inputs. Raises OutputNotWritable."""
+    folder = plan.converted_folder
+    with writing(folder):
+        try:
+            names = storage.names(folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            storage.delete(os.path.join(folder, name))
+        storage.remove_folder(folder)

@@ -1,0 +1,223 @@
+"""The one output file of a run that asks for it: all parts' rows in order, when the last part is there."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.part import OWN_KEYS
+from jobs.parquet.tables.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.row_values import RowProblem, row_values
+from jobs.parquet.tables.table_reading import TableReading, look_at
+from jobs.prompts.batch_lines import output_line
+from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
+from jobs.runs.plans.plan import Plan
+
+#: What a row group of the file holds: parts of a thousand short rows are put together.
+GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
+
+#: Takes rows.
+Write = Callable[[pa.RecordBatch], None]
+
+
+def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
+    """Write the rows of all parts into the claims, files that are there; return False if one was removed.
+
+    Raises PartDamaged, or what writing does.
+    """
+    if plan.spec.single_file == OPENAI_BATCH:
+        return _write_batch(storage, plan, *claims)
+    (claim,) = claims
+    sink = storage.reopen_output(claim)
+    if sink is None:
+        return False
+    writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
+    assert plan.spec.single_file is not None
+    writer = writers[plan.spec.single_file]
+    with sink, closing(_part_rows(storage, plan)) as rows, writer(sink, _schema(storage, plan)) as write:
+        for batch in rows:
+            write(batch)
+    return True
+
+
+def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool:
+    """Write OpenAI's output file and error file."""
+    sinks = []
+    with ExitStack() as stack:
+        for claim in (output, errors):
+            if (sink := storage.reopen_output(claim)) is None:
+                return False
+            sinks.append(stack.enter_context(sink))
+        row = 0
+        for batch in stack.enter_context(closing(_part_rows(storage, plan))):
+            found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
+            for name, body, error in zip(*found, strict=True):
+                line = output_line(plan.run, row, name, body, error)
+                sinks[error is not None].write(f"{line}\n".encode())
+                row += 1
+    return True
+
+
+def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of a run's parts in order. Raises PartDamaged."""
+    for shard in range(len(plan.shards)):
+        with open_part(storage, plan, shard) as file:
+            for batch in file.batches():
+                storage.check_interrupted()
+                yield batch
+
+
+def _schema(storage: Storage, plan: Plan) -> pa.Schema:
+    """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
+    with open_part(storage, plan, 0) as file:
+        schema = file.schema
+    kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
+    return schema.with_metadata(kept or None)
+
+
+class PartRows:
+    """A part that is there. schema: with its statistics."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self.schema = look_at(storage, path).schema
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield its rows in batches. columns: only these."""
+        choice = ALL_COLUMNS if columns is None else ColumnChoice(tuple(columns))
+        reading = TableReading(self._storage, self._path, choice)
+        try:
+            yield from reading.batches()
+        finally:
+            reading.close()
+
+
+@contextmanager
+def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[PartRows]:
+    """Lend a part. Raises PartDamaged, also for what the body cannot read."""
+    path = plan.part_path(shard)
+    try:
+        yield PartRows(storage, path)
+    except (CorruptParquet, TableNotRead) as error:
+        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+
+
+def part_rows(
+    storage: Storage, plan: Plan, shard: int, columns: Sequence[str], only: Set[int] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
+    start = plan.first_row(shard)
+    with open_part(storage, plan, shard) as file:
+        if absent := set(columns) - set(file.schema.names):
+            raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
+        for batch in file.batches(columns):
+            storage.check_interrupted()
+            numbers: Sequence[int] = range(start, start + batch.num_rows)
+            start += batch.num_rows
+            if only is not None:
+                places = [place for place, row in enumerate(numbers) if row in only]
+                numbers = [numbers[place] for place in places]
+                batch = batch.take(pa.array(places, pa.int64()))
+            yield from zip(numbers, batch.to_pylist(), strict=True)
+
+
+@contextmanager
+def _parquet(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    with pq.ParquetWriter(sink, schema) as writer:
+        waiting: list[pa.RecordBatch] = []
+        num_bytes = 0
+
+        def write(batch: pa.RecordBatch) -> None:
+            nonlocal num_bytes
+            waiting.append(batch)
+            num_bytes += batch.get_total_buffer_size()
+            if num_bytes > GROUP_BYTES or sum(each.num_rows for each in waiting) > GROUP_ROWS:
+                flush()
+
+        def flush() -> None:
+            nonlocal num_bytes
+            writer.write_table(pa.Table.from_batches(waiting, schema))
+            waiting.clear()
+            num_bytes = 0
+
+        yield write
+        if waiting:
+            flush()
+
+
+@contextmanager
+def _arrow(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    with pa.ipc.new_file(sink, schema) as writer:
+        yield writer.write_batch
+
+
+@contextmanager
+def _jsonl(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    def write(batch: pa.RecordBatch) -> None:
+        for row in _rows(batch):
+            sink.write(f"{_json(dict(zip(schema.names, row, strict=True)))}\n".encode())
+
+    yield write
+
+
+@contextmanager
+def _csv(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    def write_rows(rows: Iterator[Sequence[Any]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(map(_field, row) for row in rows)
+        sink.write(text.getvalue().encode())
+
+    write_rows(iter([schema.names]))
+    yield lambda batch: write_rows(_rows(batch))
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Sequence[Any]]:
+    """Yield a batch's rows as JSON has values: what Python cannot hold is null."""
+    columns = [row_values(name, _sayable(batch.column(name))) for name in batch.schema.names]
+    for row in zip(*columns, strict=True):
+        yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
+
+
+def _sayable(column: pa.Array) -> pa.Array:
+    """Return times, dates and decimals as Arrow writes them, without what their types lose in Python's."""
+    kind = column.type
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return column.cast(pa.string())
+    return column
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value)
+
+
+def _field(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,255 @@
+"""A part: the output file of one shard, with statistics in its footer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.common.version import code_version
+from jobs.context.answer import Answer
+from jobs.context.served_model import ServedModel
+from jobs.errors import (
+    ColumnConflict,
+    CorruptParquet,
+    InputNotFound,
+    MissingColumn,
+    PartDamaged,
+    PathSwapped,
+    TableNotRead,
+)
+from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.tables.row_values import NUMBER
+from jobs.parquet.tables.table_reading import Contents, look_at
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.prompt_steps import ROW_COLUMNS
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.statistics.lengths import count_lengths
+from jobs.runs.statistics.part_stats import PartStats
+
+#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
+OUTPUT_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("cached_tokens", pa.int64()),
+    pa.field("error", pa.string()),
+)
+
+#: The same of what a run may ask for.
+REASONING = pa.field("reasoning", pa.string())
+TOOL_CALLS = pa.field("tool_calls", pa.string())
+ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
+
+#: What it adds instead where labels are asked for.
+LABEL_FIELDS = (
+    pa.field("label", pa.string()),
+    pa.field("probability", pa.float64()),
+    pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
+    pa.field("margin", pa.float64()),
+)
+
+#: What it adds instead where embeddings are asked for, in a fixed-size list of float32.
+EMBEDDING = "embedding"
+
+#: What each completion of a row has of its own.
+OF_EACH_COMPLETION = frozenset(
+    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"}
+)
+
+#: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
+FRAME_BYTES = 12
+
+#: The key of our JSON in a part's key-value metadata.
+METADATA_KEY = "tokenmill"
+
+#: That of the statistics that came later. Apart, as versions before them refuse the others beside them.
+LATER_KEY = "tokenmill_more"
+
+OWN_KEYS = {METADATA_KEY.encode(), LATER_KEY.encode()}
+
+
+def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
+    """Return which of a run's input columns its output has, in their order.
+
+    names: of the input's columns, the added ones included; the one for the files' names, which was asked for,
+    stays beside those of `keep`. path: of one of the files, for the error. Raises MissingColumn.
+    """
+    for column in (*(spec.keep or ()), *(spec.drop or ())):
+        if column not in names:
+            raise MissingColumn(column, path, ", ".join(map(repr, names)))
+    if spec.keep is not None:
+        return [name for name in names if name in spec.keep or name == spec.filename_column]
+    return [name for name in names if name not in (spec.drop or ())]
+
+
+def embedding_size(spec: RunSpec, model: ServedModel) -> int:
+    """Return how many numbers each embedding of a run has."""
+    return spec.dimensions or model.embedding_size
+
+
+def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
+    """Return the output's schema: columns and metadata of the input, then the answers' columns.
+
+    Of several completions for each row, those have lists. path: of one of the files, for the error.
+    embedding_size: numbers of each, where embeddings are asked for.
+    Raises ColumnConflict or MissingColumn.
+    """
+    kept = kept_columns(spec, schema.names, path)
+    answers = [_answer_field(field, spec) for field in answer_fields(spec, embedding_size)]
+    for field in answers:
+        if field.name in kept:
+            raise ColumnConflict(
+                field.name,
+                "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
+                "give the added columns another output_prefix",
+            )
+    fields = (schema.field(name) for name in kept)
+    return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
+
+
+def _without_mark(field: pa.Field) -> pa.Field:
+    """Return a column without what templates alone want to know of it."""
+    metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
+    return field.with_metadata(metadata or None)
+
+
+def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
+    """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
+    if spec.steps:
+        texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
+        return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
+    if spec.labels is not None:
+        return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
+    if spec.task == EMBED:
+        embedding = pa.field(EMBEDDING, pa.list_(pa.float32(), embedding_size))
+        return [embedding, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
+    reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
+    tools = [TOOL_CALLS] if spec.chat[1].has_tools else []
+    return [*OUTPUT_FIELDS, *reasoning, *tools, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
+
+
+def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
+    kind = pa.list_(field.type) if spec.n > 1 and field.name in OF_EACH_COMPLETION else field.type
+    return pa.field(spec.output_prefix + field.name, kind)
+
+
+def with_answers(
+    batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
+) -> pa.RecordBatch:
+    """Return the kept columns of a batch with the answers of its rows behind them.
+
+    schema: what output_schema returned.
+    """
+    fields = answer_fields(spec)
+    num_kept = len(schema) - len(fields)
+    kept = [batch.column(name) for name in schema.names[:num_kept]]
+    added = [
+        pa.array([answer.column(field.name) for answer in answers], schema.field(number).type)
+        for number, field in enumerate(fields, num_kept)
+    ]
+    return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
+
+
+def write_part(
+    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], stats: PartStats
+) -> None:
+    """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
+    with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.add_key_value_metadata({METADATA_KEY: stats.to_text(), LATER_KEY: stats.later_text()})
+
+
+def part_stats(
+    run: str,
+    shard: int,
+    answers: Sequence[Answer],
+    *,
+    generated_tokens: int,
+    times: tuple[float, float],
+    model: ServedModel,
+    worker: str = "",
+) -> PartStats:
+    """Sum up the answers of a shard's rows. times: when it began and ended. See PartStats for the rest."""
+    return PartStats(
+        run=run,
+        shard=shard,
+        rows=len(answers),
+        errors=sum(answer.error is not None for answer in answers),
+        failed_checks=sum(answer.failed_check for answer in answers),
+        cut=sum(answer.is_cut for answer in answers),
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+        completion_tokens=sum(answer.all_completion_tokens for answer in answers),
+        cached_tokens=sum(answer.cached_tokens for answer in answers),
+        generated_tokens=generated_tokens,
+        started_at=times[0],
+        ended_at=times[1],
+        model=model.name,
+        fingerprint=model.fingerprint,
+        dtype=model.dtype,
+        attention_backend=model.attention_backend,
+        version=code_version(),
+        worker=worker,
+        prompt_lengths=count_lengths(each.prompt_tokens for each in answers if each.error is None),
+        completion_lengths=count_lengths(
+            tokens for each in answers if each.error is None for tokens in _lengths(each.completion_tokens)
+        ),
+    )
+
+
+def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (tokens,) if isinstance(tokens, int) else tokens
+
+
+def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
+    """Read a part's statistics from its footer.
+
+    rows: how many the shard has; None takes the footer's word. One that a retry replaces while it is read is
+    read again. Raises PartDamaged when the file is not the part of this shard of this run, or has another
+    number of rows.
+    """
+    while True:
+        before = storage.stat(path)
+        try:
+            return _read_stats(storage, path, run, shard, rows)
+        except PartDamaged:
+            if storage.stat(path) == before:
+                raise
+
+
+def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None) -> PartStats:
+    try:
+        found = look_at(storage, path)
+        stat = storage.stat(path)
+    except (CorruptParquet, TableNotRead) as error:
+        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+    except (InputNotFound, PathSwapped):  # its name is there
+        raise PartDamaged(path, "it is a link, or no regular file") from None
+    _check_holds_its_data(found, path, stat.size if stat else 0)
+    stats = _parse(path, found.metadata.get(METADATA_KEY), found.metadata.get(LATER_KEY, b"{}"))
+    if (stats.run, stats.shard) != (run, shard):
+        raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
+    expected = stats.rows if rows is None else rows
+    if found.rows != expected or stats.rows != expected:
+        raise PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
+    return stats
+
+
+def _check_holds_its_data(found: Contents, path: str, size: int) -> None:
+    """Raise PartDamaged when data was cut out of a file whose footer is whole. size: the file's, in bytes."""
+    needed = found.stored_bytes + FRAME_BYTES
+    if size < needed:
+        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
+
+
+def _parse(path: str, text: Any, later: bytes) -> PartStats:
+    if text is None:
+        raise PartDamaged(path, "Tokenmill did not write it")
+    try:
+        return PartStats.from_text(text, later)
+    except ValueError as error:
+        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None

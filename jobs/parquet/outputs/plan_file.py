@@ -1,0 +1,114 @@
+"""A run's plan in its folder: written once without replacing, and replaced where the run is extended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+
+from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
+from jobs.parquet.files.filesystem import FileStat
+from jobs.parquet.files.replacing import remove_replacements, replace_file
+from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.runs.plans.names import PLAN, TEMPORARY_PREFIX, replacement_name, temporary_name
+from jobs.runs.plans.plan import Plan
+
+#: A plan of ten million rows in shards of one thousand has about 0.3 MB.
+MAX_PLAN_BYTES = 256 << 20
+_PIECE_BYTES = 1 << 20
+
+#: What executions call a plan that is to take the place of one.
+_REPLACEMENT = replacement_name(PLAN)
+
+
+def find_plan(storage: Storage, folder: str) -> Plan | None:
+    """Return the plan in a folder, None where there is none yet; nobody who was about to replace it does any
+    more. Raises PlanDamaged or OutputNotWritable."""
+    path = os.path.join(folder, PLAN)
+    with writing(path):
+        if storage.stat(path) is None:
+            return None
+    remove_extensions(storage, folder)
+    return load_plan(storage, path)
+
+
+def remove_extensions(storage: Storage, folder: str) -> None:
+    """Remove what executions have written of longer plans and not put in place; those of former planning jobs
+    put none in place any more."""
+    with writing(folder):
+        remove_replacements(storage, folder, _REPLACEMENT)
+
+
+def replace_plan(
+    storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]
+) -> bool:
+    """Put an extended plan in the place of the one that it was made of; return False where that is not there.
+
+    held: raises where the job is another execution's. Raises DiskFull or OutputNotWritable.
+    """
+    folder = plan.spec.output
+    path = os.path.join(folder, PLAN)
+    temporary = os.path.join(folder, temporary_name(execution_id, _REPLACEMENT))
+
+    def may() -> bool:
+        held()
+        return bool(storage.stat(path) == before.file_state)
+
+    try:
+        with writing(folder):
+            write_text(storage, temporary, plan.to_text())
+        return replace_file(storage, temporary, path, _REPLACEMENT, may)
+    finally:
+        storage.delete(temporary)
+
+
+def load_plan(storage: Storage, path: str) -> Plan:
+    """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
+    while True:
+        state = storage.stat(path)  # first: a plan that is replaced meanwhile counts as changed
+        try:
+            return _read_plan(storage, path, state)
+        except PathSwapped:  # a store's object, replaced while it was read
+            if storage.stat(path) == state:
+                raise
+
+
+def _read_plan(storage: Storage, path: str, state: FileStat | None) -> Plan:
+    try:
+        with reading(path), storage.open_input(path) as source:
+            # In pieces: a read of at most so much has memory for all of it set aside first.
+            pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))
+            written = b"".join(takewhile(bool, pieces))
+        return replace(Plan.from_text(written.decode()), file_state=state)
+    except InputNotFound:
+        raise PlanDamaged(path, "there is no such file") from None
+    except ValueError as error:
+        raise PlanDamaged(path, str(error)) from error
+
+
+def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
+    """Write a plan into a new or empty folder; return False when another planner was first.
+
+    Raises OutputHoldsForeignFiles, DiskFull or OutputNotWritable.
+    """
+    folder = plan.spec.output
+    temporary = os.path.join(folder, temporary_name(execution_id, PLAN))
+    with writing(folder):
+        storage.make_folder(folder)
+        names = storage.names(folder)
+        if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
+            return False
+        for name in names:
+            if not name.startswith(TEMPORARY_PREFIX):
+                raise OutputHoldsForeignFiles(folder, name)
+        try:
+            write_text(storage, temporary, plan.to_text())
+            return storage.publish(temporary, os.path.join(folder, PLAN))
+        finally:
+            storage.delete(temporary)
+
+
+def write_text(storage: Storage, path: str, text: str) -> None:
+    with storage.open_output(path) as sink:
+        sink.write(text.encode())

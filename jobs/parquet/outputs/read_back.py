@@ -1,0 +1,158 @@
+"""What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.parquet.outputs.failed_rows import failed_rows
+from jobs.parquet.outputs.output_file import open_part
+from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
+from jobs.parquet.outputs.plan_file import load_plan, write_text
+from jobs.parquet.prompts.sources import read_source
+from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
+from jobs.runs.plans.paths import is_stored
+from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.reasons import Reasons
+
+
+@dataclass(frozen=True)
+class FailedRow:
+    """A row with an error. row: counted over the whole input from 0; file_row: within its file."""
+
+    row: int
+    file: str
+    file_row: int
+    reason: str
+
+    def to_object(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+#: In which a store has to answer somebody who looks.
+STORE_TIMEOUT_S = 30.0
+
+
+class FolderReader:
+    """Reads a run's folder as it is on this machine, whatever path its workers have for it; one in a store
+    with the keys in this program's environment."""
+
+    def __init__(self, folder: str) -> None:
+        """folder: its real path here, or in a store. Raises PlanDamaged, StoreError, or ImportError without
+        obstore for one in a store."""
+        if is_stored(folder):
+            from jobs.parquet.files import object_files  # noqa: F401  # raises what the storage lets pass
+        self._folder = folder
+        self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
+        self._read_plan()
+        self.run = self.plan.run
+
+    def _read_plan(self) -> None:
+        plan = load_plan(self._storage, os.path.join(self._folder, PLAN))
+        self._planned_run = plan.run
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=self._folder))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the mark of the run's end is there."""
+        return self._storage.stat(os.path.join(self._folder, SUCCESS)) is not None
+
+    def text(self, name: str) -> str:
+        """Return what a file beside the plan holds. Raises InputNotFound."""
+        path = os.path.join(self._folder, name)
+        with reading(path, "text"), self._storage.open_input(path) as source:
+            return str(source.read().decode())
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file beside the plan; return its path. Raises OutputNotWritable."""
+        path = os.path.join(self._folder, name)
+        with writing(path):
+            write_text(self._storage, path, text)
+        return path
+
+    def shards(self) -> list[int]:
+        """Return the shards whose part is there."""
+        return sorted(self._parts())
+
+    def newest_first(self) -> list[int]:
+        """Return those shards, the one whose part was published last first."""
+        written = self._parts()
+        return sorted(written, key=lambda shard: (-written[shard], -shard))
+
+    def _parts(self) -> dict[int, int]:
+        """Return when each part that is there was written."""
+        try:
+            written = self._storage.written_at(self.plan.spec.parts_folder)
+        except FileNotFoundError:  # the folder of the parts is made with the first one
+            return {}
+        found = {shard: at for name, at in written.items() if (shard := part_shard(name)) is not None}
+        if found and max(found) >= len(self.plan.shards):
+            self._read_plan()  # the run was extended
+        return {shard: at for shard, at in found.items() if shard < len(self.plan.shards)}
+
+    @property
+    def answer_columns(self) -> list[str]:
+        """The output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        prefix = self.plan.spec.output_prefix
+        names = [field.name for field in answer_fields(self.plan.spec)]
+        return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
+
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The input's columns that the prompts are made of."""
+        return list(read_source(self.plan.spec).columns)
+
+    def table(self) -> pa.Table:
+        """Return the rows of all parts, in the input's order, with the input's metadata, such as pandas'.
+
+        Raises PartDamaged.
+        """
+        tables = []
+        for shard in range(len(self.plan.shards)):
+            with open_part(self._storage, self.plan, shard) as file:
+                rows = pa.Table.from_batches(file.batches(), file.schema)
+                tables.append(rows.combine_chunks())
+        metadata = {
+            key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS
+        }
+        return pa.concat_tables(each.replace_schema_metadata(metadata) for each in tables)
+
+    def failed(self, shards: list[int]) -> Iterator[FailedRow]:
+        """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
+        for shard in shards:
+            planned = self.plan.shards[shard]
+            first = self.plan.first_row(shard) - planned.start
+            for row, reason in failed_rows(self._storage, self.plan, shard):
+                yield FailedRow(row, self.plan.files[planned.file].path, row - first, reason)
+
+    def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
+        """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""
+        reasons, found = Reasons(), list[FailedRow]()
+        for row in self.failed(self.shards()):
+            reasons.add(row.reason, [row.row])
+            if len(found) < limit:
+                found.append(row)
+        return reasons, found
+
+    def bad_answers(self) -> tuple[int, int]:
+        """Return how many rows failed their check, and how many were cut at their limit of tokens."""
+        found = [
+            read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
+            for shard in self.shards()
+        ]
+        return sum(part.failed_checks for part in found), sum(part.cut for part in found)
+
+    def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""
+        row = self.plan.first_row(shard)
+        with open_part(self._storage, self.plan, shard) as file:
+            present = [name for name in columns if name in file.schema.names]
+            for batch in file.batches(present):
+                for values in batch.to_pylist():
+                    yield {"row": row, **values}
+                    row += 1

@@ -1,0 +1,1 @@
+"""How a run is planned: files found, looked at, and cut into shards."""

@@ -1,0 +1,84 @@
+"""Has the rows of a run that failed asked again: what `jobs.retry_rows` does inside a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InvalidValue
+from jobs.parquet.files.fingerprint import unchanged
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.formats.converted_inputs import convert_inputs
+from jobs.parquet.outputs.plan_file import remove_extensions
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.shards.shard_work import check_model, trusted_plan
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import is_run_id
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.refusals import CannotRetry
+
+#: None is ever passed: rows that fail again leave the run as it was, and it ends.
+NO_LIMIT = ErrorLimit(share=1.0)
+
+
+def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
+    """Enqueue the shards of a run that hold rows with an error; each asks those rows again, and no others.
+
+    plan: the path of the run's _plan.json. What is refused changes nothing. Returns the run's id and counts.
+    Raises RunError or InvalidJob.
+    """
+    if not is_run_id(run) or not isinstance(plan, str):
+        raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", brief(run))
+    storage = Storage.of(context)
+    remove_extensions(storage, trusted_plan(storage, plan, run, context.files).spec.output)
+    found = trusted_plan(storage, plan, run, context.files)
+    spec = found.spec
+    if found.input_format == OPENAI_BATCH:
+        raise CannotRetry(run, "its lines are jobs of their own: submit those of errors.jsonl as a file")
+    check_model(found, context.model)
+    spec.check_sampling(context.check_sampling)
+    context.checks.prepare(spec.repairs)
+    state = RunState(context.connection, run, context.lease)
+    folder = RunFolder(storage, found, state, context.execution_id)
+    failed, rows = [], 0
+    for shard in sorted(folder.shards_with_parts()):
+        context.check_interrupted()
+        if errors := folder.part_stats(shard).errors:
+            failed.append(shard)
+            rows += errors
+    _prepare_inputs(context, storage, folder, failed)
+    state.open_submission(context.job_id, spec.output, context.queue_name, None, NO_LIMIT)
+    finished = folder.recount(context.queue_name)
+    missing = folder.missing_shards()
+    enqueued = 0
+    if failed:
+        folder.withdraw_end(anyway=True)
+        records = state.records()
+        gone = {shard: records[shard] for shard in failed if shard in records}
+        state.amend_parts({}, gone, len(found.shards))
+        state.count_anew()
+        enqueued = enqueue_shards(context, context.queue_name, found, state, failed, {"retry_errors": True})
+    if missing:
+        enqueued += enqueue_shards(context, context.queue_name, found, state, missing)
+    return {
+        "run": run,
+        "output": spec.output,
+        "rows": found.rows,
+        "shards": len(found.shards),
+        "rows_to_retry": rows,
+        "shards_enqueued": enqueued,
+        "run_finished": finished and not failed,
+    }
+
+
+def _prepare_inputs(context: JobContext, storage: Storage, folder: RunFolder, shards: list[int]) -> None:
+    """Raise InputChanged before anything is taken back: no shard could read its rows."""
+    plan = folder.plan
+    files = sorted({plan.shards[shard].file for shard in shards})
+    convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
+    for number in files:
+        with unchanged(storage, plan, plan.files[number]):
+            pass

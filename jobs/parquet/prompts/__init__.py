@@ -1,0 +1,1 @@
+"""What a row asks: its prompt or messages, and its own sampling values."""

@@ -1,0 +1,87 @@
+"""Prompts from Jinja templates over a row's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.context.children import CHILDREN
+from jobs.errors import InvalidJob, WrongColumnType
+from jobs.parquet.prompts.prompt_source import (
+    TEXT_FORMS,
+    PromptSource,
+    check_defaults,
+    checked_chat,
+    checked_text,
+)
+from jobs.parquet.tables.nested_values import holds_bytes
+from jobs.parquet.tables.row_values import RowProblem
+from jobs.prompts.templates.jinja_texts import LIMIT_S, JinjaTexts
+from jobs.prompts.templates.template_texts import template_texts
+from sandbox import ChildFailed, Limits
+
+_TASK = "jobs.parquet.prompts.jinja_rows:render_rows"
+
+
+class JinjaSource(PromptSource):
+    """A Jinja template whose names are columns, for a text or for the contents of a chat.
+
+    Null is `none` there, unless it has one of the `defaults`; written out, it is its row's error. Lists,
+    structs and maps are what they are in Python, and JSON where they are written out.
+    """
+
+    def __init__(self, template: Any, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raises InvalidJob for what is no template, or names no column."""
+        texts, self._roles = template_texts(template)
+        self.is_chat = self._roles is not None
+        self._template, self._defaults = JinjaTexts(texts), dict(defaults)
+        self.columns = tuple(sorted(self._template.names))
+        if not self.columns:
+            raise InvalidJob(
+                "the template names no column, so that every row would ask the same: "
+                "write {{ column }} where a row's value goes"
+            )
+        check_defaults(defaults, self.columns)
+
+    def check(self, schema: pa.Schema) -> None:
+        for column in self.columns:
+            if holds_bytes(kind := schema.field(column).type):
+                raise WrongColumnType(column, kind, TEXT_FORMS)
+
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        """A child that fails is asked again, row by row: what it fails with then is the row's."""
+        done, singly = 0, False
+        while done < rows.num_rows:
+            try:
+                for found in self._asked(rows.slice(done, 1 if singly else None)):
+                    done += 1
+                    yield self._checked(found)
+            except ChildFailed as error:
+                if singly:
+                    done += 1
+                    yield RowProblem(f"the template {error}")
+                singly = True
+
+    def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
+        rows, sink = rows.select(self.columns), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as stream:
+            stream.write_batch(rows)
+        question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
+        with CHILDREN.lent() as child:
+            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), sink.getvalue().to_pybytes()):
+                yield from message["rows"]
+
+    def _checked(self, found: list[str] | str) -> str | RowProblem:
+        """Return the prompt that the texts are; a text alone says why there are none."""
+        if isinstance(found, str):
+            return RowProblem(found)
+        try:
+            if self._roles is None:
+                return checked_text(found[0], "prompt")
+            pairs = zip(self._roles, found, strict=True)
+            return checked_chat([{"role": role, "content": text} for role, text in pairs])
+        except RowProblem as problem:
+            return problem

@@ -1,0 +1,1 @@
+"""The work on one shard: its rows are read, asked and written."""

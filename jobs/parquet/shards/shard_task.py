@@ -1,0 +1,80 @@
+"""The tasks of `jobs.score_shard` (rows of one shard in, one part out) and `jobs.verify_rows` (a comparison).
+
+What touches files needs pyarrow and is imported when a task is opened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.runs.plans.names import is_run_id
+from jobs.tasks import Task
+
+if TYPE_CHECKING:
+    from jobs.parquet.shards.retry_work import RetryWork
+    from jobs.parquet.shards.shard_work import ShardWork
+    from jobs.parquet.shards.verify_work import VerifyWork
+
+
+class ShardTask(Task):
+    """Names one shard."""
+
+    blocking = reads_rows = True
+
+    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool, retry_errors: bool) -> None:
+        self._run, self._plan, self._shard = run, plan, shard
+        self._redo, self._retry = redo_damaged, retry_errors
+
+    def open(self, context: JobContext) -> ShardWork | RetryWork:
+        """Read the shard's rows, or find its part there already. Raises RunError."""
+        if self._retry:
+            from jobs.parquet.shards.retry_work import RetryWork
+
+            return RetryWork.open(context, self._run, self._plan, self._shard)
+        from jobs.parquet.shards.shard_work import ShardWork
+
+        return ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
+
+
+class VerifyTask(Task):
+    """Names some rows of a finished run. sample: "1%" (at least one row), 20 or "20"; seed: which of them."""
+
+    blocking = reads_rows = True
+
+    def __init__(self, run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> None:
+        """Check the arguments. Raises InvalidJob."""
+        _check_run(run, plan)
+        self._run, self._plan, self._sample, self._seed = run, plan, str(sample), seed
+
+    def open(self, context: JobContext) -> VerifyWork:
+        """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
+        from jobs.parquet.shards.verify_work import VerifyWork
+
+        return VerifyWork(context, self._run, self._plan, self._sample, self._seed)
+
+
+def shard_task(
+    run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
+) -> ShardTask:
+    """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
+    _check_run(run, plan)
+    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
+        raise InvalidValue("shard is {}, expected the number of a shard", brief(shard))
+    for name, value in (("redo_damaged", redo_damaged), ("retry_errors", retry_errors)):
+        if not isinstance(value, bool):
+            raise InvalidValue(f"{name} is {{}}, expected true or false", brief(value))
+    if redo_damaged and retry_errors:
+        raise InvalidJob("redo_damaged and retry_errors: a damaged part has no rows to try again")
+    return ShardTask(run, plan, shard, redo_damaged, retry_errors)
+
+
+def _check_run(run: object, plan: object) -> None:
+    if not is_run_id(run):
+        raise InvalidValue(
+            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", brief(run)
+        )
+    if not isinstance(plan, str):
+        raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")

@@ -1,0 +1,85 @@
+"""Rows of a finished run that are asked once more, and compared with what its parts hold of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import CannotVerify, InvalidValue
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.output_file import part_rows
+from jobs.parquet.outputs.part import answer_fields, read_part_stats
+from jobs.parquet.shards.rows_task import RowsTask
+from jobs.parquet.shards.shard_work import trusted_plan
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.formats import OPENAI_BATCH
+
+#: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
+MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
+
+#: Follows what else is computed at the time.
+_NOT_COMPARED = {"cached_tokens", "probability", "probabilities", "margin"}
+
+
+class VerifyWork(RowsTask):
+    """A sample of a run between open and close; rows that the run could not answer are left out."""
+
+    def __init__(self, context: JobContext, run: str, plan_path: str, sample: str, seed: int) -> None:
+        """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
+        storage = Storage.of(context)
+        self._plan = plan = trusted_plan(storage, plan_path, run, context.files)
+        if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
+            raise CannotVerify(run, "lines of an openai-batch file, and embeddings, are not compared")
+        most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
+        self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
+        names = [field.name for field in answer_fields(plan.spec)]
+        self._columns = [name for name in names if name not in _NOT_COMPARED]
+        columns = {name: plan.spec.output_prefix + name for name in self._columns}
+        self._recorded: dict[int, dict[str, Any]] = {}
+        for shard in plan.shards_of(self._sample):
+            # Raises PartDamaged for a part that is not this shard's.
+            read_part_stats(storage, plan.part_path(shard), run, shard, plan.shards[shard].rows)
+            for row, values in part_rows(storage, plan, shard, list(columns.values()), self._sample):
+                if values[columns["error"]] is None:
+                    self._recorded[row] = {name: values[column] for name, column in columns.items()}
+        self.ask(context, storage, plan, list(self._recorded))
+
+    def result(self) -> dict[str, Any]:
+        """Return how many rows are equal, and the first values that are not."""
+        differences = [
+            {"row": row, "column": name, "recorded": value, "computed": computed}
+            for (row, recorded), answer in zip(self._recorded.items(), self._requests.answers(), strict=True)
+            for name, value in recorded.items()
+            if (computed := _plain(answer.column(name))) != value
+        ]
+        num_different = len({each["row"] for each in differences})
+        return {
+            "run": self._plan.run,
+            "rows": self._plan.rows,
+            "rows_checked": len(self._recorded),
+            "rows_equal": len(self._recorded) - num_different,
+            "rows_different": num_different,
+            "rows_not_compared": len(self._sample) - len(self._recorded),
+            "columns": self._columns,
+            "differences": differences[:MAX_DIFFERENCES],
+        }
+
+
+def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
+    """Return the numbers of some of a run's rows. Raises InvalidValue."""
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", sample, re.ASCII)
+    if found is None or not (size := Fraction(found[1])):
+        raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample))
+    count = min(total, math.ceil(size * total / 100 if found[2] else size))
+    if count > most:
+        raise InvalidValue(f"sample has {{}} rows, more than the limit of {most}: take fewer", count)
+    return set(Random(seed).sample(range(total), count))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,113 @@
+"""The rows of an input file in order, a shard's worth at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+
+from jobs.context import never_interrupted
+from jobs.context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.errors import CorruptParquet, ShardTooLarge
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.tables.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.table_reading import TableReading
+from jobs.runs.plans.plan import Shard
+
+#: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
+SHARD_TIMES = 16
+
+#: So many files are read at once before a further reader waits for room.
+READERS = 4
+
+
+class RowReader:
+    """One pass over a file, from the row group of some shard to the end.
+
+    Parquet cannot be entered in the middle of a row group: a reader per shard would decode a group of a
+    million rows for each thousand of them. One that goes on where the last shard ended decodes each row once.
+
+    columns: that are read. held: where its memory is counted; NoRoomYet is raised
+    beside too many other readers. make_room: closes those that nobody uses. Raises as TableReading does.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        first: Shard,
+        columns: ColumnChoice = ALL_COLUMNS,
+        held: ShardBytes | None = None,
+        *,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path, self._held = path, held or ShardBytes()
+        self._reserved = 0
+        self._reserve(self._held.limit // READERS, make_room)
+        try:
+            self._table = TableReading(storage, path, columns, first.first_group, self._held.limit)
+        except BaseException:
+            self._let_go()
+            raise
+        #: The schema of the whole file.
+        self.schema: pa.Schema = self._table.schema
+        self._batches = self._table.batches()
+        self._left: pa.RecordBatch | None = None
+        #: The row that comes next, counted within the file.
+        self.next_row = first.start - first.skip
+
+    def _reserve(self, num_bytes: int, make_room: Callable[[], None]) -> None:
+        if not self._held.reserve_reading(num_bytes, 0):
+            make_room()
+            if not self._held.reserve_reading(num_bytes, 0):
+                raise NoRoomYet
+        self._reserved = num_bytes
+
+    def _let_go(self) -> None:
+        self._held.reserve_reading(-self._reserved, 0)
+        self._reserved = 0
+
+    def reaches(self, shard: Shard) -> bool:
+        """Whether the shard lies ahead, and no new reader would start nearer to it."""
+        return shard.start - shard.skip <= self.next_row <= shard.start
+
+    def read(
+        self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a shard that lies ahead; of a text file with their problems (formats.problems).
+
+        check_interrupted: called before rows are decoded. Raises ShardTooLarge.
+        """
+        end, shard_bytes = shard.start + shard.rows, 0
+        while self.next_row < end:
+            check_interrupted()
+            batch = self._next_batch(end - self.next_row)
+            taken = min(batch.num_rows, end - self.next_row)
+            ahead = min(taken, max(0, shard.start - self.next_row))
+            self._left = batch.slice(taken) if taken < batch.num_rows else None
+            self.next_row += taken
+            if taken > ahead:
+                batch = batch.slice(ahead, taken - ahead)
+                shard_bytes += batch.nbytes
+                self._check(batch, shard_bytes)
+                yield batch
+
+    def _check(self, batch: pa.RecordBatch, shard_bytes: int) -> None:
+        """Raise ShardTooLarge where the rows of a shard stand for too much."""
+        if shard_bytes > (limit := SHARD_TIMES * self._held.limit):
+            widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
+            what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+            remedy = "submit with a smaller rows_per_shard"
+            raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
+
+    def close(self) -> None:
+        """Close the file; may be called more than once."""
+        self._left = None
+        self._table.close()
+        self._let_go()
+
+    def _next_batch(self, missing: int) -> pa.RecordBatch:
+        batch = next(self._batches, None) if self._left is None else self._left
+        if batch is None:
+            raise CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
+        return batch

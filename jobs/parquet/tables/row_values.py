@@ -1,0 +1,110 @@
+"""The values of a column's rows in Python's types, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.parquet.tables.nested_values import holds_map, num_values, with_dicts
+from jobs.prompts.arguments import MAX_PROMPT_BYTES
+
+#: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
+#: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.
+_NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
+
+#: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
+MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
+
+#: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
+MAX_NESTED_VALUES = 100_000
+
+#: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
+NUMBER = {b"tokenmill": b"number"}
+
+#: Values are converted together up to so many bytes, and else row by row.
+_TOGETHER_BYTES = 1 << 20
+
+
+class RowProblem(Exception):
+    """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+
+
+def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+    """Yield the values of each row in some columns by name, or why one of them is none."""
+    found = [_as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
+    for row in zip(*found, strict=True) if columns else (() for _ in range(rows.num_rows)):
+        problem = next((value for value in row if isinstance(value, RowProblem)), None)
+        yield problem or dict(zip(columns, row, strict=True))
+
+
+def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
+    """Return a column's values with integers as such that stood beside floats in a text file."""
+    if NUMBER.items() <= (field.metadata or {}).items():
+        return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    return values
+
+
+def row_values(name: str, column: pa.Array) -> Iterator[Any]:
+    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts."""
+    values = _python_values(name, column)
+    if not holds_map(column.type):
+        return values
+    return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)
+
+
+def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
+    if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
+        try:
+            values = column.to_pylist()
+        except _NO_PYTHON_VALUE:
+            pass
+        else:
+            return iter(values)
+    return (_value(name, column.slice(row, 1)) for row in range(len(column)))
+
+
+def _num_bytes(column: pa.Array) -> int:
+    """Return what a column's values take, at least a byte each; a dictionary's as often as they may stand."""
+    try:
+        size = int(column.nbytes)
+    except pa.ArrowException:  # pyarrow before 20 does not know of views
+        size = _TOGETHER_BYTES + 1
+    if pa.types.is_dictionary(column.type):
+        size += len(column) * int(column.dictionary.nbytes)
+    return size + num_values(column)
+
+
+def _value(name: str, row: pa.Array) -> Any:
+    """Return the value of a column of one row."""
+    try:
+        return _too_large(name, row) or row[0].as_py()
+    except UnicodeDecodeError as error:
+        return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")
+    except _NO_PYTHON_VALUE as error:
+        return RowProblem(f"the value of type {row.type} cannot be read: {str(error)[:200]}")
+
+
+def _too_large(name: str, row: pa.Array) -> RowProblem | None:
+    """Return the problem of a value that no prompt could hold, looked at while it is Arrow's."""
+    scalar = row[0]
+    if isinstance(scalar, pa.DictionaryScalar):
+        scalar = scalar.value
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_nested(row.type):
+        if (found := num_values(row)) > MAX_NESTED_VALUES:
+            return RowProblem(
+                f"column {name!r} has a value of {found} values, more than the limit of {MAX_NESTED_VALUES}: "
+                "shorten it"
+            )
+        size = _num_bytes(row)
+    else:
+        size = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0
+    if size > MAX_VALUE_BYTES:
+        return RowProblem(
+            f"column {name!r} has a value of {size} bytes, more than the limit of {MAX_VALUE_BYTES}: "
+            "shorten it"
+        )
+    return None

@@ -1,0 +1,150 @@
+"""What a child does that reads Parquet: it tells what a file holds, and decodes its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.errors import JobsError
+from jobs.parquet.files.storage import reading
+from jobs.parquet.tables.column_choice import ColumnChoice
+from sandbox.child import Body, Worker
+
+#: What a batch may take that the worker gets, where it has more than one row.
+BATCH_BYTES = 1 << 23
+
+#: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
+READ_BYTES = 1 << 24
+
+#: Bytes that the worker is asked for at once.
+FETCH_BYTES = 1 << 20
+
+_ARROW_SCHEMA = b"ARROW:schema"
+
+Replies = Iterator[tuple[dict[str, Any], Body]]
+
+
+def look(worker: Worker) -> Replies:
+    """Tell what a Parquet file holds: its schema, its groups' rows and bytes, its data's bytes."""
+    yield from named(worker, _look)
+
+
+def read(worker: Worker) -> Replies:
+    """Reply the schema of a Parquet file, and then its rows from a group on in batches.
+
+    Of the question, `columns` are those wanted, `skip` rows were had before, and a batch has at most `rows`.
+    """
+    yield from named(worker, _read)
+
+
+def named(worker: Worker, task: Callable[[Mapping[str, Any], Any], Replies]) -> Replies:
+    """Do a task with the open file. What is wrong with the file is a reply."""
+    question = worker.question
+    fetched = _FetchedFile(worker, question["size"])
+    try:
+        with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
+            yield from task(question, source)
+    except JobsError as error:
+        yield {"error": type(error).__name__, "args": error.args}, b""
+
+
+def _look(question: Mapping[str, Any], source: Any) -> Replies:
+    with _parquet_file(source) as file:
+        footer = file.metadata
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        found = {
+            "groups": [(group.num_rows, group.total_byte_size) for group in groups],
+            "rows": footer.num_rows,
+            "metadata": {
+                key.decode(errors="replace"): value.hex()
+                for key, value in (footer.metadata or {}).items()
+                if key != _ARROW_SCHEMA
+            },
+            "stored_bytes": footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks),
+        }
+        yield found, serialized(file.schema_arrow)
+
+
+def _read(question: Mapping[str, Any], source: Any) -> Replies:
+    with _parquet_file(source) as file:
+        yield {}, serialized(file.schema_arrow)
+        skip = question["skip"]
+        for batch in _batches(file, question):
+            for piece in _pieces(batch.slice(skip)):
+                yield {}, _packed(piece)
+            skip = max(0, skip - batch.num_rows)
+
+
+def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    footer, columns = file.metadata, ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
+    groups = range(question["first_group"], footer.num_row_groups)
+    sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
+    row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
+    rows = max(1, min(question["rows"], int(BATCH_BYTES / max(1.0, row_bytes))))
+    found: Iterator[pa.RecordBatch] = file.iter_batches(
+        rows, row_groups=groups, columns=columns, use_threads=False
+    )
+    return found
+
+
+class _FetchedFile:
+    """What Python calls a file: the worker has it, and gives its bytes."""
+
+    closed = False
+
+    def __init__(self, worker: Worker, size: int) -> None:
+        self._worker, self._size, self._at = worker, size, 0
+
+    def read(self, size: int | None = None) -> bytes:
+        left = self._size - self._at
+        left = left if size is None or size < 0 else min(size, left)
+        if left <= FETCH_BYTES:
+            return bytes(self._fetch(left))
+        found = bytearray(left)  # first of all: a size that a file only claims ends here
+        place = 0
+        while place < left and (part := self._fetch(min(FETCH_BYTES, left - place))):
+            found[place : place + len(part)] = part
+            place += len(part)
+        return bytes(found[:place])
+
+    def _fetch(self, size: int) -> bytearray:
+        found = self._worker.fetch({"at": self._at, "size": size}) if size > 0 else bytearray()
+        self._at += len(found)
+        return found
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        self._at = place + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        """The worker closes it."""
+
+
+def _parquet_file(source: Any) -> pq.ParquetFile:
+    footer = pq.read_metadata(source)
+    read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
+    return pq.ParquetFile(source, metadata=footer, buffer_size=read_bytes, pre_buffer=False)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Cut a batch into pieces that the worker may get at once."""
+    rows = max(1, batch.num_rows * BATCH_BYTES // max(BATCH_BYTES, batch.nbytes))
+    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+
+def serialized(schema: pa.Schema) -> bytes:
+    return bytes(schema.serialize().to_pybytes())
+
+
+def _packed(batch: pa.RecordBatch) -> memoryview:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return memoryview(sink.getvalue())
