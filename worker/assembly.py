@@ -37,12 +37,10 @@ from worker.metrics.tally import Counts, Tally
 from worker.metrics.watched_worker import WatchedWorker
 from worker.settings import WorkerSettings
 from worker.store.client import Clients, own_client
-from worker.store.ends import Keeping
-from worker.store.job_store import JobStore
+from worker.store.job_store import JobStore, Keeping
 from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
-from worker.store.user_code import Callbacks
-from worker.store.webhooks import Webhooks
+from worker.store.user_code import Callbacks, Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import shield_imports

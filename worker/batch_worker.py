@@ -32,10 +32,13 @@ from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, Star
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import LogStyle
-from worker.start.import_path import leave_out_working_directory
-from worker.start.imports import load_functions, load_parts
-from worker.start.openmp import spin_briefly
-from worker.start.process_memory import share_freed_memory
+from worker.start import (
+    leave_out_working_directory,
+    load_functions,
+    load_parts,
+    share_freed_memory,
+    spin_briefly,
+)
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.quarantine import Quarantine
 from worker.store.rq_command import called_by_rq_command

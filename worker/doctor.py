@@ -13,7 +13,7 @@ from jobs.doctor.places import check_places
 from jobs.runs.plans.paths import split_roots
 from worker.errors import StartupError
 from worker.settings import WorkerSettings, read_variable, with_variables
-from worker.start.imports import load_functions
+from worker.start import load_functions
 
 #: Seconds: torch and transformers are imported; a network mount or a store may hang.
 MODEL_S, FILES_S, SETTINGS_S = 300.0, 90.0, 60.0

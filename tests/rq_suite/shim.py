@@ -26,8 +26,8 @@ from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.queue import Queue
 
-from worker.start.imports import load_parts
-from worker.store.webhooks import Webhooks
+from worker.start import load_parts
+from worker.store.user_code import Webhooks
 
 TEST_TIMEOUT_S = 60
 

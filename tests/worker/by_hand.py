@@ -23,8 +23,7 @@ from worker.metrics.tally import Tally
 from worker.store.client import Clients
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Wanted
-from worker.store.user_code import Callbacks
-from worker.store.webhooks import Webhooks
+from worker.store.user_code import Callbacks, Webhooks
 from worker.threads.functions import FunctionPool
 
 F = "tests.worker.functions."

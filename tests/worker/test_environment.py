@@ -17,7 +17,7 @@ from tests import rq_workers
 from tests.rq_workers import ROOT, Workers
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
-from worker.start.openmp import spin_briefly
+from worker.start import spin_briefly
 from worker.threads.functions import FunctionPool
 
 pytestmark = pytest.mark.usefixtures("new_interpreters")

@@ -11,8 +11,7 @@ from rq import Queue
 
 from jobs.common.keys import SEQUENCES_FIELD
 from tests.worker.by_hand import ByHand
-from worker.io_thread.claimer import Claimer
-from worker.io_thread.fair_share import FORGET_S, FairShare
+from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
 from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.io_thread.poll_rates import LONGEST_POLL_S, POLL_S, PollRates

@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
 from tests.worker.stores import claim, end_leases, failed, succeeded, wanted, worker_store
-from worker.store.ends import Keeping
+from worker.store.job_store import Keeping
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 

@@ -15,8 +15,7 @@ from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
 from worker.engine_thread.orders import Add
 from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_job import HeldJob, JobState
-from worker.io_thread.held.held_jobs import HeldJobs
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.inspections import Inspections
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Streams

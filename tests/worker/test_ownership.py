@@ -14,7 +14,7 @@ from rq.serializers import JSONSerializer
 from tests.rq_workers import leftovers
 from tests.worker.stores import claim, failed, succeeded, worker_store
 from worker.store.job_store import JobStore
-from worker.store.records.function_call import parse_call
+from worker.store.records.bounds import parse_call
 
 F = "tests.worker.functions."
 STATUSES = (JobStatus.QUEUED, JobStatus.FINISHED, JobStatus.CANCELED)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine import Completion, SamplingParams
 from jobs.tasks import Request
 from tests.worker.fake_engine import FakeEngine
-from worker.io_thread.held.held_job import HeldJob, JobState
+from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.pool.task_files import MAX_OPENING
 

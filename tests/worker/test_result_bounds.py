@@ -17,7 +17,7 @@ from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, text_of
 from worker.io_thread.held.end_writer import EndWriter
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.store.records.outcome import Outcome
 
 F = "tests.worker.functions."

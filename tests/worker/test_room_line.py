@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
-from worker.io_thread.held.held_job import HeldJob
-from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls
-from worker.io_thread.pool.room_line import TRY_AGAIN_S, Place, RoomLine
+from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.pool.pool_calls import TRY_AGAIN_S, Place, PoolCall, PoolCalls, RoomLine
 
 
 class Pool:

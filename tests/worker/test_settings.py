@@ -13,7 +13,7 @@ from engine.run.machine import device
 from engine.run.machine.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
 from worker.settings import WorkerSettings, name_variables, with_variables
-from worker.start.imports import load_functions
+from worker.start import load_functions
 
 
 def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> WorkerSettings:

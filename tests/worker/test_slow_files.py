@@ -23,7 +23,7 @@ from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.pool.pool_calls import PoolCalls
 from worker.io_thread.pool.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles

@@ -19,12 +19,11 @@ from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import Limits
+from worker.io_thread.limits import Limits, Timer
 from worker.io_thread.maintenance import Maintenance
 from worker.io_thread.poll_rates import KEYS_PERIOD_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
-from worker.io_thread.timer import Timer
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Mode

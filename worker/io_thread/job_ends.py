@@ -16,7 +16,7 @@ from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob

@@ -18,8 +18,7 @@ from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.held.admission import Admission
 from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_job import HeldJob
-from worker.io_thread.held.held_jobs import HeldJobs, JobCounts
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobCounts
 from worker.io_thread.held.inspections import Inspections
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.payload_budget import PayloadBudget
@@ -33,8 +32,8 @@ from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
 from worker.store.client import Clients
 from worker.store.job_store import JobStore
+from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.function_call import FunctionCall
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
 from worker.store.records.timeouts import timeout_error

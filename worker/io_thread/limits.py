@@ -1,4 +1,4 @@
-"""When a worker leaves by itself, and the periods of its duties."""
+"""When a worker leaves by itself, the periods of its duties, and the timer that keeps them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ class Limits:
     def sweep_period_s(self) -> float:
         """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
         return min(self.lease_s / 4, 10.0)
+
+
+class Timer:
+    """Says when a period has passed; the first time at once."""
+
+    def __init__(self, period_s: float) -> None:
+        self.period_s, self._next = period_s, float("-inf")
+
+    def postpone(self, moment: float) -> None:
+        """Be due at `moment`, not before."""
+        self._next = moment
+
+    def due(self, moment: float) -> bool:
+        """Whether the period is over at `moment` (monotonic seconds); starts the next one."""
+        if moment < self._next:
+            return False
+        self._next = moment + self.period_s
+        return True

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from worker.io_thread.timer import Timer
+from worker.io_thread.limits import Timer
 from worker.store.registries import Registries
 from worker.threads.functions import FunctionPool
 

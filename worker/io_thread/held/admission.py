@@ -6,8 +6,8 @@ from collections.abc import Collection
 from difflib import get_close_matches
 
 from worker.errors import NotAllowed, TooLarge
+from worker.store.records.bounds import FunctionCall, parse_call
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.function_call import FunctionCall, parse_call
 from worker.store.records.job_record import JobRecord
 
 MAX_ID_CHARS = 255

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from jobs.errors import fault_line
 from worker.errors import EndNotTaken
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.records.outcome import FinishReply, Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 
 _TURN_BYTES = 1 << 20
 """Of payloads that are unpacked and parsed for a lane in one turn of the I/O thread, and one more."""

@@ -8,8 +8,7 @@ from queue import SimpleQueue
 from engine import Completion
 from worker.engine_thread.orders import Abort, Add, Order
 from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_job import HeldJob, JobState
-from worker.io_thread.held.held_jobs import HeldJobs
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.inspections import Inspections
 from worker.io_thread.held.packing import Packer
 from worker.metrics.tally import Tally

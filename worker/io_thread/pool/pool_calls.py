@@ -6,14 +6,70 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.context.shard_bytes import NoRoomYet
 from worker.io_thread.faults import is_fault
-from worker.io_thread.held.held_job import HeldJob
-from worker.io_thread.pool.room_line import Place, RoomLine
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool
+
+TRY_AGAIN_S = 0.5
+"""Pause before a call that found no memory is made again."""
+
+
+class Place(NamedTuple):
+    """Where a call stands. Parts that are written come before files that are opened, since that gives memory
+    back; then the job that was claimed first."""
+
+    opens: bool
+    job_number: int
+
+
+class RoomLine:
+    """Calls that take memory. Once it is short, the first of the line alone is tried until it gets through.
+
+    Calls that run at once may each hold what the other waits for, let go, and begin again together, for ever.
+    The first in line waits only for calls that began before it was, which end. The I/O thread's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._again_at = clock, clock()
+        self._waiting: dict[Place, tuple[Callable[[], None], Callable[[], bool]]] = {}
+        self._tried: Place | None = None
+
+    def begin(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
+        """Make a call now, or once those before it in line have got through.
+
+        start: makes it. is_awaited: whether anybody still waits for it; where nobody does, `start` comes at
+        once.
+        """
+        if any(each < place for each in self._waiting) or (self._tried is not None and self._tried < place):
+            self._waiting[place] = start, is_awaited
+        else:
+            start()
+
+    def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
+        """Make a call again that has found no room. As `begin`."""
+        self.came_back(place)
+        self._waiting[place] = start, is_awaited
+        self._again_at = self._clock() + TRY_AGAIN_S
+
+    def came_back(self, place: Place) -> None:
+        """A call is over."""
+        if self._tried == place:
+            self._tried = None
+
+    def try_again(self) -> None:
+        """Make the first call of those that wait, once its pause is over."""
+        for place, (start, is_awaited) in list(self._waiting.items()):
+            if not is_awaited():
+                del self._waiting[place]
+                start()
+        if self._waiting and self._tried is None and self._clock() >= self._again_at:
+            self._tried = min(self._waiting)
+            self._waiting.pop(self._tried)[0]()
+
 
 Then = Callable[[HeldJob, Any, BaseException | None], None]
 """Takes the value that a call came back with, or what it raised."""

@@ -6,7 +6,7 @@ import logging
 
 from worker.io_thread.held.inspections import Inspections
 from worker.io_thread.pool.task_files import TaskFiles
-from worker.store.webhooks import Webhooks
+from worker.store.user_code import Webhooks
 from worker.threads.functions import FunctionPool
 
 _FUNCTIONS_LEAVE_S = 1.0

@@ -10,11 +10,10 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
-from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls, Then
-from worker.io_thread.pool.room_line import Place
-from worker.threads.file_pool import FilePool, seconds_of_silence, seconds_since_begin
+from worker.io_thread.pool.pool_calls import Place, PoolCall, PoolCalls, Then
+from worker.threads.functions import FilePool, seconds_of_silence, seconds_since_begin
 
 THREADS = 2
 """That open files, and that write and close them, while none is slow."""

@@ -1,12 +1,16 @@
-"""How much a job's hash may hold: it may have been made to break its reader."""
+"""Limits of a job's hash, and its function call unpacked within them: a producer may want to break its reader."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rq.serializers import JSONSerializer
 
 from jobs.common.stored import unpacked
-from worker.errors import TooLarge
+from worker.errors import BadPayload, TooLarge
 
 DEFAULT_MAX_JOB_BYTES = 4 << 20
 DEFAULT_MAX_HELD_BYTES = 64 << 20
@@ -103,3 +107,29 @@ def check_counts(values: Mapping[bytes, bytes]) -> None:
         text = values.get(name)
         if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
             raise ValueError(f"{name.decode()} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A job's payload: a dotted name and its arguments. Nothing of it has been imported."""
+
+    name: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
+    """Parse a payload's JSON. Raises BadPayload, or TooLarge before it is parsed."""
+    check_payload(payload, max_job_bytes)
+    try:
+        name, instance, args, kwargs = JSONSerializer.loads(payload)
+    except Exception as error:
+        raise BadPayload(
+            "the payload is not JSON: enqueue with the JSON serializer (rq enqueue -S json, or "
+            'Queue(..., serializer="json")); other payloads are never loaded'
+        ) from error
+    if not (isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)):
+        raise BadPayload("the payload is JSON, but not [function name, null, [arguments], {keywords}]")
+    if instance is not None:
+        raise BadPayload("the payload calls a method of an object; only plain functions run here")
+    return FunctionCall(name, args, kwargs)

@@ -1,0 +1,116 @@
+"""What a worker sets and imports while it has one thread: OpenMP, import path, memory, libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+from collections.abc import Iterable, MutableMapping
+
+from worker.errors import FunctionNotFound, StartupError
+from worker.store.rq_command import called_by_rq_command, import_path_is_chosen
+from worker.store.user_code import import_function
+
+_SPIN_COUNT = 10_000
+"""Looks at the flag before a thread sleeps, 0.1 ms by libgomp's own estimate."""
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """Have idle threads spin for a moment and then sleep; call it before torch is loaded, which reads this.
+
+    libgomp spins 30 times as long by default: where others use the processors too, a waiting thread then
+    holds the one that the thread it waits for needs. Without any spinning each product wakes its threads
+    anew, which costs a quarter of the speed where the machine is ours.
+    What the operator has set (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stays.
+    Source: libgomp's manual, GOMP_SPINCOUNT.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
+
+
+def leave_out_working_directory() -> None:
+    """Take from the import path what RQ's command and `python -m` have put there by themselves.
+
+    What `--path`, PYTHONPATH or an installation names stays. Does nothing under any other program.
+    """
+    if not called_by_rq_command():
+        return
+    if "." in sys.path and not import_path_is_chosen():
+        del sys.path[len(sys.path) - 1 - sys.path[::-1].index(".")]
+    if _is_run_as_module() and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+
+
+def _is_run_as_module() -> bool:
+    """Whether `python -m` has started this program, which puts the working directory before all else."""
+    return sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
+
+
+# glibc's mallopt parameters (malloc.h).
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+_MAPPED_BYTES = 1 << 18
+"""Larger blocks, such as a decoded page, are mapped one by one and go back to the kernel when freed."""
+
+
+def share_freed_memory() -> None:
+    """Let every thread of this process use what another has freed; call it before there are any.
+
+    pyarrow's own allocator keeps what one thread has allocated and another frees, as shards do: 38 MiB for 5
+    in use after 4,000 shards. glibc gives each thread an arena of its own: what planning has freed is lost to
+    the threads that read, and each of these comes to hold as much as the largest row groups take. It also
+    learns to take ever larger blocks from the heap, where pages of changing sizes leave gaps: 10 MiB of them
+    within 3,000 shards. An engine on a CPU chooses anew when it is loaded (engine/run/forward/memory.py).
+
+    What the operator has set (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stays; a C
+    library without mallopt is left alone. Source: mallopt(3).
+    """
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow when it is loaded
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for parameter, value, variable in (
+        (_M_ARENA_MAX, 1, "MALLOC_ARENA_MAX"),
+        (_M_MMAP_THRESHOLD, _MAPPED_BYTES, "MALLOC_MMAP_THRESHOLD_"),
+    ):
+        if variable not in os.environ:
+            mallopt(parameter, value)
+
+
+_PARTS = ("worker.assembly", "jobs.parquet.planning.planner", "jobs.parquet.shards.shard_work")
+
+
+def load_parts() -> None:
+    """Import what jobs of our own need. Raises StartupError where the installation is not whole."""
+    try:
+        for name in _PARTS:
+            importlib.import_module(name)
+        import pyarrow
+
+        pyarrow.array([None])  # it looks for pandas, and imports it, when it makes its first array
+    except ImportError as error:
+        raise StartupError(
+            f"a part of the worker cannot be imported ({error}): install it anew, "
+            "pip install 'tokenmill[worker]'"
+        ) from error
+
+
+def load_functions(names: Iterable[str]) -> None:
+    """Import functions and callbacks by their dotted names, as RQ will. Raises FunctionNotFound."""
+    for name in names:
+        try:
+            found = import_function(name)
+        except Exception as error:
+            raise FunctionNotFound(name, _reason(name, error)) from error
+        if not callable(found):
+            raise FunctionNotFound(name, TypeError(f"it is a {type(found).__name__}, expected a function"))
+
+
+def _reason(name: str, error: Exception) -> Exception:
+    """Why a function cannot be imported: RQ keeps to itself what its module needs and does not find."""
+    try:
+        importlib.import_module(name.rpartition(".")[0] or name)
+    except Exception as reason:  # noqa: BLE001  # a module may raise what it likes
+        return reason
+    return error

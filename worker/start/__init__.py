@@ -1,1 +1,0 @@
-"""What is set and imported before there are threads."""
