@@ -144,7 +144,7 @@ class _Assembly:
             claimer=Claimer(
                 queue_names=self._queue_names,
                 store=store,
-                registries=Registries(self._clients.io, worker.name),
+                registries=Registries(self._clients.io),
                 poll_rates=self._poll_rates,
                 runner=runner,
                 packer=self._packer,
@@ -230,7 +230,7 @@ class _Assembly:
 
     def _maintenance(self) -> Maintenance:
         return Maintenance(
-            Registries(self._clients.pool, self._worker.name),
+            Registries(self._clients.pool),
             self._queue_names,
             self._enders,
             self._worker.keep_scheduler,

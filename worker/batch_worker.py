@@ -40,7 +40,6 @@ from worker.start import (
     spin_briefly,
 )
 from worker.store.client import MIN_REDIS_VERSION
-from worker.store.quarantine import Quarantine
 from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
 from worker.store.worker_record import shown_loading
@@ -126,7 +125,6 @@ class BatchWorker(BaseWorker):
                     give_up_handlers("transformers")  # its import makes one
                 self._tell_ready(engine, settings, time.monotonic() - started)
                 self._heed_early_stop()
-                self._check_keys()
                 self.bootstrap(logging_level, date_format, log_format)
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
@@ -165,12 +163,6 @@ class BatchWorker(BaseWorker):
 
         begins = settings.traces == "all"
         return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
-
-    def _check_keys(self) -> None:
-        """Set aside what is of no use among the keys in which the worker registers."""
-        quarantine = Quarantine(self.connection, self.name)
-        quarantine.check(self.queue_names())
-        quarantine.tell(self.log)
 
     def _load(self, settings: WorkerSettings) -> EngineLike:
         """Import what jobs may need and load the model; until the first thread runs, this is the only one."""

@@ -21,13 +21,12 @@ from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits, Timer
 from worker.io_thread.maintenance import Maintenance
-from worker.io_thread.poll_rates import KEYS_PERIOD_S, POLL_S, PollRates
+from worker.io_thread.poll_rates import POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Mode
-from worker.store.scripts import is_wrong_type
 from worker.store.stock_jobs import StockJobs
 
 PROGRESS_PERIOD_S = 0.5
@@ -91,9 +90,7 @@ class IoLoop:
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
         self._sweep = Timer(limits.sweep_period_s)
-        self._keys = Timer(KEYS_PERIOD_S)
         self._duties = (
-            self._look_at_keys,
             self._settle,
             self._show_record,  # before a first claim: it hears of the other workers there
             self._take_or_give,
@@ -241,8 +238,7 @@ class IoLoop:
             if not any(failures):
                 failures.append(self._failure_of(self._leave_if_done, moment))
             for failure in filter(None, failures):
-                if not is_wrong_type(failure) or not self._check_keys():
-                    raise failure
+                raise failure
             self._backoff_s, self.redis_at = FIRST_BACKOFF_S, moment
         except RedisError as error:
             self._ride_out(moment, error)
@@ -256,16 +252,6 @@ class IoLoop:
         except ResponseError as error:
             return error
         return None
-
-    def _look_at_keys(self, moment: float) -> None:
-        """Set aside what is of no use in the keys that all jobs share, and say so."""
-        self._keys.period_s = self._poll_rates.keys_s
-        if self._keys.due(moment):
-            self._check_keys()
-            self._store.quarantine.tell(self._log)
-
-    def _check_keys(self) -> int:
-        return self._store.quarantine.check(self._queue_names)
 
     def _take_or_give(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
@@ -372,7 +358,6 @@ class IoLoop:
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""
         try:
-            self._store.quarantine.tell(self._log)
             self._reporter.show_stopped()
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

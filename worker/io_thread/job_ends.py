@@ -23,7 +23,6 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.timeouts import JobTimeoutException
-from worker.store.scripts import is_wrong_type
 from worker.store.user_code import Callbacks
 from worker.threads.functions import FunctionPool
 
@@ -254,7 +253,7 @@ class JobEnds:
             try:
                 following = self._store.dependents.queue(claimed, cursor)
             except Exception as error:  # what cannot be read today cannot be read tomorrow
-                if isinstance(error, RedisError) and not is_wrong_type(error):
+                if isinstance(error, RedisError):
                     raise
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
             if not following:

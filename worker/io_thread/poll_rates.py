@@ -16,9 +16,6 @@ LOOKS_PER_S = 200.0
 RENEWALS_PER_S = 1000.0
 """Of the leases of all the workers of these queues, as far as leases are long enough."""
 
-KEYS_PERIOD_S, KEY_LOOKS_PER_S = 2.0, 5.0
-"""How often a worker looks at the keys that all share, and how many of such looks are enough for a queue."""
-
 
 class PollRates:
     """The workers that serve the same queues, as this one has last heard. The I/O thread's.
@@ -55,8 +52,3 @@ class PollRates:
         """How often it renews the leases that it holds."""
         wished_s = self._num_started / RENEWALS_PER_S * self._factor
         return min(max(self._limits.renew_period_s, wished_s), self._limits.longest_renew_s)
-
-    @property
-    def keys_s(self) -> float:
-        """How often it looks at the keys that all share."""
-        return max(KEYS_PERIOD_S, max(self._num_workers) / KEY_LOOKS_PER_S * self._factor)

@@ -11,7 +11,6 @@ from typing import Any
 from uuid import uuid4
 
 from redis import Redis
-from redis.exceptions import RedisError
 from rq.defaults import DEFAULT_RESULT_TTL
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -20,7 +19,6 @@ from rq.utils import now, utcformat
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key
 from worker.store.dependents import Dependents
-from worker.store.quarantine import NO_EXECUTION, Entry, Quarantine
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
@@ -29,7 +27,6 @@ from worker.store.records.claimed_job import (
     EarlierJob,
     Mode,
     Wanted,
-    names_execution,
     restore,
 )
 from worker.store.records.next_step import End, Repeat, Retry
@@ -150,12 +147,11 @@ class JobStore:
         self._client, self._worker_name, self._lease_s, self._clock = client, worker_name, lease_s, clock
         self._models = "\n".join(models)
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
-        scripts = Scripts(client, worker_name, bounds)
+        scripts = Scripts(client, bounds)
         self._call_many = scripts.call_many
         self._max_job_bytes = max_job_bytes
         self._ends = EndCalls(client, worker_name, keeping, clock)
         self.dependents = Dependents(client, scripts, clock)
-        self.quarantine = Quarantine(client, worker_name)
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -224,12 +220,9 @@ class JobStore:
         return [held[i - 1][0] for i in self._call_many([("renew", args)])[0]]
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
-        """Write the ends of jobs, each at once or not at all; see finish.lua for the replies.
-
-        "refused": the server can never write this one, because a key of the job is of another type.
-        """
-        replies = self._call_many([self._ends.call_of(outcome) for outcome in outcomes], keep_refusals=True)
-        return ["refused" if isinstance(reply, RedisError) else reply.decode() for reply in replies]
+        """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
+        replies = self._call_many([self._ends.call_of(outcome) for outcome in outcomes])
+        return [reply.decode() for reply in replies]
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of a job that has ended, once its dependents are queued."""
@@ -284,11 +277,7 @@ class JobStore:
                 for name, members in zip(queue_names, pipe.execute(), strict=True)
                 for member in members
             ]
-        names_nothing = [each for each in held if not names_execution(each[1])]
-        self.quarantine.set_aside(
-            [Entry(held_key(name).encode(), member, NO_EXECUTION) for name, member in names_nothing]
-        )
-        found = [(n, *member.decode().rsplit(":", 1)) for n, member in held if names_execution(member)]
+        found = [(name, *member.decode().rsplit(":", 1)) for name, member in held]
         with self._client.pipeline(transaction=False) as pipe:
             for _, job_id, execution_id in found:
                 pipe.ttl(execution_key(job_id, execution_id))
@@ -301,15 +290,15 @@ class JobStore:
         now_ts = self._stamp()[1]
         tail = (self._worker_name, now_ts, self._lease_s, repr(self._clock() + FAR_S))
         calls = [("adopt", (*each.address, now_ts, uuid4().hex, *tail)) for each in left]
-        replies = self._call_many(calls, keep_refusals=True)
+        replies = self._call_many(calls)
         return [
             (self._restore(each.queue, reply[1]), each.reason)
             for each, reply in zip(left, replies, strict=True)
-            if not isinstance(reply, RedisError) and reply[0] == b"taken"
+            if reply[0] == b"taken"
         ]
 
     def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
         calls = [("progress", (*claimed.address, JSONSerializer.dumps(meta))) for claimed, meta in shown]
         if calls:
-            self._call_many(calls, keep_refusals=True)
+            self._call_many(calls)

@@ -14,7 +14,6 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import RQ
 from jobs.common.rq_jobs import RATE_LIMITS_KEY
-from worker.store.quarantine import Quarantine
 from worker.store.scripts import Scripts
 
 _BATCH = 200
@@ -24,21 +23,18 @@ _BATCH = 200
 class Registries:
     """Looks at them and cleans them. Not thread-safe; raises redis.exceptions.RedisError."""
 
-    def __init__(self, client: Redis, worker_name: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
         self._client, self._clock = client, clock
-        self._call_many = Scripts(client, worker_name).call_many
-        self._quarantine = Quarantine(client, worker_name)
+        self._call_many = Scripts(client).call_many
 
     def clean(self, queue_names: Sequence[str]) -> None:
         """Drop expired entries of finished and failed jobs, workers that are gone, and members of groups.
 
-        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks. Its own of
-        the others ends at the first entry that is no text, or at the first group that is no set.
+        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
         """
         groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
         for name in groups:
             key = Group.REDIS_GROUP_NAME_PREFIX.encode() + name
-            self._quarantine.check((), [("set", key)])
             self._drop_gone(key, Job.redis_job_namespace_prefix)
         self._drop_gone(Group.REDIS_GROUP_KEY, Group.REDIS_GROUP_NAME_PREFIX)
         for name in queue_names:
@@ -69,7 +65,7 @@ class Registries:
         ]
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [("rate_limits", (key, now_iso, now_ts)) for key in keys]
-        self._call_many(calls, keep_refusals=True)
+        self._call_many(calls)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
         """Jobs that wait in these queues."""

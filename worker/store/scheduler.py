@@ -25,7 +25,6 @@ from rq.utils import current_timestamp, now, utcformat
 
 from worker.logs import LogStyle
 from worker.store.client import own_client
-from worker.store.quarantine import Quarantine
 from worker.store.scripts import Scripts
 
 _REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
@@ -106,7 +105,6 @@ class Scheduler(RQScheduler):
         worker: str,
     ) -> None:
         """style: of the worker's log, which the scheduler's process writes too. worker: its name."""
-        self._quarantine: Quarantine | None = None
         self._scripts: Scripts | None = None
         self._style, self._worker = style, worker
         super().__init__(
@@ -122,7 +120,7 @@ class Scheduler(RQScheduler):
         """Start the process, or a new one where that has ended."""
         self._status = self.Status.STARTED
         # None of these can be handed to another process.
-        self._connection = self._process = self._quarantine = self._scripts = None
+        self._connection = self._process = self._scripts = None
         process: Any = SchedulerProcess(self)
         self._process = process
         return process
@@ -147,20 +145,11 @@ class Scheduler(RQScheduler):
             return False
         return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
 
-    def acquire_locks(self, auto_start: bool = False) -> set[str]:
-        """Take the locks of the queues that no other scheduler has; one that nobody set is in no way."""
-        if self._quarantine is None:
-            self._quarantine = Quarantine(self.connection, self.name)
-        self._quarantine.check(self._queue_names, [("hash", self.key)])
-        self._quarantine.tell(self.log)
-        taken: set[str] = super().acquire_locks(auto_start)
-        return taken
-
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue what is due. RQ's own way ends the scheduler at the first job that it cannot read, and
         loses what is due where the key of its queue is damaged."""
         if self._scripts is None:
-            self._scripts = Scripts(self.connection, self.name)
+            self._scripts = Scripts(self.connection)
         now_ts, now_iso = current_timestamp(), utcformat(now())
         names = sorted(self._acquired_locks)
         self._scripts.call_many(

@@ -24,20 +24,18 @@ _SCRIPTS = {
     "progress": [],
     "adopt": ["shared/job_hash", "shared/open_execution"],
     "dependent": [],
-    "set_aside": [],
-    "check_types": [],
     "enqueue_due": ["shared/rate_limit"],
 }
-"""Each script, and the shared heads that it has after those of all."""
+"""Each script, and the shared heads that it has after `_HEAD`."""
 
-_HEADS = ("shared/quarantine", "shared/holding")
+_HEAD = "shared/holding"
 
 
 @cache
 def _sources() -> Mapping[str, str]:
     folder = resources.files("worker.store") / "lua"
     return {
-        name: _with_prefix("".join((folder / f"{part}.lua").read_text() for part in (*_HEADS, *heads, name)))
+        name: _with_prefix("".join((folder / f"{part}.lua").read_text() for part in (_HEAD, *heads, name)))
         for name, heads in _SCRIPTS.items()
     }
 
@@ -47,28 +45,16 @@ def _with_prefix(text: str) -> str:
     return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
-def is_wrong_type(error: RedisError) -> bool:
-    """Whether a command met a key of another type; inside a script Redis gives this error no class."""
-    return "WRONGTYPE" in str(error)
-
-
 class Scripts:
-    """The scripts on one server. Not thread-safe.
+    """The scripts on one server. Not thread-safe. bounds: numbers that scripts name."""
 
-    worker_name: under which the quarantine has what a script set aside. bounds: numbers that scripts name.
-    """
-
-    def __init__(self, client: Redis, worker_name: str, bounds: Mapping[str, int] | None = None) -> None:
-        self._client, self._worker_name = client, worker_name
+    def __init__(self, client: Redis, bounds: Mapping[str, int] | None = None) -> None:
+        self._client = client
         self._bounds = "".join(f"local {name} = {number}\n" for name, number in (bounds or {}).items())
         self._shas: dict[str, str] = {}
 
-    def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False) -> list[Any]:
-        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing.
-
-        keep_refusals: return the error of a call that met a key of another type in the place of its reply.
-        Any other error may be the server's own state, such as a full disk, and is worth another try.
-        """
+    def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing."""
         if not self._shas:
             self._load()
         replies: dict[int, Any] = {}
@@ -77,7 +63,7 @@ class Scripts:
             with self._client.pipeline(transaction=False) as pipe:
                 for i in waiting:
                     name, args = calls[i]
-                    pipe.evalsha(self._shas[name], 0, *args, self._worker_name)
+                    pipe.evalsha(self._shas[name], 0, *args)
                 answers = pipe.execute(raise_on_error=False)
             replies.update(zip(waiting, answers, strict=True))
             waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
@@ -85,7 +71,7 @@ class Scripts:
                 self._load()
         answered = [replies[i] for i in range(len(calls))]
         for reply in answered:
-            if isinstance(reply, RedisError) and not (keep_refusals and is_wrong_type(reply)):
+            if isinstance(reply, RedisError):
                 raise reply
         return answered
 

@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import ResponseError
 from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
-from jobs.common.keys import RQ, prefixed
+from jobs.common.keys import prefixed
 from jobs.common.rq_jobs import executions_key, queue_keys
 from worker.store.job_store import JobStore
-from worker.store.quarantine import NO_EXECUTION, NO_TEXT, Entry
-from worker.store.records.claimed_job import ClaimedJob, EarlierJob, is_text, names_execution
+from worker.store.records.claimed_job import ClaimedJob, EarlierJob
 
 _LOCK = prefixed("tokenmill:maintenance-stock:%s")
 _MOST = 1000
@@ -59,55 +57,24 @@ class StockJobs:
                     queue.release_maintenance_lock()
         return [(claimed, AbandonedJobError(why)) for claimed, why in taken]
 
-    def _read(self, read: Callable[[Any], Any]) -> list[Any]:
-        """The replies to the commands that `read` gives; [] where a stranger's key stands in the place."""
-        with self._client.pipeline(transaction=False) as pipe:
-            read(pipe)
-            replies = pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, Exception) and not isinstance(reply, ResponseError):
-                raise reply
-        return [[] if isinstance(reply, ResponseError) else reply for reply in replies]
-
-    def _set_aside(self, key: str, unreadable: Sequence[bytes]) -> None:
-        """Out of the way, where they would be looked at in place of others in every period."""
-        reason = NO_EXECUTION if key.startswith(f"{RQ}:wip:") else NO_TEXT
-        self._store.quarantine.set_aside([Entry(key.encode(), each, reason) for each in unreadable])
-
     def _started(self, queue: str) -> list[EarlierJob]:
-        passed = self._clock()
-        key = queue_keys(queue).started
-        [members] = self._read(lambda pipe: pipe.zrangebyscore(key, 0, passed, 0, _MOST))
-        self._set_aside(key, [each for each in members if not names_execution(each)])
-        ids = [member.decode().rsplit(":", 1) for member in members if names_execution(member)]
+        members: Any = self._client.zrangebyscore(queue_keys(queue).started, 0, self._clock(), 0, _MOST)
         why = "the worker that ran it is gone"
-        return [EarlierJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
+        ids = [member.decode().rpartition(":") for member in members]
+        return [EarlierJob(queue, job_id, execution_id, why) for job_id, _, execution_id in ids]
 
     def _intermediate(self, queue: str) -> list[EarlierJob]:
         key, moment = queue_keys(queue).popped, self._clock()
-        [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
-        self._set_aside(key, [job_id for job_id in found if not is_text(job_id)])
-        ids = [job_id.decode() for job_id in found if is_text(job_id)]
-        if not ids:
-            return []
-
-        def look(pipe: Any) -> None:
+        found: Any = self._client.lrange(key, 0, _MOST - 1)
+        ids = [job_id.decode() for job_id in found]
+        with self._client.pipeline(transaction=False) as pipe:
             for job_id in ids:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-
-        seen = self._read(look)
+            seen = pipe.execute()
         return [
             EarlierJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
             for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
-            if not executions and moment - _seconds(first, moment) > _STUCK_S
+            if not executions and moment - float(first) > _STUCK_S
         ]
-
-
-def _seconds(text: Any, otherwise: float) -> float:
-    """The moment that a key holds; `otherwise` where a stranger has written something else there."""
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return otherwise

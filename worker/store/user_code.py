@@ -1,4 +1,4 @@
-"""The user's code: a job's function and the callbacks around its end, called as RQ calls them; and webhooks."""
+"""The user's code of a job, called as RQ calls it: its function, callbacks and webhooks."""
 
 from __future__ import annotations
 

@@ -87,16 +87,16 @@ class WorkerRecord:
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
     def count(self) -> QueueCounts:
-        """Count jobs and workers of each of the worker's queues; 0 of a key that is of another type."""
+        """Count jobs and workers of each of the worker's queues."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.zcount(_FLEET_KEY % name, time.time() - SILENT_S, "+inf")
-            replies = iter(pipe.execute(raise_on_error=False))
+            replies = iter(pipe.execute())
         counted = {
-            name: {each: _number(next(replies)) for each in ("queued", *_REGISTRIES, "workers")}
+            name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "workers")}
             for name in self._queue_names
         }
         workers = {name: by_status.pop("workers") for name, by_status in counted.items()}
@@ -110,7 +110,7 @@ class WorkerRecord:
                 pipe.zadd(_FLEET_KEY % name, {self._name: point.at})
                 pipe.zremrangebyscore(_FLEET_KEY % name, "-inf", point.at - WORKER_STATS_TTL_S)
                 pipe.expire(_FLEET_KEY % name, WORKER_STATS_TTL_S)
-            pipe.execute(raise_on_error=False)  # of another type until it is set aside
+            pipe.execute()
         stats = {**self._facts, "state": state, **point.to_object(), **counters, "updated_at": point.at}
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
@@ -121,7 +121,3 @@ class WorkerRecord:
             pipe.ltrim(self._points_key, 0, MAX_POINTS - 1)
             pipe.expire(self._points_key, WORKER_STATS_TTL_S)
             pipe.execute()
-
-
-def _number(reply: Any) -> int:
-    return reply if isinstance(reply, int) else 0

@@ -2,8 +2,7 @@
 -- the job's own field `sequences` says.
 -- `done_tokens` are those of claims whose records nobody needs any more.
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
--- says. Dropped are: ids that are no UTF-8 (no client of RQ's can name such a job); jobs that are gone; cancelled
--- ones, a second entry of which is left; and what this claim or a running execution has taken already, where
+-- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim or a running execution has taken already, where
 -- the job was not enqueued again since.
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
 -- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
@@ -75,7 +74,6 @@ end
 
 -- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
 local function consider(id)
-  if not is_text(id) then return note(waiting, id, 'bytes that are no UTF-8') end
   local fields = call(
     'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   )

@@ -18,6 +18,6 @@ end
 local due = call('ZRANGEBYSCORE', from, 0, now_ts, 'LIMIT', 0, most)
 for _, id in ipairs(due) do
   call('ZREM', from, id)
-  if is_text(id) then take(id) else note(from, id, 'bytes that are no UTF-8') end
+  take(id)
 end
 return #due

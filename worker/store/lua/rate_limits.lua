@@ -1,4 +1,4 @@
--- Free the slots of one rate limit whose jobs were cancelled, deleted or set aside, and forget an empty limit.
+-- Free the slots of one rate limit whose jobs were cancelled or deleted, and forget an empty limit.
 local key, now_iso, now_ts = unpack(ARGV)
 local limit = 'rq:rl:' .. key
 

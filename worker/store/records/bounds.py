@@ -1,4 +1,4 @@
-"""Limits of a job's hash, and its function call unpacked within them: a producer may want to break its reader."""
+"""Limits of a job's hash, and its function call unpacked within them."""
 
 from __future__ import annotations
 

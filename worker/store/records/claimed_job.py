@@ -100,20 +100,6 @@ class Claim:
     """Whether nothing was looked at, because `rq suspend` holds all workers."""
 
 
-def is_text(raw: bytes) -> bool:
-    """Whether bytes that a stranger may have written are UTF-8."""
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def names_execution(member: bytes) -> bool:
-    """Whether an entry is `<job>:<execution>`."""
-    return b":" in member and is_text(member)
-
-
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
     """reply: what open_execution.lua returns, in a claim with the job that was left before this one.
 

@@ -15,7 +15,7 @@ from worker.store.records.results import printable
 
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
-"""See finish.lua; "refused": the server can never write this end, a key of the job is of another type."""
+"""See finish.lua; "refused": the server takes this end in no form."""
 
 
 @dataclass(frozen=True)

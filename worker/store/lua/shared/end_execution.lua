@@ -30,8 +30,8 @@ local function not_held()
 end
 
 local function count(counter)
-  add('HINCRBY', 'rq:worker:' .. worker, counter, 1)
-  add('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', working_s)
+  call('HINCRBY', 'rq:worker:' .. worker, counter, 1)
+  call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', working_s)
 end
 
 -- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.

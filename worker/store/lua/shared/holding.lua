@@ -1,3 +1,5 @@
+local call = redis.call
+
 -- Shared head of all scripts: who holds a job, and time in the queue.
 -- tokenmill:held:<queue> has a field '<job>:<execution>' for each open execution of ours. Its value keeps two
 -- facts of the moment of the claim, '<score>|<enqueued_at>': the job's score in rq:canceled, where a job that
@@ -17,24 +19,16 @@ local function write_claim(queue, id, eid)
   call('HSET', 'tokenmill:held:' .. queue, id .. ':' .. eid, facts)
 end
 
--- Whether nobody has let go of an execution. Both keys are left by `let_go` alone and at once, so one that the
--- registry lists has lost its fact with a key that was damaged, and gets it back.
+-- Whether nobody has let go of an execution.
 local function is_open(queue, id, eid)
-  if not call('ZSCORE', 'rq:executions:' .. id, eid) then
-    return call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1
-  end
-  if not at_claim(queue, id, eid) then write_claim(queue, id, eid) end
-  return true
+  return call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1
 end
 
 -- False, or the `enqueued_at` that the execution answers ('' for none).
 local function holds(queue, id, eid)
   if not call('ZSCORE', 'rq:executions:' .. id, eid) then return false end
   local cancelled_before, taken_at = at_claim(queue, id, eid)
-  if not cancelled_before then -- the fact was lost with a key that was damaged
-    write_claim(queue, id, eid)
-    cancelled_before, taken_at = at_claim(queue, id, eid)
-  end
+  if not cancelled_before then return false end
   local cancelled = call('ZSCORE', 'rq:canceled:' .. queue, id)
   if cancelled and cancelled ~= cancelled_before then return false end
   return call('HLEN', 'rq:job:' .. id) > 0 and taken_at
