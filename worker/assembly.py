@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis import Redis
 
 from jobs.common.version import code_version
+from jobs.context import JobContext
 from jobs.context.answer_memo import AnswerMemo
 from jobs.context.checks.processes import Checks
 from jobs.context.prompt_meter import PromptMeter
@@ -43,7 +44,7 @@ from worker.store.stock_jobs import StockJobs
 from worker.store.user_code import Callbacks, Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
-from worker.threads.interrupts import shield_imports
+from worker.threads.interrupts import check_interrupted, shield_imports
 from worker.traces.job_trace import Traces
 
 if TYPE_CHECKING:
@@ -212,21 +213,23 @@ class _Assembly:
 
     def _environment(self) -> JobEnvironment:
         settings = self._settings
-        return JobEnvironment(
+        lent = JobContext(
+            self._clients.pool,
+            *("", "", ""),
             settings.data_roots,
             self._served,
             check_sampling,
-            settings.function_grace_s,
-            settings.file_timeout_s,
             answers=AnswerMemo(settings.answer_memo_bytes),
-            max_result_bytes=settings.max_result_bytes,
             shard_bytes=ShardBytes(settings.max_shard_bytes),
+            check_interrupted=check_interrupted,
+            max_result_bytes=settings.max_result_bytes,
+            file_timeout_s=settings.file_timeout_s,
             meter=lambda: self._meter,
             checks=Checks(settings.allowed_functions, settings.check_timeout_s),
             webhook_hosts=frozenset(settings.allowed_webhook_hosts),
             allowed_functions=frozenset(settings.allowed_functions),
-            traces=self._traces,
         )
+        return JobEnvironment(lent, settings.function_grace_s, self._traces)
 
     def _maintenance(self) -> Maintenance:
         return Maintenance(

@@ -44,13 +44,9 @@ class MetricsNotServed(StartupError):
     """The address for metrics cannot be listened on: (host, first and last port, what the last one said)."""
 
     def __init__(self, host: str, first: int, last: int, reason: str) -> None:
-        super().__init__(host, first, last, reason)
-        self.host, self.first, self.last, self.reason = host, first, last, reason
-
-    def __str__(self) -> str:
-        ports = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
-        return (
-            f"metrics cannot be served on {self.host}, port {ports} ({self.reason}): set "
+        ports = str(first) if first == last else f"{first}-{last}"
+        super().__init__(
+            f"metrics cannot be served on {host}, port {ports} ({reason}): set "
             "TOKENMILL_METRICS_PORT to a free one, or to as many as there are workers here, such as "
             "9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"
         )
@@ -60,13 +56,9 @@ class FunctionNotFound(StartupError):
     """A function that the operator allows cannot be imported: (its name, what the import raised)."""
 
     def __init__(self, name: str, reason: Exception) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return (
-            f"TOKENMILL_ALLOWED_FUNCTIONS names {self.name!r}, which cannot be used "
-            f"({type(self.reason).__name__}: {self.reason}): correct the name, or say where the module "
+        super().__init__(
+            f"TOKENMILL_ALLOWED_FUNCTIONS names {name!r}, which cannot be used "
+            f"({type(reason).__name__}: {reason}): correct the name, or say where the module "
             "is, with `--path .` for the working directory"
         )
 
@@ -75,12 +67,8 @@ class ForeignJobsPackage(StartupError):
     """`import jobs` found another project's package."""
 
     def __init__(self, found: str) -> None:
-        super().__init__(found)
-        self.found = found
-
-    def __str__(self) -> str:
-        return (
-            f"'import jobs' found {self.found}, which is not Tokenmill's: start the worker from a folder "
+        super().__init__(
+            f"'import jobs' found {found}, which is not Tokenmill's: start the worker from a folder "
             "without a module named 'jobs', or in an environment of its own"
         )
 
@@ -93,13 +81,9 @@ class TooManyStuckThreads(WorkerError):
     """More functions than bearable went on after their timeouts, in code that nothing can interrupt."""
 
     def __init__(self, num_stuck: int, most: int) -> None:
-        super().__init__(num_stuck, most)
-        self.num_stuck, self.most = num_stuck, most
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_stuck} threads hang in functions or callbacks that nothing could interrupt, more "
-            f"than TOKENMILL_MAX_STUCK_THREADS={self.most}: what it holds is given back, and only its "
+        super().__init__(
+            f"{num_stuck} threads hang in functions or callbacks that nothing could interrupt, more "
+            f"than TOKENMILL_MAX_STUCK_THREADS={most}: what it holds is given back, and only its "
             "end frees them; the log says where each hangs"
         )
 
@@ -109,12 +93,8 @@ class FaultySurroundings(WorkerError):
     back."""
 
     def __init__(self, in_a_row: int, last: str) -> None:
-        super().__init__(in_a_row, last)
-        self.in_a_row, self.last = in_a_row, last
-
-    def __str__(self) -> str:
-        return (
-            f"{self.in_a_row} faults in a row of this worker, not of its jobs (the last: {self.last}): it "
+        super().__init__(
+            f"{in_a_row} faults in a row of this worker, not of its jobs (the last: {last}): it "
             "gives back what it holds and leaves; mend its installation, memory, disk or limits, and restart"
         )
 
@@ -130,12 +110,8 @@ class FileTimeout(WorkerError):
     """
 
     def __init__(self, what: str, limit_s: float) -> None:
-        super().__init__(what, limit_s)
-        self.what, self.limit_s = what, limit_s
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what} for more than {self.limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or "
+        super().__init__(
+            f"{what} for more than {limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or "
             "mount; where it is only slow, raise the limit, or give fewer rows_per_shard and files of "
             "smaller row groups; then submit the run again"
         )
@@ -145,8 +121,7 @@ def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
     """Return a class of this error that needs no arguments: only classes can be raised in another thread."""
 
     def __init__(self: FileTimeout) -> None:
-        super(FileTimeout, self).__init__(what, limit_s)
-        self.what, self.limit_s = what, limit_s
+        FileTimeout.__init__(self, what, limit_s)
 
     return type("FileTimeout", (FileTimeout,), {"__init__": __init__, "__module__": FileTimeout.__module__})
 
@@ -161,13 +136,9 @@ class EndNotTaken(WorkerError):
     fault = "client"
 
     def __init__(self, num_bytes: int, reason: str) -> None:
-        super().__init__(num_bytes, reason)
-        self.num_bytes, self.reason = num_bytes, reason
-
-    def __str__(self) -> str:
-        return (
-            f"the job has ended, but Redis does not take the {self.num_bytes} bytes of its end "
-            f"({self.reason}): return less, write it to a file, or raise the server's proto-max-bulk-len"
+        super().__init__(
+            f"the job has ended, but Redis does not take the {num_bytes} bytes of its end "
+            f"({reason}): return less, write it to a file, or raise the server's proto-max-bulk-len"
         )
 
 
@@ -190,12 +161,8 @@ class NotAllowed(JobRefused):
 
     def __init__(self, role: str, name: str, nearest: str | None = None) -> None:
         """nearest: the name on the list that may have been meant."""
-        super().__init__(role, name, nearest)
-        self.role, self.name, self.nearest = role, name, nearest
-
-    def __str__(self) -> str:
-        meant = "" if self.nearest is None else f"; did you mean {self.nearest!r}?"
-        return (
-            f"{self.role} {self.name!r} is not on this worker's allow list, so it was neither imported nor "
+        meant = "" if nearest is None else f"; did you mean {nearest!r}?"
+        super().__init__(
+            f"{role} {name!r} is not on this worker's allow list, so it was neither imported nor "
             f"run: add its exact name to TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here{meant}"
         )

@@ -2,70 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
 
 from engine import InvalidRequest
 from jobs.common.rq_jobs import executions_key
-from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
-from jobs.context.answer_memo import AnswerMemo
-from jobs.context.checks.processes import Checks
+from jobs.context import JobContext, Lease
 from jobs.context.prompt_meter import PromptMeter
-from jobs.context.served_model import ServedModel
-from jobs.context.shard_bytes import ShardBytes
-from jobs.context.shared_files import SharedFiles
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
 from worker.store.records.claimed_job import ClaimedJob
-from worker.threads.interrupts import check_interrupted
 from worker.traces.job_trace import Traces
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The same for all jobs of a worker. See `JobContext` for most of it."""
+    """What is the same for all jobs of a worker.
 
-    data_roots: tuple[str, ...]
-    model: ServedModel
-    check_sampling: Callable[[Any], Any]
+    lent: the context of a job, but for what that job alone decides.
+    function_grace_s: seconds from its interrupt to when a thread is given up.
+    """
+
+    lent: JobContext
     function_grace_s: float = 5.0
-    """Seconds from its interrupt to when a thread is given up."""
-    file_timeout_s: float = 300.0
-    """See `TaskFiles`."""
-    files: SharedFiles = field(default_factory=SharedFiles)
-    answers: AnswerMemo = field(default_factory=AnswerMemo)
-    max_result_bytes: int = MAX_RESULT_BYTES
-    shard_bytes: ShardBytes = field(default_factory=ShardBytes)
-    meter: Callable[[], PromptMeter] | None = None
-    checks: Checks = field(default_factory=Checks)
-    webhook_hosts: frozenset[str] = frozenset()
-    allowed_functions: frozenset[str] = frozenset()
     traces: Traces = field(default_factory=Traces)
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """What one of our own jobs is lent. connection: for the threads in which it works."""
-        return JobContext(
+        return replace(
+            self.lent,
             connection=connection,
             queue_name=claimed.queue_name,
             job_id=claimed.job_id,
             execution_id=claimed.execution_id,
-            data_roots=self.data_roots,
-            model=self.model,
-            check_sampling=self.check_sampling,
-            files=self.files,
-            answers=self.answers,
-            shard_bytes=self.shard_bytes,
-            check_interrupted=check_interrupted,
-            max_result_bytes=self.max_result_bytes,
             lease=_lease(claimed),
-            file_timeout_s=self.file_timeout_s,
-            meter=self.meter,
-            checks=self.checks,
-            webhook_hosts=self.webhook_hosts,
-            allowed_functions=self.allowed_functions,
             worker_name=claimed.worker_name,
             trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
         )

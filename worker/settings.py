@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -247,29 +248,9 @@ class WorkerSettings(BaseSettings):
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
+        names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
         return EngineConfig(
-            model=self.model,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            kv_cache_bytes=self.kv_cache_bytes,
-            kv_cache_dtype=self.kv_cache_dtype,
-            memory_utilization=self.memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            tensor_parallel_size=self.tensor_parallel_size,
-            attention_backend=self.attention_backend,
-            model_path=self.model_path,
-            quantization=self.quantization,
-            enforce_eager=self.enforce_eager,
-            async_scheduling=self.async_scheduling,
-            seed=self.seed,
-            chat_template=self.chat_template,
-            pooling=self.pooling,
-            deterministic=self.deterministic,
-            adapt_cpu_threads=self._adapts_threads,
+            **{name: getattr(self, name) for name in names}, adapt_cpu_threads=self._adapts_threads
         )
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 from redis import Redis
 
 from engine import SamplingParams
+from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
@@ -43,11 +44,13 @@ class ByHand:
         self.pools = [FunctionPool(1, name) for name in ("functions", "ends", "webhooks")]
         functions, enders, webhooks = self.pools
         log = logging.getLogger("by hand")
+        model = ServedModel("m", "f", "d")
+        lent = JobContext(redis, "", "", "", (), model, SamplingParams.from_mapping)
         self.runner = JobRunner(
             packer=self.packer,
             budget=PayloadBudget(1, 1 << 26),
             admission=Admission(ALLOWED),
-            environment=JobEnvironment((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
+            environment=JobEnvironment(lent),
             orders=self.orders,
             functions=functions,
             enders=enders,

@@ -73,8 +73,8 @@ class JobRunner:
         self._surplus: list[ClaimedJob] = []
         self.faults, self.counts = WorkerFaults(), JobCounts(tally, environment.traces)
         self._calls = PoolCalls(post, self._close, log, clock)
-        self._files = TaskFiles(packer, self._calls, environment.file_timeout_s, log, clock)
-        inspections, grace_s = Inspections(post, environment.checks), environment.function_grace_s
+        self._files = TaskFiles(packer, self._calls, environment.lent.file_timeout_s, log, clock)
+        inspections, grace_s = Inspections(post, environment.lent.checks), environment.function_grace_s
         webhooks = callbacks.webhooks
         self.threads = PoolThreads(self._files, functions, enders, webhooks, inspections, grace_s, log)
         self._beginnings = Beginnings(clock)
@@ -95,7 +95,7 @@ class JobRunner:
             calls=self._calls,
             ended=self._ended,
             failing=lambda *failed: environment.tell_failed(clients.pool, *failed),
-            max_result_bytes=environment.max_result_bytes,
+            max_result_bytes=environment.lent.max_result_bytes,
             log=log,
             clock=clock,
         )
