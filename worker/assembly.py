@@ -23,14 +23,12 @@ from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Order
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.held.admission import Admission
-from worker.io_thread.held.packing import Packer
-from worker.io_thread.held.payload_budget import PayloadBudget
+from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.io_loop import IoLoop
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import Limits
+from worker.io_thread.limits import Limits, PollRates
 from worker.io_thread.maintenance import Maintenance
-from worker.io_thread.poll_rates import PollRates
-from worker.io_thread.pool.task_files import MAX_OPENING
+from worker.io_thread.pool_calls import MAX_OPENING
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.job_environment import JobEnvironment, prompt_meter

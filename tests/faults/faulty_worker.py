@@ -28,8 +28,7 @@ from jobs.runs.redis_state.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.io_thread.job_runner import JobRunner
-from worker.store.dependents import Dependents
-from worker.store.job_store import JobStore
+from worker.store.job_store import Dependents, JobStore
 from worker.store.user_code import Callbacks
 
 STEPS: dict[str, tuple[Any, str]] = {

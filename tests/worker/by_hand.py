@@ -16,8 +16,7 @@ from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Stepped
 from worker.io_thread.held.admission import Admission
-from worker.io_thread.held.packing import Packer
-from worker.io_thread.held.payload_budget import PayloadBudget
+from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.job_runner import JobRunner
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally

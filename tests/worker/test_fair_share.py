@@ -12,9 +12,8 @@ from rq import Queue
 from jobs.common.keys import SEQUENCES_FIELD
 from tests.worker.by_hand import ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
-from worker.io_thread.held.payload_budget import PayloadBudget
-from worker.io_thread.limits import LEASE_MARGIN_S, Limits
-from worker.io_thread.poll_rates import LONGEST_POLL_S, POLL_S, PollRates
+from worker.io_thread.held.packing import PayloadBudget
+from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, Limits, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Claim, Wanted

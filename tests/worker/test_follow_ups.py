@@ -14,11 +14,9 @@ from jobs.context.checks.processes import Checks
 from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
 from worker.engine_thread.orders import Add
-from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
-from worker.io_thread.held.inspections import Inspections
+from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.held.streams import Streams
+from worker.io_thread.held.streams import Inspections, Streams
 from worker.metrics.tally import Tally
 from worker.traces.job_trace import Traces
 

@@ -12,7 +12,7 @@ from rq.job import JobStatus
 from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
-from worker.store.records.timeouts import timeout_error
+from worker.store.records.stored_job import timeout_error
 from worker.threads.functions import FunctionPool
 
 F = "tests.worker.functions."

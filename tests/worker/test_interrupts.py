@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rq.timeouts import JobTimeoutException
 
-from worker.store.records.timeouts import ThreadDeathPenalty
+from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import Call, FunctionPool, JobStopped
 from worker.threads.interrupts import check_interrupted, shield_imports
 

@@ -17,7 +17,7 @@ from jobs.tasks import Request
 from tests.worker.fake_engine import FakeEngine
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.task_files import MAX_OPENING
+from worker.io_thread.pool_calls import MAX_OPENING
 
 LANES, SLOTS, PREFETCH = 3, 8, 4
 

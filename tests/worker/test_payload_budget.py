@@ -9,7 +9,7 @@ from rq.serializers import JSONSerializer
 
 from tests.rq_workers import Workers, text_of, wait_until, wait_until_started
 from worker.io_thread.held.held_jobs import HeldJob
-from worker.io_thread.held.payload_budget import PayloadBudget
+from worker.io_thread.held.packing import PayloadBudget
 from worker.store.records.claimed_job import ClaimedJob
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
 from worker.io_thread.held.held_jobs import HeldJob
-from worker.io_thread.pool.pool_calls import TRY_AGAIN_S, Place, PoolCall, PoolCalls, RoomLine
+from worker.io_thread.pool_calls import TRY_AGAIN_S, Place, PoolCall, PoolCalls, RoomLine
 
 
 class Pool:

@@ -25,8 +25,7 @@ from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.pool_calls import PoolCalls
-from worker.io_thread.pool.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+from worker.io_thread.pool_calls import MAX_OPENING, SLOW_S, THREADS, PoolCalls, TaskFiles
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"

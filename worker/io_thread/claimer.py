@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from worker.io_thread.held.packing import Packer
-from worker.io_thread.held.payload_budget import PayloadBudget
+from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import Limits, Timer
-from worker.io_thread.poll_rates import POLL_S, PollRates
+from worker.io_thread.limits import POLL_S, Limits, PollRates, Timer
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Wanted

@@ -16,12 +16,11 @@ from worker.engine_thread.orders import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_thread.held.payload_budget import PayloadBudget
+from worker.io_thread.held.packing import PayloadBudget
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import Limits, Timer
+from worker.io_thread.limits import POLL_S, Limits, PollRates, Timer
 from worker.io_thread.maintenance import Maintenance
-from worker.io_thread.poll_rates import POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.store.client import OUTAGES

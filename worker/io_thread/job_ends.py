@@ -17,12 +17,12 @@ from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob
-from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls
+from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
-from worker.store.records.timeouts import JobTimeoutException
+from worker.store.records.stored_job import JobTimeoutException
 from worker.store.user_code import Callbacks
 from worker.threads.functions import FunctionPool
 

@@ -16,18 +16,13 @@ from jobs.tasks import OpenTask, Task
 from worker.engine_thread.orders import Order
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
+from worker.io_thread.function_runner import FunctionRunner
 from worker.io_thread.held.admission import Admission
-from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobCounts
-from worker.io_thread.held.inspections import Inspections
-from worker.io_thread.held.packing import Packer
-from worker.io_thread.held.payload_budget import PayloadBudget
-from worker.io_thread.held.streams import Streams
+from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts
+from worker.io_thread.held.packing import Packer, PayloadBudget
+from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
-from worker.io_thread.pool.function_runner import FunctionRunner
-from worker.io_thread.pool.pool_calls import PoolCalls, Then
-from worker.io_thread.pool.pool_threads import PoolThreads
-from worker.io_thread.pool.task_files import TaskFiles
+from worker.io_thread.pool_calls import PoolCalls, PoolThreads, TaskFiles, Then
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
 from worker.store.client import Clients
@@ -36,7 +31,7 @@ from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
-from worker.store.records.timeouts import timeout_error
+from worker.store.records.stored_job import timeout_error
 from worker.store.user_code import Callbacks
 from worker.threads.functions import FunctionPool, JobStopped
 

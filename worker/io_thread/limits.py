@@ -1,7 +1,9 @@
-"""When a worker leaves by itself, the periods of its duties, and the timer that keeps them."""
+"""When a worker leaves by itself, and how often it does its duties: less often where workers are many."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
@@ -57,3 +59,50 @@ class Timer:
             return False
         self._next = moment + self.period_s
         return True
+
+
+POLL_S, LONGEST_POLL_S = 0.05, 2.0
+"""How often a lane with room looks for jobs: where workers are few, and where they are many."""
+
+LOOKS_PER_S = 200.0
+"""Of all the workers of a queue together, once they are more than a few: one of them finds a job as soon."""
+
+RENEWALS_PER_S = 1000.0
+"""Of the leases of all the workers of these queues, as far as leases are long enough."""
+
+
+class PollRates:
+    """The workers that serve the same queues, as this one has last heard. The I/O thread's.
+
+    Until it has heard of others it takes itself for the only one. Periods differ a little from worker to
+    worker, so that those that began to wait at the same moment do not ask at the same moment for ever.
+    """
+
+    def __init__(
+        self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None
+    ) -> None:
+        """jitter: a factor around 1, drawn each time that it hears."""
+        self._queue_names, self._limits = queue_names, limits
+        self._jitter = jitter or (lambda: random.uniform(0.9, 1.1))
+        self._num_workers = [1] * len(queue_names)
+        self._num_started, self._factor = 0, 1.0
+
+    def hear(self, num_workers: Mapping[str, int], num_started: int) -> None:
+        """Take in how many workers each queue has, and how many jobs of all of them have begun."""
+        self._num_workers = [max(1, num_workers.get(name, 1)) for name in self._queue_names]
+        self._num_started, self._factor = num_started, self._jitter()
+
+    def num_workers(self, lane: int) -> int:
+        """Workers that serve the lane's queue, this one among them."""
+        return self._num_workers[lane]
+
+    def poll_s(self, lane: int) -> float:
+        """How often this worker looks for jobs of a lane that has room, where the last look found none."""
+        wished_s = self._num_workers[lane] / LOOKS_PER_S * self._factor
+        return min(max(POLL_S, wished_s), LONGEST_POLL_S)
+
+    @property
+    def renew_s(self) -> float:
+        """How often it renews the leases that it holds."""
+        wished_s = self._num_started / RENEWALS_PER_S * self._factor
+        return min(max(self._limits.renew_period_s, wished_s), self._limits.longest_renew_s)

@@ -10,8 +10,7 @@ from typing import Any
 
 from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import Timer
-from worker.io_thread.poll_rates import PollRates
+from worker.io_thread.limits import PollRates, Timer
 from worker.metrics.watched_worker import Shown
 from worker.store.worker_record import WorkerRecord
 

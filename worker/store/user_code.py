@@ -19,7 +19,7 @@ from jobs.context.webhooks import DEADLINE_S, call_webhook
 from worker.store.records.job_record import CALLBACKS, JobRecord
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised, printable
-from worker.store.records.timeouts import ThreadDeathPenalty
+from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import FunctionPool
 
 MAX_WAITING = 1000

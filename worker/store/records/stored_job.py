@@ -1,7 +1,8 @@
-"""RQ's `Job` of a held job, for user code, which gets the very object that RQ would give it."""
+"""A held job as RQ's `Job`, for the user's code, and its timeout."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -10,13 +11,22 @@ from redis import Redis
 from rq.exceptions import DeserializationError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
+from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_payload, unpack
+from worker.store.records.bounds import (
+    DEFAULT_MAX_JOB_BYTES,
+    check_payload,
+    unpack,
+)
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
+from worker.threads.interrupts import current_work
 
 _HERE: Any = object()
 """Stands in RQ's `_data` for a payload that is packed."""
+
+
+__all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "timeout_error"]
 
 
 class StoredJob(Job):
@@ -79,8 +89,50 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
-    for role, field in CALLBACKS.items():
-        setattr(job, f"_{field}", record.callbacks.get(role))
+    for role, name in CALLBACKS.items():
+        setattr(job, f"_{name}", record.callbacks.get(role))
     job.webhooks = list(record.webhooks)
     record.policy.put_on(job)
     return job
+
+
+class ThreadDeathPenalty(TimerDeathPenalty):
+    """RQ's time limit for callbacks, for the threads of a pool.
+
+    RQ's own writes its message into the exception class, which threads share: each limit gets a subclass.
+    Its timer would also raise into whatever the thread does next.
+    """
+
+    def __init__(
+        self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
+    ) -> None:
+        super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
+        self._work, self._lock, self._is_over = current_work(), threading.Lock(), False
+
+    def handle_death_penalty(self) -> None:
+        """Interrupt the call, unless what was limited in it is over; called by the timer's thread."""
+        with self._lock:
+            if self._work is not None and not self._is_over:
+                self._work.interrupt(self._exception)
+
+    def cancel_death_penalty(self) -> None:
+        """Leave the rest of the call alone. RQ's caller swallows the limit's error where it comes here."""
+        try:
+            with self._lock:
+                self._is_over = True
+            super().cancel_death_penalty()
+        finally:
+            if self._work is not None:
+                self._work.heeded()
+
+
+def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
+    """An exception class that says which limit was passed: only classes can be raised in another thread."""
+    message = f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"
+
+    def __init__(self: JobTimeoutException) -> None:
+        super(JobTimeoutException, self).__init__(message)
+
+    # The name under which tracebacks show RQ's own.
+    names = {"__init__": __init__, "__module__": JobTimeoutException.__module__}
+    return type("JobTimeoutException", (JobTimeoutException,), names)

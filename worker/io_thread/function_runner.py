@@ -8,10 +8,9 @@ from typing import Any
 
 from jobs.runs.end_notices import POSTING
 from jobs.table import own_function
-from worker.io_thread.held.beginnings import Beginnings
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import Beginnings, HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool.pool_calls import PoolCall, PoolCalls, Then
+from worker.io_thread.pool_calls import PoolCall, PoolCalls, Then
 from worker.job_environment import JobEnvironment
 from worker.store.client import Clients
 from worker.store.records.bounds import FunctionCall

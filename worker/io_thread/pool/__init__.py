@@ -1,1 +1,0 @@
-"""What runs on pools of threads beside the loop."""

@@ -1,0 +1,360 @@
+"""Calls in threads, for jobs: of functions, ends and files. Those that met an outage are made again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jobs.context import JobContext
+from jobs.context.shard_bytes import NoRoomYet
+from jobs.tasks import OpenTask, Task
+from worker.errors import file_timeout
+from worker.io_thread.faults import is_fault
+from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.held.streams import Inspections
+from worker.store.client import OUTAGES
+from worker.store.user_code import Webhooks
+from worker.threads.functions import FilePool, FunctionPool, seconds_of_silence, seconds_since_begin
+
+TRY_AGAIN_S = 0.5
+"""Pause before a call that found no memory is made again."""
+
+
+class Place(NamedTuple):
+    """Where a call stands. Parts that are written come before files that are opened, since that gives memory
+    back; then the job that was claimed first."""
+
+    opens: bool
+    job_number: int
+
+
+class RoomLine:
+    """Calls that take memory. Once it is short, the first of the line alone is tried until it gets through.
+
+    Calls that run at once may each hold what the other waits for, let go, and begin again together, for ever.
+    The first in line waits only for calls that began before it was, which end. The I/O thread's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._again_at = clock, clock()
+        self._waiting: dict[Place, tuple[Callable[[], None], Callable[[], bool]]] = {}
+        self._tried: Place | None = None
+
+    def begin(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
+        """Make a call now, or once those before it in line have got through.
+
+        start: makes it. is_awaited: whether anybody still waits for it; where nobody does, `start` comes at
+        once.
+        """
+        if any(each < place for each in self._waiting) or (self._tried is not None and self._tried < place):
+            self._waiting[place] = start, is_awaited
+        else:
+            start()
+
+    def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
+        """Make a call again that has found no room. As `begin`."""
+        self.came_back(place)
+        self._waiting[place] = start, is_awaited
+        self._again_at = self._clock() + TRY_AGAIN_S
+
+    def came_back(self, place: Place) -> None:
+        """A call is over."""
+        if self._tried == place:
+            self._tried = None
+
+    def try_again(self) -> None:
+        """Make the first call of those that wait, once its pause is over."""
+        for place, (start, is_awaited) in list(self._waiting.items()):
+            if not is_awaited():
+                del self._waiting[place]
+                start()
+        if self._waiting and self._tried is None and self._clock() >= self._again_at:
+            self._tried = min(self._waiting)
+            self._waiting.pop(self._tried)[0]()
+
+
+Then = Callable[[HeldJob, Any, BaseException | None], None]
+"""Takes the value that a call came back with, or what it raised."""
+
+_TRY_AGAIN_S = 0.5
+"""Pause before what an outage cut off is tried again."""
+
+
+@dataclass(frozen=True)
+class PoolCall:
+    """A function for a pool, and what the I/O thread does when it came back.
+
+    then: follows unless the job was withdrawn. came_back: is called before it in any case, with the value, or
+    None where the function raised. is_ours: the function is our own, which asks whether it is interrupted,
+    and may be run again after any step of it: an outage delays it only. discard: see FunctionPool.submit.
+    place: of a function of ours that takes memory, which shards that hold too much of it delay.
+    """
+
+    function: Callable[[], Any]
+    then: Then
+    came_back: Callable[[HeldJob, Any], None] = lambda job, value: None
+    is_ours: bool = False
+    discard: Callable[[Any], None] | None = None
+    place: Place | None = None
+
+
+class PoolCalls:
+    """Runs a job's blocking parts in pools and brings their reports to the I/O thread, which owns it.
+
+    post: queues a call for the I/O thread. unawaited: takes a job whose call came back after the job was
+    withdrawn.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[], None]], None],
+        unawaited: Callable[[HeldJob], None],
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._post, self._unawaited, self._log, self._clock = post, unawaited, log, clock
+        self._waiting: list[Callable[[], None]] = []
+        self._try_again_at = clock()
+        self._line = RoomLine(clock)
+
+    def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
+        """Run a function in a pool; what follows runs here."""
+        place, is_ours = call.place, call.is_ours
+        awaited = job.await_call()
+
+        def start() -> None:
+            job.call = pool.submit(
+                call.function,
+                lambda value, error: self._post(lambda: report(value, error)),
+                not is_ours,
+                call.discard,
+            )
+
+        def start_again() -> None:
+            if job.awaits(awaited):
+                start()
+            else:
+                report(None, None)
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if place is not None:
+                self._line.came_back(place)
+            if not job.awaits(awaited):
+                call.came_back(job, value)
+                self._unawaited(job)
+                return
+            job.call = None
+            if place is not None and isinstance(error, NoRoomYet):
+                self._line.wait(place, start_again, is_awaited)
+            elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
+                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
+                self.submit_later(start_again)
+            else:
+                call.came_back(job, value)
+                call.then(job, value, error)
+
+        def is_awaited() -> bool:
+            return job.awaits(awaited)
+
+        if place is None:
+            start()
+        else:
+            self._line.begin(place, start_again, is_awaited)
+
+    def submit_later(self, submit: Callable[[], None]) -> None:
+        """Try something again when Redis is there, and not at once."""
+        if not self._waiting:
+            self._try_again_at = self._clock() + _TRY_AGAIN_S
+        self._waiting.append(submit)
+
+    def try_again(self) -> None:
+        """Start what waits, once its pause is over."""
+        self._line.try_again()
+        if self._waiting and self._clock() >= self._try_again_at:
+            again, self._waiting = self._waiting, []
+            for submit in again:
+                submit()
+
+
+_FUNCTIONS_LEAVE_S = 1.0
+"""How long a worker that leaves waits for functions and callbacks to end that it has interrupted."""
+
+
+class PoolThreads:
+    """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only.
+
+    grace_s: seconds from its interrupt to when a thread is given up.
+    """
+
+    def __init__(
+        self,
+        files: TaskFiles,
+        functions: FunctionPool,
+        enders: FunctionPool,
+        webhooks: Webhooks,
+        inspections: Inspections,
+        grace_s: float,
+        log: logging.Logger,
+    ) -> None:
+        self._files, self._functions, self._enders = files, functions, enders
+        self._webhooks, self._inspections = webhooks, inspections
+        self._grace_s, self._log = grace_s, log
+
+    @property
+    def _pools(self) -> tuple[FunctionPool | TaskFiles, ...]:
+        return self._functions, self._enders, self._webhooks.pool, self._files
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that were given up and go on in code that nothing can interrupt."""
+        return sum(pool.num_stuck for pool in self._pools)
+
+    def give_up_stuck(self) -> None:
+        """Give up the threads that do not heed their interrupts."""
+        for place in [place for pool in self._pools for place in pool.give_up_stuck(self._grace_s)]:
+            self._log.error(
+                "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
+                place,
+                self._grace_s,
+                self.num_stuck,
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
+        for pool in (self._files, self._functions, self._enders):
+            pool.end()
+        self._inspections.end()
+        self._files.join(timeout_s)
+        self._functions.join(_FUNCTIONS_LEAVE_S)
+        self._enders.join(_FUNCTIONS_LEAVE_S)
+        self._webhooks.close()
+
+
+THREADS = 2
+"""That open files, and that write and close them, while none is slow."""
+
+MAX_OPENING = 6
+"""Files that a worker opens at once: all but two of them may hang before it takes no further ones."""
+
+SLOW_S = 2.0
+"""A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
+
+
+class TaskFiles:
+    """Makes the blocking calls of tasks. All methods belong to the I/O thread.
+
+    calls: brings their reports back. limit_s: seconds after which opening a file is over its time, and so are
+    writing a part, closing a task and planning after as long without a sign of life: those may take long as a
+    whole, whoever writes a run's last part looks into all the others.
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        calls: PoolCalls,
+        limit_s: float,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._packer, self._calls, self._limit_s = packer, calls, limit_s
+        self._log, self._clock = log, clock
+        self._openers = FilePool(THREADS, MAX_OPENING, "tokenmill-files", clock)
+        self._writers = FilePool(THREADS, MAX_OPENING, "tokenmill-parts", clock)
+        self._not_open = file_timeout("opening its file went on", limit_s)
+        self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
+        self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
+
+    def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
+        """Open a job's task, which becomes the job's `open_task`, then call `then`."""
+        self._packer.opening(job)
+        call = PoolCall(
+            lambda: task.open(context),
+            then,
+            self._opened,
+            is_ours=True,
+            discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
+            place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
+        )
+        self._calls.submit(self._openers, job, call)
+
+    def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
+        self._packer.opened(job)
+        job.open_task = opened
+
+    def finish(self, job: HeldJob, then: Then) -> None:
+        """Ask a job's open task for its result, then call `then` with it."""
+        self._packer.finishing(job)
+        place = Place(opens=False, job_number=job.number)
+        call = PoolCall(lambda: _result_of(job), then, self._finished, is_ours=True, place=place)
+        self._calls.submit(self._writers, job, call)
+
+    def _finished(self, job: HeldJob, value: Any) -> None:
+        self._packer.finished(job)
+
+    def close(self, job_id: str, opened: OpenTask) -> None:
+        """Close what was open for a job that has ended."""
+
+        def closed(_: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
+
+        self._writers.submit(opened.close, closed, raises=False)
+
+    def _close_unawaited(self, job_id: str, opened: OpenTask) -> None:
+        """Close what was opened after its job had ended; called in the thread that was given up."""
+        try:
+            opened.close()
+        except OSError as error:
+            self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
+
+    def check(self) -> None:
+        """See to the calls that are slow, and interrupt those that are over their limit."""
+        moment = self._clock()
+        for job in self._packer.opening_now():
+            if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
+                self._packer.opens_slowly(job)
+        for pool in (self._openers, self._writers):
+            pool.relieve(SLOW_S)
+        self._openers.interrupt_overdue(seconds_since_begin, self._limit_s, self._not_open)
+        self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
+
+    def interrupt_silent(self, planning: HeldJob) -> None:
+        """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
+        call = planning.call
+        if (
+            call is not None
+            and call.error is None
+            and seconds_of_silence(call, self._clock()) > self._limit_s
+        ):
+            planning.interrupt_function(self._not_planned)
+
+    def give_up_stuck(self, grace_s: float) -> list[str]:
+        """See FunctionPool.give_up_stuck."""
+        return self._openers.give_up_stuck(grace_s) + self._writers.give_up_stuck(grace_s)
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that were given up and have not ended."""
+        return self._openers.num_stuck + self._writers.num_stuck
+
+    def end(self) -> None:
+        """Let the threads end once the calls given so far are done."""
+        self._openers.end()
+        self._writers.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads to end, but for stuck ones, at most `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        for pool in (self._openers, self._writers):
+            pool.join(max(0.0, until - time.monotonic()))
+
+
+def _result_of(job: HeldJob) -> Any:
+    """Of a call nothing may be left but the job: the callbacks refer to each other, and would keep a closed
+    shard for the collector."""
+    assert job.open_task is not None
+    return job.open_task.result()
