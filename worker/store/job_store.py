@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -27,11 +27,12 @@ from worker.store.records.claimed_job import (
     EarlierJob,
     Mode,
     Wanted,
+    address,
     restore,
 )
 from worker.store.records.next_step import End, Repeat, Retry
 from worker.store.records.outcome import FinishReply, Outcome
-from worker.store.scripts import Scripts
+from worker.store.scripts import Call, Scripts
 
 PAGE = 200
 """Dependents that are looked at in one turn, about: anybody may name a million jobs that never were."""
@@ -60,10 +61,10 @@ class Dependents:
         calls = []
         for dependent in self._fetch([member.decode() for member in members]):
             if self._may_run(dependent, ended):
-                front = int(bool(dependent.enqueue_at_front))
-                ids = (dependent.origin, dependent.id, claimed.job_id)
-                now_iso, now_ts = utcformat(now()), repr(self._clock())
-                calls.append(("queue_dependent", (*ids, now_iso, front, now_ts)))
+                front = bool(dependent.enqueue_at_front)
+                ids = {"queue": dependent.origin, "id": dependent.id, "ended_id": claimed.job_id}
+                moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+                calls.append(Call("queue_dependent", {**ids, **moment, "at_front": front}))
         if calls:
             self._call_many(calls)
         return following
@@ -78,7 +79,7 @@ class Dependents:
 
     def _fetch(self, job_ids: Sequence[str]) -> Iterator[Job]:
         """What decides when and where each is queued, but for those that are gone or damaged in that."""
-        calls = [("dependent", [job_id]) for job_id in job_ids]
+        calls = [Call("dependent", {"id": job_id}) for job_id in job_ids]
         found = self._call_many(calls) if calls else []
         for job_id, fields in zip(job_ids, found, strict=True):
             if not fields:
@@ -111,38 +112,45 @@ class EndCalls:
     def __init__(self, client: Redis, worker_name: str, keeping: Keeping, clock: Callable[[], float]) -> None:
         self._client, self._worker_name, self._keeping, self._clock = client, worker_name, keeping, clock
 
-    def call_of(self, outcome: Outcome) -> tuple[str, list[Any]]:
-        """Name and arguments of the script that writes this outcome."""
+    def call_of(self, outcome: Outcome) -> Call:
+        """Call the script that writes this outcome."""
         step = outcome.next_step(self._keeping.result_ttl_s)
+        run = {
+            **outcome.claimed.address,
+            "worker": self._worker_name,
+            "working_s": outcome.working_s,
+            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
+            "ended_iso": utcformat(outcome.ended_at),
+        }
         if isinstance(step, Retry):
-            return "retry", self._retry_args(outcome, step)
-        return "finish", self._finish_args(outcome, step)
+            return self._retry(outcome, step, run)
+        return self._finish(outcome, step, run)
 
-    def _run_args(self, outcome: Outcome) -> list[Any]:
-        """What both scripts are told of the run: see end_execution.lua."""
-        started_iso = utcformat(outcome.started_at or outcome.ended_at)
-        run = (utcformat(outcome.ended_at), self._worker_name, outcome.working_s, started_iso)
-        return [*outcome.claimed.address, *run]
-
-    def _retry_args(self, outcome: Outcome, step: Retry) -> list[Any]:
+    def _retry(self, outcome: Outcome, step: Retry, run: Mapping[str, Any]) -> Call:
+        args = {
+            "when": self._when(step.wait_s, step.at_front),
+            "counter": step.counter,
+            "tries": step.count,
+            "ttl": "" if step.kept_s is None else str(step.kept_s),
+            "at_front": step.at_front,
+        }
         entry = self._entry(outcome, Result.Type.RETRIED) if step.is_on_wish else []
-        kept_s = "" if step.kept_s is None else step.kept_s
-        when = self._when(step.wait_s, step.at_front)
-        return [*self._run_args(outcome), when, step.counter, step.count, kept_s, int(step.at_front), *entry]
+        return Call("retry", {**run, **args}, entry)
 
-    def _finish_args(self, outcome: Outcome, step: Repeat | End) -> list[Any]:
+    def _finish(self, outcome: Outcome, step: Repeat | End, run: Mapping[str, Any]) -> Call:
         status, kind = _status_and_kind(outcome, step)
-        repeat = [self._when(step.wait_s), step.left] if isinstance(step, Repeat) else ["", ""]
+        args: dict[str, Any] = {"status": status, "score": "", "next_run": "", "repeats_left": ""}
+        if isinstance(step, Repeat):
+            args |= {"next_run": self._when(step.wait_s), "repeats_left": step.left}
         if status == "finished":
             is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
         else:  # as RQ scores failed ones: those without end by the negative ttl
             is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
             left_ttl_s, endless = "", str(step.kept_s)
         if not is_recorded:
-            return [*self._run_args(outcome), status, left_ttl_s, "", *repeat]
-        score = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
-        entry = self._entry(outcome, kind)
-        return [*self._run_args(outcome), status, step.kept_s, score, *repeat, *entry]
+            return Call("finish", {**run, **args, "ttl": left_ttl_s})
+        args["score"] = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
+        return Call("finish", {**run, **args, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
 
     def _when(self, wait_s: int, at_front: bool = False) -> str | int:
         """When a job runs again, as put_back of end_execution.lua takes it."""
@@ -204,7 +212,7 @@ class JobStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client, self._worker_name, self._lease_s, self._clock = client, worker_name, lease_s, clock
-        self._models = "\n".join(models)
+        self._models = list(models)
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
         scripts = Scripts(client, bounds)
         self._call_many = scripts.call_many
@@ -217,36 +225,30 @@ class JobStore:
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
         return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
 
-    def _stamp(self) -> tuple[str, str]:
-        return utcformat(now()), repr(self._clock())
+    def _holder(self) -> dict[str, Any]:
+        """What the scripts are told of this worker, as the holder of a job from now on."""
+        moment = self._clock()
+        return {
+            "worker": self._worker_name,
+            "now_iso": utcformat(now()),
+            "now_ts": repr(moment),
+            "lease_s": self._lease_s,
+            "far_score": repr(moment + FAR_S),
+        }
 
     def claim(self, wanted: Sequence[Wanted], suspect_deaths: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. suspect_deaths: see claim.lua.
 
         A call that failed may have claimed: make it again with the same tokens.
         """
-        tail = (
-            self._worker_name,
-            self._stamp()[1],
-            self._lease_s,
-            repr(self._clock() + FAR_S),
-            suspect_deaths,
-        )
-        calls: list[tuple[str, list[Any]]] = [
-            (
-                "claim",
-                [
-                    *(each.queue, min(each.most, CLAIM_BATCH), each.token, *tail),
-                    *(int(each.takes_suspects), self._models, each.max_functions, each.max_files),
-                    *(each.num_takers, each.num_held, int(each.rounds_up)),
-                ],
-            )
-            for each in wanted
+        same = {**self._holder(), "suspect_deaths": suspect_deaths, "models": self._models}
+        calls = [
+            Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH), "done_tokens": done})
+            for each, done in zip(wanted, [list(self._answered), *[[]] * len(wanted)], strict=False)
         ]
         tokens = {each.token for each in wanted}
         first_sent = tokens - self._unanswered
         self._unanswered |= tokens
-        calls[0][1].extend(self._answered)
         replies = self._call_many(calls)
         self._unanswered -= tokens
         # Of a claim that was sent twice the first sending may still be on its way: its record expires.
@@ -272,11 +274,9 @@ class JobStore:
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
         if not held:
             return []
-        far = repr(self._clock() + FAR_S)
-        args: list[Any] = [self._worker_name, *self._stamp(), self._lease_s, far]
-        for claimed, started_iso in held:
-            args.extend((*claimed.address, started_iso))
-        return [held[i - 1][0] for i in self._call_many([("renew", args)])[0]]
+        jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
+        lost = self._call_many([Call("renew", {**self._holder(), "jobs": jobs})])[0]
+        return [held[i - 1][0] for i in lost]
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
@@ -285,7 +285,7 @@ class JobStore:
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of a job that has ended, once its dependents are queued."""
-        self._call_many([("close", (*claimed.address, self._stamp()[0]))])
+        self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         """Put jobs back at the head of their queues.
@@ -293,23 +293,20 @@ class JobStore:
         Returns those that this worker holds now instead: they died too often, or have ended already.
         """
         # Pushed to the head one by one, the last goes first.
-        places = [(claimed.address, claimed.left_before, claimed.kind) for claimed in reversed(held)]
+        places = [
+            {**claimed.address, "left_before": claimed.left_before, "kind": claimed.kind}
+            for claimed in reversed(held)
+        ]
         return self._release(places, mode, max_deaths)
 
-    def _release(
-        self, places: Sequence[tuple[tuple[str, str, str], str, str]], mode: Mode, max_deaths: int
-    ) -> list[ClaimedJob]:
-        """places: of each job its address, and what release.lua takes at the end."""
-        far = repr(self._clock() + FAR_S)
-        tail = (self._worker_name, self._stamp()[1], self._lease_s, far)
-        calls = [
-            ("release", (*address, mode, max_deaths, uuid4().hex, *tail, left_before, kind))
-            for address, left_before, kind in places
-        ]
+    def _release(self, places: Sequence[Mapping[str, str]], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
+        """places: of each job its address, `left_before` and `kind`."""
+        same = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
+        calls = [Call("release", {**place, **same, "new_eid": uuid4().hex}) for place in places]
         replies = self._call_many(calls) if calls else []
         return [
-            replace(self._restore(address[0], reply[1]), has_ended=reply[0] == b"ended")
-            for (address, _, _), reply in zip(places, replies, strict=True)
+            replace(self._restore(place["queue"], reply[1]), has_ended=reply[0] == b"ended")
+            for place, reply in zip(places, replies, strict=True)
             if reply[0] in (b"exhausted", b"ended")
         ]
 
@@ -341,14 +338,23 @@ class JobStore:
             for _, job_id, execution_id in found:
                 pipe.ttl(execution_key(job_id, execution_id))
             left_s = pipe.execute() if found else []
-        dead = [(address, "", "") for address, s in zip(found, left_s, strict=True) if s < 0]
+        dead = [
+            {**address(*found_one), "left_before": "", "kind": ""}
+            for found_one, seconds in zip(found, left_s, strict=True)
+            if seconds < 0
+        ]
         return self._release(dead, "abandoned", max_deaths)
 
     def adopt(self, left: Sequence[EarlierJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
-        now_ts = self._stamp()[1]
-        tail = (self._worker_name, now_ts, self._lease_s, repr(self._clock() + FAR_S))
-        calls = [("adopt", (*each.address, now_ts, uuid4().hex, *tail)) for each in left]
+        same = self._holder()
+        calls = [
+            Call(
+                "adopt",
+                {**same, **address(each.queue, each.job_id, each.execution_id), "new_eid": uuid4().hex},
+            )
+            for each in left
+        ]
         replies = self._call_many(calls)
         return [
             (self._restore(each.queue, reply[1]), each.reason)
@@ -358,6 +364,6 @@ class JobStore:
 
     def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
-        calls = [("progress", (*claimed.address, JSONSerializer.dumps(meta))) for claimed, meta in shown]
+        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in shown]
         if calls:
             self._call_many(calls)

@@ -14,7 +14,7 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import RQ
 from jobs.common.rq_jobs import RATE_LIMITS_KEY
-from worker.store.scripts import Scripts
+from worker.store.scripts import Call, Scripts
 
 _BATCH = 200
 """Members of a set, or rate limits, that are looked at in one round trip."""
@@ -59,12 +59,11 @@ class Registries:
     def queue_left(self, queue_names: Sequence[str]) -> None:
         """Queue jobs that nobody else would queue: those that wait for the slot of one that was cancelled or
         deleted, and those whose dependencies are met, but RQ's worker was killed before it queued them."""
-        now_iso, now_ts = utcformat(now()), repr(self._clock())
-        calls: list[tuple[str, Sequence[Any]]] = [
-            ("enqueue_due", ("ready", name, now_ts, now_iso, _BATCH)) for name in queue_names
-        ]
+        moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+        same = {**moment, "registry": "ready", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **same}) for name in queue_names]
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
-        calls += [("rate_limits", (key, now_iso, now_ts)) for key in keys]
+        calls += [Call("rate_limits", {"key": key.decode(), **moment}) for key in keys]
         self._call_many(calls)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from rq.utils import current_timestamp, now, utcformat
 
 from worker.logs import LogStyle
 from worker.store.client import own_client
-from worker.store.scripts import Scripts
+from worker.store.scripts import Call, Scripts
 
 _REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
 _REACQUIRE_S = 10.0
@@ -150,10 +150,10 @@ class Scheduler(RQScheduler):
         loses what is due where the key of its queue is damaged."""
         if self._scripts is None:
             self._scripts = Scripts(self.connection)
-        now_ts, now_iso = current_timestamp(), utcformat(now())
-        names = sorted(self._acquired_locks)
+        moment = {"now_iso": utcformat(now()), "now_ts": str(current_timestamp())}
+        same = {**moment, "registry": "scheduled", "most": _MOST}
         self._scripts.call_many(
-            [("enqueue_due", ("scheduled", name, now_ts, now_iso, _MOST)) for name in names]
+            [Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)]
         )
 
     def work(self) -> None:

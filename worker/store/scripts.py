@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -45,6 +46,14 @@ def _with_prefix(text: str) -> str:
     return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
+class Call(NamedTuple):
+    """A call of a script: its arguments by name, and bytes that it takes as they are."""
+
+    script: str
+    args: Mapping[str, Any]
+    raw: Sequence[Any] = ()
+
+
 class Scripts:
     """The scripts on one server. Not thread-safe. bounds: numbers that scripts name."""
 
@@ -53,8 +62,8 @@ class Scripts:
         self._bounds = "".join(f"local {name} = {number}\n" for name, number in (bounds or {}).items())
         self._shas: dict[str, str] = {}
 
-    def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing."""
+    def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts in one round trip; load the scripts where they are missing."""
         if not self._shas:
             self._load()
         replies: dict[int, Any] = {}
@@ -62,8 +71,8 @@ class Scripts:
         while waiting:
             with self._client.pipeline(transaction=False) as pipe:
                 for i in waiting:
-                    name, args = calls[i]
-                    pipe.evalsha(self._shas[name], 0, *args)
+                    name, args, raw = calls[i]
+                    pipe.evalsha(self._shas[name], 0, json.dumps(args), *raw)
                 answers = pipe.execute(raise_on_error=False)
             replies.update(zip(waiting, answers, strict=True))
             waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]

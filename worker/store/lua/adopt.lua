@@ -3,7 +3,7 @@
 -- Returns {'taken', claimed}; {'alive'} where it is not there any more, or its worker has shown a sign of life
 -- since the caller looked; {'dropped'} where it has ended, waits elsewhere, or is gone: then nothing but the
 -- trace of its worker was removed.
-local queue, id, eid, looked_at_ts, new_eid, worker, now_ts, lease_s, far_score = unpack(ARGV)
+local queue, id, eid = args.queue, args.id, args.eid
 local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'
 
@@ -12,7 +12,7 @@ if eid == '' then
   call('DEL', intermediate .. ':first_seen:' .. id)
 else
   local score = tonumber(call('ZSCORE', wip, member) or '')
-  if not score or score < 0 or score > tonumber(looked_at_ts) then return {'alive'} end
+  if not score or score < 0 or score > tonumber(args.now_ts) then return {'alive'} end
   let_go(queue, id, eid)
 end
 
@@ -31,4 +31,4 @@ local function needs_nobody()
 end
 
 if needs_nobody() then return {'dropped'} end
-return {'taken', open_execution(queue, id, new_eid, worker, now_ts, lease_s, far_score)}
+return {'taken', open_execution(queue, id, args.new_eid)}

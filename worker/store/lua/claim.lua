@@ -1,34 +1,31 @@
--- Take jobs of one queue and open their executions, until they bring `limit` sequences: one each, or what
+-- Take jobs of one queue and open their executions, until they bring `most` sequences: one each, or what
 -- the job's own field `sequences` says.
 -- `done_tokens` are those of claims whose records nobody needs any more.
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
 -- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim or a running execution has taken already, where
 -- the job was not enqueued again since.
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
--- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
+-- `tokenmill_model` is none of `models` (all names of the served one), and beyond
 -- `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
--- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects` is 1, so that jobs
+-- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects`, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
 -- It ends, too, once the hashes of what it has taken have `max_hash_bytes`, and where this worker, which holds
 -- `num_held` jobs of the queue, has its share: what waits and what is held, divided among `num_takers` workers. So the
 -- last jobs of a queue are spread, and a queue of more jobs than all have places for knows no such bound. A share is
--- rounded up; of jobs with several sequences only where `rounds_up` is 1, for one shard more may be an hour's work.
+-- rounded up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
 -- Nothing is claimed where `rq suspend` holds all workers.
 -- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for
 -- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with
 -- the same token it returns the same jobs, less those that were taken from this worker since, and claims no
--- others. With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
+-- others. With `most` 0 it asks what an earlier call has claimed, and makes sure that one still on its way
 -- claims nothing.
-local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
-local suspect_deaths, takes_suspects, models, max_functions, max_files = unpack(ARGV, 8, 12)
-local num_takers, num_held, rounds_up = tonumber(ARGV[13]), tonumber(ARGV[14]), ARGV[15] == '1'
-local done_tokens = {unpack(ARGV, 16)}
-limit, suspect_deaths, takes_suspects = tonumber(limit), tonumber(suspect_deaths), takes_suspects == '1'
+local queue, limit, token = args.queue, args.most, args.token
+local num_takers, num_held = args.num_takers, args.num_held
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for _, done in ipairs(done_tokens) do call('DEL', 'tokenmill:claim:' .. done) end
+for _, done in ipairs(args.done_tokens) do call('DEL', 'tokenmill:claim:' .. done) end
 local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
@@ -46,9 +43,9 @@ if limit == 0 then
 end
 if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 1} end
 
-local places = {['function'] = tonumber(max_functions), file = tonumber(max_files)}
+local places = {['function'] = args.max_functions, file = args.max_files}
 local is_served = {}
-for name in string.gmatch(models, '[^\n]+') do is_served[name] = true end
+for _, name in ipairs(args.models) do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local last_left, files_left = '', 0
@@ -60,7 +57,7 @@ local share, large_share, first_left = 1000000, 1000000, ''
 if num_takers > 1 and page[1] then
   local all = call('LLEN', waiting) + call('HLEN', 'tokenmill:held:' .. queue)
   share = math.ceil(all / num_takers) - num_held
-  large_share = rounds_up and share or math.max(math.floor(all / num_takers), 1) - num_held
+  large_share = args.rounds_up and share or math.max(math.floor(all / num_takers), 1) - num_held
 end
 
 -- Whether an execution has taken the job at its latest enqueueing, and is not over.
@@ -84,21 +81,21 @@ local function consider(id)
   local is_foreign = fields[4] and not is_served[fields[4]]
   local free = places[fields[5] or '']
   local deaths = deaths_of(id)
-  local is_suspect = deaths >= suspect_deaths
+  local is_suspect = deaths >= args.suspect_deaths
   local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
     files_left = files_left + (fields[5] == 'file' and 1 or 0)
-  elseif is_suspect and (not takes_suspects or #claimed > 0) then
+  elseif is_suspect and (not args.takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
   elseif num_sequences > 1 and #claimed >= large_share then
     left[#left + 1] = id
     is_full, first_left = true, id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score, deaths)
+    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths)
     claimed[#claimed][5] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[5]] = free - 1 end

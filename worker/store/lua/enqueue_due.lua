@@ -2,7 +2,7 @@
 -- scheduler does, or those of 'ready', whose dependencies are met, where whoever should have done so is gone. Each at
 -- once or not at all. A job that nobody can read is put there too, for a worker to fail it by name.
 -- most: at most how many are taken. Returns how many were taken from the registry.
-local registry, queue, now_ts, now_iso, most = unpack(ARGV)
+local registry, queue = args.registry, args.queue
 local from = 'rq:' .. registry .. ':' .. queue
 
 local function take(id)
@@ -12,10 +12,10 @@ local function take(id)
   if call('HLEN', 'rq:job:' .. id) == 0 then return end
   if registry == 'ready' and fields[4] ~= 'ready_to_enqueue' then return end
   local is_first = fields[1] == '1' or (fields[2] == '1' and (fields[3] or '') ~= '')
-  enqueue(queue, id, is_first and '1' or '0', now_iso, now_ts)
+  enqueue(queue, id, is_first, args.now_iso, args.now_ts)
 end
 
-local due = call('ZRANGEBYSCORE', from, 0, now_ts, 'LIMIT', 0, most)
+local due = call('ZRANGEBYSCORE', from, 0, args.now_ts, 'LIMIT', 0, args.most)
 for _, id in ipairs(due) do
   call('ZREM', from, id)
   take(id)

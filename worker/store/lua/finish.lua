@@ -5,8 +5,7 @@
 -- Returns 'done'; 'dependents' when jobs wait for this one: it has ended, but stays held until they are
 -- queued and close.lua was called; 'again' when this very call was carried out before (its reply was
 -- lost); 'lost' when the job was given up, cancelled, deleted or enqueued again, and nothing was written.
-local status, ttl, score, next_run, repeats_left = unpack(ARGV, 8, 12)
-local result = {unpack(ARGV, 13)}
+local status, ttl, score, next_run, repeats_left = args.status, args.ttl, args.score, args.next_run, args.repeats_left
 
 local reply = not_held()
 if reply then return reply end
@@ -16,7 +15,7 @@ if score ~= '' then
   call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end
 count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
-add_result(result)
+add_result()
 leave_slot(next_run)
 if call('EXISTS', job .. ':dependents') == 1 then
   call(

@@ -1,17 +1,17 @@
 -- Free the slots of one rate limit whose jobs were cancelled or deleted, and forget an empty limit.
-local key, now_iso, now_ts = unpack(ARGV)
+local key = args.key
 local limit = 'rq:rl:' .. key
 
 local function needs_slot(id)
   local status = call('HGET', 'rq:job:' .. id, 'status')
   return status == 'queued' or status == 'started'
-    or call('ZCOUNT', 'rq:executions:' .. id, '(' .. now_ts, '+inf') > 0
+    or call('ZCOUNT', 'rq:executions:' .. id, '(' .. args.now_ts, '+inf') > 0
 end
 
 for _, id in ipairs(call('ZRANGE', limit .. ':allowed', 0, -1)) do
   if not needs_slot(id) then call('ZREM', limit .. ':allowed', id) end
 end
-let_in(key, now_iso)
+let_in(key, args.now_iso)
 if call('EXISTS', limit .. ':allowed', limit .. ':rate_limited') == 0 then
   call('SREM', 'rq:rl-keys', key)
   call('DEL', limit)

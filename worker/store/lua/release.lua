@@ -1,14 +1,13 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the job that its claim left
 -- there before it.
--- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. new_eid, worker, now_ts, lease_s, far_score: of the
+-- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. new_eid: of the
 -- execution that holds a job which has died too often. left_before: id of the job left before it, or ''. kind:
 -- what this one was found to be ('function' or 'file'), or ''.
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
 -- when it has taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when
 -- its end is written but its dependents may wait still: then the caller holds it, to see to them.
-local queue, id, eid, mode, max_deaths = unpack(ARGV, 1, 5)
-local new_eid, worker, now_ts, lease_s, far_score, left_before, kind = unpack(ARGV, 6, 12)
+local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
 if not is_open(queue, id, eid) then return {'gone'} end
@@ -20,8 +19,8 @@ if not taken_at then
 end
 local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
-  call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
-  call('EXPIRE', execution, lease_s)
+  call('HSET', execution, 'id', eid, 'created_at', args.now_ts, 'last_heartbeat', args.now_ts, 'worker_name', args.worker)
+  call('EXPIRE', execution, args.lease_s)
   return {'ended', {id, eid, job_hash(id), 0}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
@@ -30,12 +29,12 @@ if is_queued then return {'dropped'} end
 
 local deaths = deaths_of(id) + (mode == 'given_back' and 0 or 1)
 if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
-if mode ~= 'given_back' and deaths >= tonumber(max_deaths) then
+if mode ~= 'given_back' and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)
-  return {'exhausted', open_execution(queue, id, new_eid, worker, now_ts, lease_s, far_score)}
+  return {'exhausted', open_execution(queue, id, args.new_eid)}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
-if kind ~= '' then call('HSET', job, 'tokenmill_kind', kind) end
+if args.kind ~= '' then call('HSET', job, 'tokenmill_kind', args.kind) end
 expire_in_queue(job, fields[2])
 call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 if left_before == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', left_before, id) < 1 then

@@ -1,16 +1,15 @@
 -- Extend the leases of the jobs that a worker holds, show which have begun, and tell which it holds no longer.
--- After the five arguments that are named come four for each job: queue, job id, execution id, and when it began
--- ('' where that is not news).
+-- jobs: {queue, job id, execution id, when it began ('' where that is not news)} for each.
 -- Returns the positions (from 1) of the lost ones. A lease that ran out unnoticed is taken up again:
 -- while the execution holds the job nobody else has it.
-local worker, now_iso, now_ts, lease_s, far_score = unpack(ARGV, 1, 5)
+local worker, now_iso, now_ts, lease_s = args.worker, args.now_iso, args.now_ts, args.lease_s
 local begun = {}
 
 -- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
 local function show_begun(queue, id, eid, started_iso)
   local job = 'rq:job:' .. id
   if call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
-  call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
+  call('ZADD', 'rq:wip:' .. queue, args.far_score, id .. ':' .. eid)
   begun[#begun + 1] = id .. ':' .. eid
   call(
     'HSET', job, 'status', 'started', 'started_at', started_iso, 'last_heartbeat', now_iso, 'worker_name', worker
@@ -32,11 +31,11 @@ local function renew(queue, id, eid, started_iso)
 end
 
 local lost = {}
-for i = 6, #ARGV, 4 do
-  local queue, id, eid, started_iso = unpack(ARGV, i, i + 3)
+for i, job in ipairs(args.jobs) do
+  local queue, id, eid, started_iso = unpack(job)
   if not renew(queue, id, eid, started_iso) then -- cancelled, deleted, damaged or given to another
     let_go(queue, id, eid)
-    lost[#lost + 1] = (i - 6) / 4 + 1
+    lost[#lost + 1] = i
   end
 end
 if begun[1] then

@@ -4,19 +4,17 @@
 -- which results are kept, '' as long as they were. at_front: '1' where it goes to the front then, also later.
 -- result: of the entry in rq:results, if there is one.
 -- Returns as finish.lua does; such a job has not ended, so its dependents wait on.
-local when, counter, tries, ttl, at_front = unpack(ARGV, 8, 12)
-local result = {unpack(ARGV, 13)}
 local reply = not_held()
 if reply then return reply end
 
-write_run(counter, tries)
-if at_front == '1' then call('HSET', job, 'enqueue_at_front_on_retry', 1) end
-if #result > 0 then
-  add_result(result)
-  expire_results(ttl)
+write_run(args.counter, args.tries)
+if args.at_front then call('HSET', job, 'enqueue_at_front_on_retry', 1) end
+if #ARGV > 1 then
+  add_result()
+  expire_results(args.ttl)
 end
-put_back(when)
-leave_slot(when)
+put_back(args.when)
+leave_slot(args.when)
 count('failed_job_count')
 let_go(queue, id, eid, worker)
 return 'done'

@@ -17,6 +17,11 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 """Why a job goes back into its queue; all but the first count as a death of its worker."""
 
 
+def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
+    """Return how the scripts find a job that is held."""
+    return {"queue": queue, "id": job_id, "eid": execution_id}
+
+
 @dataclass(frozen=True)
 class ClaimedJob:
     """A job this worker holds: what to do, and the one execution that may finish it."""
@@ -46,9 +51,8 @@ class ClaimedJob:
             raise BadPayload(f"its hash in Redis is damaged ({reason}): enqueue it again")
 
     @property
-    def address(self) -> tuple[str, str, str]:
-        """Queue, job id, execution id: how the scripts find it."""
-        return self.queue_name, self.job_id, self.execution_id
+    def address(self) -> dict[str, str]:
+        return address(self.queue_name, self.job_id, self.execution_id)
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,6 @@ class EarlierJob:
     job_id: str
     execution_id: str
     reason: str
-
-    @property
-    def address(self) -> tuple[str, str, str]:
-        """As that of a job that was claimed."""
-        return self.queue, self.job_id, self.execution_id
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 -- Shared head of finish.lua, retry.lua and close.lua: the fence, and what they write alike.
--- Each has these arguments first, then its own.
-local queue, id, eid, ended_iso, worker, working_s, started_iso = unpack(ARGV, 1, 7)
+-- Each has these arguments beside its own, and what `add_result` takes after them.
+local queue, id, eid, worker = args.queue, args.id, args.eid, args.worker
+local ended_iso, started_iso = args.ended_iso, args.started_iso
 local job = 'rq:job:' .. id
 local results = 'rq:results:' .. id
 -- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
@@ -31,7 +32,7 @@ end
 
 local function count(counter)
   call('HINCRBY', 'rq:worker:' .. worker, counter, 1)
-  call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', working_s)
+  call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', args.working_s)
 end
 
 -- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
@@ -42,11 +43,11 @@ local function write_run(name, value)
   )
 end
 
--- Add an entry of {field, value, ...} to rq:results; where it is empty, the job's own field tells that this
--- execution has ended it.
-local function add_result(entry)
-  if #entry > 0 then
-    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+-- Add an entry of the fields and values in ARGV to rq:results; where there are none, the job's own field tells
+-- that this execution has ended it.
+local function add_result()
+  if #ARGV > 1 then
+    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, 2))
   else
     call('HSET', job, 'closed_by', eid)
   end

@@ -1,4 +1,4 @@
-local call = redis.call
+local call, args = redis.call, cjson.decode(ARGV[1]) -- bytes come in ARGV[2] and after
 
 -- Shared head of all scripts: who holds a job, and time in the queue.
 -- tokenmill:held:<queue> has a field '<job>:<execution>' for each open execution of ours. Its value keeps two

@@ -1,13 +1,14 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
 -- The lease is the time to live of the execution hash; only release.lua acts on its end. The job looks as
 -- it did in the queue until it begins (renew.lua).
-local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score, deaths)
+local function open_execution(queue, id, eid, deaths)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
   call('DEL', executions)
-  call('HSET', execution, 'id', eid, 'job_id', id, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
-  call('EXPIRE', execution, lease_s)
-  call('ZADD', executions, far_score, eid)
+  call('HSET', execution, 'id', eid, 'job_id', id, 'created_at', args.now_ts,
+    'last_heartbeat', args.now_ts, 'worker_name', args.worker)
+  call('EXPIRE', execution, args.lease_s)
+  call('ZADD', executions, args.far_score, eid)
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)

@@ -18,7 +18,7 @@ local function let_in(key, now_iso)
   end
 end
 
--- Put a job on its queue; one with a rate limit waits for its slot before. at_front: '1' or not.
+-- Put a job on its queue; one with a rate limit waits for its slot before. at_front: whether it is put first.
 local function enqueue(queue, id, at_front, now_iso, now_ts)
   local job = 'rq:job:' .. id
   local fields = call('HMGET', job, 'ttl', 'rate_limit_key', 'rate_limit_concurrency')
@@ -29,12 +29,12 @@ local function enqueue(queue, id, at_front, now_iso, now_ts)
     call('SADD', 'rq:rl-keys', key)
     call('HSET', 'rq:rl:' .. key, 'concurrency', concurrency)
     call('HSET', job, 'status', 'rate_limited', 'origin', queue)
-    if at_front == '1' then call('HSET', job, 'enqueue_at_front', 1) end
+    if at_front then call('HSET', job, 'enqueue_at_front', 1) end
     call('ZADD', 'rq:rl:' .. key .. ':rate_limited', now_ts, id)
     let_in(key, now_iso)
   else
     call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso, 'origin', queue)
-    call(at_front == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
+    call(at_front and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
   end
 end
 
