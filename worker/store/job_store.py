@@ -241,10 +241,14 @@ class JobStore:
 
         A call that failed may have claimed: make it again with the same tokens.
         """
-        same = {**self._holder(), "suspect_deaths": suspect_deaths, "models": self._models}
+        same = {
+            **self._holder(),
+            "suspect_deaths": suspect_deaths,
+            "models": self._models,
+            "done_tokens": list(self._answered),
+        }
         calls = [
-            Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH), "done_tokens": done})
-            for each, done in zip(wanted, [list(self._answered), *[[]] * len(wanted)], strict=False)
+            Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH)}) for each in wanted
         ]
         tokens = {each.token for each in wanted}
         first_sent = tokens - self._unanswered
@@ -348,13 +352,7 @@ class JobStore:
     def adopt(self, left: Sequence[EarlierJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
         same = self._holder()
-        calls = [
-            Call(
-                "adopt",
-                {**same, **address(each.queue, each.job_id, each.execution_id), "new_eid": uuid4().hex},
-            )
-            for each in left
-        ]
+        calls = [Call("adopt", {**address(*each[:3]), **same, "new_eid": uuid4().hex}) for each in left]
         replies = self._call_many(calls)
         return [
             (self._restore(each.queue, reply[1]), each.reason)

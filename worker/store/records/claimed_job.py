@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from worker.errors import BadPayload, JobRefused, TooLarge
 from worker.store.records.bounds import MAX_HASH_FIELDS, max_hash_bytes
@@ -55,8 +55,7 @@ class ClaimedJob:
         return address(self.queue_name, self.job_id, self.execution_id)
 
 
-@dataclass(frozen=True)
-class EarlierJob:
+class EarlierJob(NamedTuple):
     """A job that one of RQ's own workers left behind, with the reason to give for its failure.
 
     execution_id: '' for one that was taken from its queue and not begun.
