@@ -12,12 +12,7 @@ from typing import Any, Self
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import (
-    EngineBusy,
-    EngineClosed,
-    InvalidRequest,
-    UnsupportedTask,
-)
+from engine.errors import EngineBusy, EngineClosed, InvalidRequest, UnsupportedTask
 from engine.models.load import generates, read_supported
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity

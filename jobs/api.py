@@ -112,12 +112,7 @@ def rerank(
     the score is the probability of "yes" against "no" behind the prompt of Qwen3-Reranker's model card.
     instruction: what makes a document relevant. Raises InvalidJob, or RequestFailed if all documents failed.
     """
-    named = {
-        "instruction": instruction,
-        "top_n": top_n,
-        "return_documents": return_documents,
-        "model": model,
-    }
+    named = {"instruction": instruction, "top_n": top_n, "return_documents": return_documents, "model": model}
     return run_task("jobs.rerank", (query, documents), named)  # type: ignore[no-any-return]
 
 

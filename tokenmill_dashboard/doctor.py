@@ -11,10 +11,7 @@ from tokenmill_dashboard.serve import TOKEN_VARIABLE, NotServed, check_token
 
 LIMIT_S = 30.0
 
-NEEDED = {
-    "starlette": "on which the pages rest",
-    "uvicorn": "which serves them",
-}
+NEEDED = {"starlette": "on which the pages rest", "uvicorn": "which serves them"}
 
 
 def checks() -> list[Examination]:

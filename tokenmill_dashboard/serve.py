@@ -76,12 +76,7 @@ def is_loopback(bind: str) -> bool:
 
 
 def make_app(
-    redis_url: str,
-    bind: str,
-    hosts: Collection[str],
-    *,
-    show_prompts: bool,
-    queues: Sequence[str] = (),
+    redis_url: str, bind: str, hosts: Collection[str], *, show_prompts: bool, queues: Sequence[str] = ()
 ) -> ASGIApp:
     """Return the application. queues: those that /metrics counts. Raises NotServed as check_token does."""
     token = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind)

@@ -31,7 +31,7 @@ NEEDED = {
     "obstore": "which reads and writes object stores",
 }
 OPTIONAL = {
-    "hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis"),
+    "hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis")
 }
 
 

@@ -71,10 +71,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def build_metadata(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
+        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> AttentionMetadata:
         """Prepare one step, once for all layers.
 

@@ -140,10 +140,7 @@ class CpuBackend(KernelBackend):
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
+        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> CpuMetadata:
         return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens)
 

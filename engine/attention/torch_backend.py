@@ -43,10 +43,7 @@ class TorchBackend(KernelBackend):
         self._device = device
 
     def build_metadata(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
+        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> TorchMetadata:
         starts = np.cumsum(query_lens) - query_lens
         return TorchMetadata(Spans(block_tables, context_lens, query_lens, starts, self._device))

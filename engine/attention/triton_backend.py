@@ -122,10 +122,7 @@ class TritonBackend(CapturableBackend):
         )
 
     def build_metadata(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
+        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> AttentionMetadata:
         metadata, _ = self.build_and_upload(block_tables, context_lens, query_lens, (), self._device)
         return metadata

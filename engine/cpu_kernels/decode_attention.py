@@ -69,12 +69,7 @@ def decode_attention(
     most_seen = min(window, chunk)
     scratch = torch.empty(num_threads * num_heads * (most_seen + head_dim))
     kernel = _kernel(
-        head_dim,
-        num_heads // num_kv_heads,
-        limited,
-        soft_cap is not None,
-        sinks is not None,
-        query.dtype,
+        head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype
     )
     kernel(
         num_seqs * num_parts,

@@ -20,11 +20,4 @@ EXPONENT = -(1 << FRACTION_BITS)
 ONE = 0x3F800000
 #: 2^40 2^(g - 1) for g from 1 to 2, highest power first. Fitted to the least relative error (2e-7 with the
 #: rounding of float32's products and sums, each by itself), exact at 1, and rising over all 2^20 mantissas.
-COEFFICIENTS = (
-    2066332672.0,
-    -445959744.0,
-    42493796352.0,
-    118588956672.0,
-    388921262080.0,
-    547887218688.0,
-)
+COEFFICIENTS = (2066332672.0, -445959744.0, 42493796352.0, 118588956672.0, 388921262080.0, 547887218688.0)

@@ -278,11 +278,7 @@ class DecoderModel(nn.Module):
         self.norm = parts.norm(config.hidden_size)
 
     def forward(
-        self,
-        batch: ForwardBatch,
-        cache: KVCache,
-        rotations: Sequence[Rotation],
-        rows: Tensor | None = None,
+        self, batch: ForwardBatch, cache: KVCache, rotations: Sequence[Rotation], rows: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states [tokens, hidden], or of those `rows` alone.
 

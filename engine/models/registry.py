@@ -87,11 +87,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": DecoderFlags("qwen3", keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
     "Phi3ForCausalLM": DecoderFlags(
         "phi3",
-        keys={
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-            "sliding_window": None,
-        },
+        keys={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None},
     ),
     "Olmo2ForCausalLM": DecoderFlags(
         "olmo2",
@@ -103,11 +99,7 @@ ARCHITECTURES = {
     ),
     "Gemma2ForCausalLM": DecoderFlags(
         "gemma2",
-        keys={
-            **GEMMA,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        keys={**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         fixed={"sliding_window_pattern": 2},
         norms=AROUND,
         norm_offset=1.0,

@@ -84,11 +84,7 @@ class TransformersModel(CausalModel):
         return logits.float()
 
 
-def load_transformers_model(
-    config: ModelConfig,
-    folder: Path,
-    place: ModelPlace,
-) -> CausalModel:
+def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace) -> CausalModel:
     """Build the model, or one rank's share of it, by transformers' loader.
 
     Weights pass through the host's memory: with several ranks each reads all of them and keeps its share.

@@ -34,12 +34,7 @@ class DeviceEdits:
     counted: Tensor
 
     @classmethod
-    def upload(
-        cls,
-        edits: LogitEdits,
-        device: torch.device,
-        sampled: Tensor | None = None,
-    ) -> DeviceEdits:
+    def upload(cls, edits: LogitEdits, device: torch.device, sampled: Tensor | None = None) -> DeviceEdits:
         """Upload edits in one transfer, for which the host does not wait.
 
         sampled: [any] int64, in which `edits.pending` says where its tokens lie.

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 #: Of each class the characters that all dialects have in it, and a superset of what any has.
 _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
-_MOST = {
-    "d": r"\p{N}\p{Cn}",
-    "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}",
-    "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}",
-}
+_MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
 def portable(pattern: str) -> str:

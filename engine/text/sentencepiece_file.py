@@ -174,12 +174,7 @@ _TRAINER = {
     42: "eos_id",
     43: "pad_id",
 }
-_NORMALIZER = {
-    2: "charsmap",
-    3: "add_dummy_prefix",
-    4: "remove_extra_whitespaces",
-    5: "escape_whitespaces",
-}
+_NORMALIZER = {2: "charsmap", 3: "add_dummy_prefix", 4: "remove_extra_whitespaces", 5: "escape_whitespaces"}
 
 
 def _named(content: Any, names: dict[int, str]) -> Iterator[tuple[str, Any]]:

@@ -221,10 +221,7 @@ def _errors_text(
         (str(each.rows), ", ".join(map(str, each.examples)), safe_name(each.text, MAX_TEXT_CHARS))
         for each in reasons.commonest(MAX_REASONS)
     ]
-    lines = [
-        f"run {run}: {outcome}",
-        table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",)),
-    ]
+    lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",))]
     if rows:
         listed = [
             (str(each.row), safe_name(each.file, MAX_TEXT_CHARS), str(each.file_row), safe_name(each.reason))

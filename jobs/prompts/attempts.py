@@ -153,11 +153,7 @@ class Attempts:
 
 
 def check_repairs(
-    options: RepairOptions,
-    sampling: Mapping[str, Any],
-    *,
-    has_tools: bool = False,
-    prompt_only: bool = False,
+    options: RepairOptions, sampling: Mapping[str, Any], *, has_tools: bool = False, prompt_only: bool = False
 ) -> None:
     """Raise InvalidJob for what answers cannot be tried again with."""
     if not options.is_asked_for:

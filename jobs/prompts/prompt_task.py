@@ -178,10 +178,7 @@ class OpenPrompts(OpenTask):
         assert all(self._answers), "result() before every request was delivered"
         check_answers(self._answers)
         return self._respond(
-            self._answers,
-            job_id=self._job_id,
-            model=self._model_name,
-            created=int(self._clock()),
+            self._answers, job_id=self._job_id, model=self._model_name, created=int(self._clock())
         )
 
 

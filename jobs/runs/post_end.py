@@ -25,10 +25,7 @@ _PASSING = frozenset({408, 425, 429})
 
 
 def post_run_end(
-    context: JobContext,
-    webhook: str,
-    content: dict[str, Any],
-    sleep: Callable[[float], None] = time.sleep,
+    context: JobContext, webhook: str, content: dict[str, Any], sleep: Callable[[float], None] = time.sleep
 ) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
 

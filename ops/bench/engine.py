@@ -37,11 +37,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-bytes", type=int)
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
-    config = EngineConfig(
-        options.model,
-        dtype=options.dtype,
-        kv_cache_bytes=options.kv_cache_bytes,
-    )
+    config = EngineConfig(options.model, dtype=options.dtype, kv_cache_bytes=options.kv_cache_bytes)
     with Engine(config) as engine:
         gc.collect()
         gc.freeze()  # as a worker does

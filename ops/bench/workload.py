@@ -78,10 +78,7 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
 
 
 def run(
-    options: argparse.Namespace,
-    peer: str,
-    generate: Generate,
-    more: Callable[[], dict[str, Any]] = dict,
+    options: argparse.Namespace, peer: str, generate: Generate, more: Callable[[], dict[str, Any]] = dict
 ) -> None:
     """Do what the options ask: report one workload, with what `more` tells after it, or take turns."""
     if options.turns:

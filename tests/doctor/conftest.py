@@ -10,11 +10,7 @@ from tests.redis_server import running_redis_server
 
 #: How a server is set up where nothing is wrong; and what of it tests change besides.
 WELL = {"appendonly": "yes", "appendfsync": "always", "stream-node-max-bytes": "512"}
-OTHERS = {
-    "save": "",
-    "maxmemory": "0",
-    "maxmemory-policy": "noeviction",
-}
+OTHERS = {"save": "", "maxmemory": "0", "maxmemory-policy": "noeviction"}
 
 
 @pytest.fixture(scope="session", autouse=True)

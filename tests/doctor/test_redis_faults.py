@@ -157,12 +157,7 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
 
 
 @pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("rq:queues", "set"),
-        ("rq:queue:bulk", "list"),
-        ("tokenmill:held:bulk", "hash"),
-    ],
+    ("key", "expected"), [("rq:queues", "set"), ("rq:queue:bulk", "list"), ("tokenmill:held:bulk", "hash")]
 )
 def test_a_shared_key_of_another_type_is_one_fault_that_names_it(
     redis: Redis, redis_url: str, key: str, expected: str

@@ -177,10 +177,7 @@ def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> Mo
 
 
 ORIGINAL = {"original_max_position_embeddings": 1024}
-FACTORS = {
-    "short_factor": [1.0 + i / 10 for i in range(24)],
-    "long_factor": [1.5 + i / 3 for i in range(24)],
-}
+FACTORS = {"short_factor": [1.0 + i / 10 for i in range(24)], "long_factor": [1.5 + i / 3 for i in range(24)]}
 CASES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 8.0},
     {"rope_type": "dynamic", "factor": 3.0},

@@ -99,10 +99,7 @@ def full(*, overlap: bool, batches: bool = True, num_waiting: int = 40, max_toke
     shadow.device.next_token = lambda token_ids: 1 + sum(token_ids) % 2  # type: ignore[method-assign]
     rng = random.Random(1)
     for _ in range(NUM_SLOTS + num_waiting):
-        prompt = [
-            3 + len(shadow.unfinished),
-            *(rng.randrange(1, 3) for _ in range(4)),
-        ]
+        prompt = [3 + len(shadow.unfinished), *(rng.randrange(1, 3) for _ in range(4))]
         shadow.add(prompt, lane=1, max_tokens=rng.randrange(3, max_tokens))
     return shadow
 

@@ -40,13 +40,7 @@ def random_weight(out_features: int, in_features: int, dtype: torch.dtype = torc
 
 @needs_packing
 @both_dtypes
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (17, 5),
-        (130, 257),
-    ],
-)
+@pytest.mark.parametrize("shape", [(17, 5), (130, 257)])
 @pytest.mark.parametrize("rows", [0, 1, 9, 70])
 def test_a_packed_weight_gives_the_same_product(
     shape: tuple[int, int], rows: int, dtype: torch.dtype

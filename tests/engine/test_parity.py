@@ -24,11 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "preempted": {"pool_blocks": 16, "enable_prefix_caching": False},
     "preempted_chunked_cached": {"pool_blocks": 14, "max_num_batched_tokens": 33},
     "blocks_of_4": {"block_size": 4},
-    "overlapped": {
-        "async_scheduling": True,
-        "pool_blocks": 14,
-        "max_num_batched_tokens": 33,
-    },
+    "overlapped": {"async_scheduling": True, "pool_blocks": 14, "max_num_batched_tokens": 33},
 }
 
 

@@ -12,11 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import (
-    ConfigError,
-    Engine,
-    EngineConfig,
-)
+from engine import ConfigError, Engine, EngineConfig
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
@@ -26,24 +22,10 @@ from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.batch.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
-from engine.tensor_parallel.messages import (
-    DTYPES,
-    PREFIX_BYTES,
-    Kind,
-    decode,
-    encode,
-    pack_step,
-    unpack_step,
-)
+from engine.tensor_parallel.messages import DTYPES, PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.reference import Reference
-from tests.engine.two_ranks import (
-    SHAPE_OF,
-    check_nothing_is_left,
-    compare,
-    config,
-    ranks_of,
-)
+from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

@@ -14,12 +14,7 @@ import pytest
 import torch
 
 import engine
-from engine import (
-    ConfigError,
-    Engine,
-    EngineConfig,
-    SamplingParams,
-)
+from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import processor
 from engine.run.forward import model_runner

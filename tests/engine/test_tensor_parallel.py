@@ -17,36 +17,16 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine import (
-    Completion,
-    Engine,
-    MissingWeights,
-    RankFailed,
-    SamplingParams,
-)
+from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import (
-    PREFIX_BYTES,
-    Kind,
-    decode,
-    encode,
-    pack_step,
-    unpack_step,
-)
+from engine.tensor_parallel.messages import PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
-from tests.engine.two_ranks import (
-    GREEDY,
-    SHAPE_OF,
-    check_nothing_is_left,
-    compare,
-    config,
-    ranks_of,
-)
+from tests.engine.two_ranks import GREEDY, SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 

@@ -14,14 +14,7 @@ from torch import Tensor
 
 import engine.models.attention_calls
 import engine.models.transformers_model
-from engine import (
-    AttentionRefused,
-    ConfigError,
-    Engine,
-    MissingWeights,
-    UnsupportedModel,
-    WeightMismatch,
-)
+from engine import AttentionRefused, ConfigError, Engine, MissingWeights, UnsupportedModel, WeightMismatch
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.models import served

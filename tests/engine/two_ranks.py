@@ -12,12 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine import (
-    Engine,
-    EngineConfig,
-    EngineStats,
-    SamplingParams,
-)
+from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.tensor_parallel.rank_group import RankGroup
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference

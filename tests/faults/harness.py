@@ -34,12 +34,7 @@ class Harness:
     evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        seed: int,
-        evidence: Path | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, seed: int, evidence: Path | None = None) -> None:
         self.rng = random.Random(seed)
         self.folder, self._evidence = folder, evidence
         for name in ("data", "marks", "logs", "redis"):

@@ -74,7 +74,7 @@ def write_with_pyarrow(path: Path) -> None:
             "price": pa.array([decimal.Decimal("1.10"), None, None, None], pa.decimal128(20, 2)),
             "nothing": pa.nulls(4),
             "raw": pa.array([b"\x00", None, b"", b"z"], pa.binary()),
-        },
+        }
     )
     pq.write_table(table, path, row_group_size=3, compression="zstd")
 

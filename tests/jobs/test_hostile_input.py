@@ -18,14 +18,7 @@ from jobs.context import JobContext
 from jobs.parquet.files.storage import reading
 from jobs.runs.plans import plan, spec
 from jobs.runs.plans.names import PLAN
-from tests.jobs.answering import (
-    MODEL,
-    fails,
-    queued_jobs,
-    run_task,
-    score_parquet,
-    work_off,
-)
+from tests.jobs.answering import MODEL, fails, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]
 

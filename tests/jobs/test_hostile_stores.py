@@ -118,9 +118,7 @@ def test_a_listing_that_repeats_itself_is_refused(
         getattr(found, asked)(ROOT)
 
 
-def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(
-    store: Callable[..., Storage],
-) -> None:
+def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(store: Callable[..., Storage]) -> None:
     """The process that lists it ends, and the next listing has another one."""
     sent = 0
 

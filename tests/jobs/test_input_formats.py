@@ -37,15 +37,7 @@ from jobs.parquet.formats.records import MAX_LINE_BYTES
 from jobs.parquet.planning.find_files import find_files
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
-from tests.jobs.input_files import (
-    ROWS,
-    WRITERS,
-    read_rows,
-    score,
-    write_feather,
-    write_jsonl,
-    write_stream,
-)
+from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
 
 MakeContext = Callable[[], JobContext]
 

@@ -7,10 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ops.demo.dates import (
-    Example,
-    held_out_examples,
-)
+from ops.demo.dates import Example, held_out_examples
 from ops.demo.evaluate import generate_answers
 from ops.demo.prompts import BARE_PROMPT, CHAT_PROMPT
 

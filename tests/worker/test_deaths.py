@@ -13,14 +13,7 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
-from tests.rq_workers import (
-    Workers,
-    leftovers,
-    stats_of,
-    text_of,
-    wait_until,
-    wait_until_started,
-)
+from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 
 
 def ends(workers: Workers, queue: str) -> list[str]:

@@ -40,13 +40,7 @@ def failure_of(workers: Workers, job: Job) -> str:
 
 def test_a_function_outside_the_list_is_neither_imported_nor_run(workers: Workers, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    names = [
-        "os.system",
-        "jobs.complete.__globals__",
-        "tests.worker.poison.touch",
-        "jobs.complte",
-        "",
-    ]
+    names = ["os.system", "jobs.complete.__globals__", "tests.worker.poison.touch", "jobs.complte", ""]
     bad = {name: raw_job(workers, [name, None, [f"touch {mark}"], {}]) for name in names}
     good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
     workers.burst(POISON_MARK=str(mark))

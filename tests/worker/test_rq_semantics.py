@@ -17,14 +17,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.watch.samples import read_points, read_samples
-from tests.rq_workers import (
-    Workers,
-    leftovers,
-    stats_of,
-    text_of,
-    wait_until,
-    wait_until_started,
-)
+from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 from worker import BatchWorker
 from worker.store.scheduler import Scheduler
 

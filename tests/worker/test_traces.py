@@ -163,14 +163,7 @@ def test_a_job_that_fails_says_by_what_and_clocks_that_differ_turn_no_span_aroun
     assert values(spans[0])["error.type"] == "PromptTooLong"
 
 
-@pytest.mark.parametrize(
-    "meta",
-    [
-        None,
-        UNSAMPLED,
-        {"traceparent": "x" * 10_000},
-    ],
-)
+@pytest.mark.parametrize("meta", [None, UNSAMPLED, {"traceparent": "x" * 10_000}])
 def test_without_a_producers_word_or_against_it_nothing_is_traced(traces: OtelTraces, meta: Any) -> None:
     assert traces.begin(EXECUTION, meta) is None
     assert traces.carrier(EXECUTION, meta) == {}
@@ -211,9 +204,7 @@ def test_a_prompt_and_a_run_are_traced_by_a_real_worker(
         queue.enqueue("jobs.score_parquet", kwargs={**files, **sizes}, job_id="plan", meta=meta)
     queue.enqueue("jobs.complete", SECRET, job_id="untraced")
     worker = workers.start(
-        TOKENMILL_TRACES="producers",
-        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
-        OTEL_SERVICE_NAME="ours",
+        TOKENMILL_TRACES="producers", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_SERVICE_NAME="ours"
     )
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
     worker.terminate()

@@ -34,10 +34,7 @@ class MetricsServer:
         self._open: dict[asyncio.StreamWriter, None] = {}
         self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
-            target=self._loop.run_until_complete,
-            args=(self._serve(),),
-            name="tokenmill-metrics",
-            daemon=True,
+            target=self._loop.run_until_complete, args=(self._serve(),), name="tokenmill-metrics", daemon=True
         )
         self._thread.start()
 

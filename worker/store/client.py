@@ -30,10 +30,7 @@ class Clients:
 
 
 def own_client(
-    connection: Redis,
-    socket_timeout_s: float,
-    resend: bool = False,
-    sent: Callable[[], None] | None = None,
+    connection: Redis, socket_timeout_s: float, resend: bool = False, sent: Callable[[], None] | None = None
 ) -> Redis:
     """A client with a pool of its own to the same server.
 

@@ -97,12 +97,7 @@ class Scheduler(RQScheduler):
     """
 
     def __init__(
-        self,
-        queues: Sequence[Queue],
-        connection: Redis,
-        serializer: Any,
-        style: LogStyle,
-        worker: str,
+        self, queues: Sequence[Queue], connection: Redis, serializer: Any, style: LogStyle, worker: str
     ) -> None:
         """style: of the worker's log, which the scheduler's process writes too. worker: its name."""
         self._scripts: Scripts | None = None

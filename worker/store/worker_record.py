@@ -12,15 +12,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common.keys import (
-    RQ,
-    SILENT_S,
-    WORKER_STATS_TTL_S,
-    loading_key,
-    prefixed,
-    samples_key,
-    worker_key,
-)
+from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, loading_key, prefixed, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.version import code_version
 from jobs.watch.samples import LOADING, MAX_POINTS, Point

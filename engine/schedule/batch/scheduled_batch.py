@@ -81,10 +81,7 @@ class ScheduledBatch:
                     seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]
                 ),
             )
-            for decodes, prefills in (
-                (slice(middle), slice(cut)),
-                (slice(middle, None), slice(cut, None)),
-            )
+            for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
         )
         for seq, copy in self.copies:
             (first if seq in first.prefills else second).copies.append((seq, copy))

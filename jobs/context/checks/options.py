@@ -110,8 +110,7 @@ def _check(value: Any) -> dict[str, Any]:
     text = _text(f"{kind} of check", what)
     if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
         raise InvalidValue(
-            "function of check is {}, which names no function in a module: write module.function",
-            brief(text),
+            "function of check is {}, which names no function in a module: write module.function", brief(text)
         )
     return {kind: text}
 

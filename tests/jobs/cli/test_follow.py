@@ -130,10 +130,7 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(
 def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
-    events = [
-        lambda: fail(redis, first, "DiskFull"),
-        lambda: runs.run(second),
-    ]
+    events = [lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second)]
     clock = WorkersClock(*events)
     followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
     assert followed.end is End.SHARDS_FAILED

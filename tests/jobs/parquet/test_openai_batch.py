@@ -17,13 +17,7 @@ from jobs.errors import InvalidJob
 from jobs.installed import check_sampling
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import (
-    Answer,
-    FakeCompletion,
-    opened_task,
-    refuse,
-    shout,
-)
+from tests.jobs.answering import Answer, FakeCompletion, opened_task, refuse, shout
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
 

@@ -109,11 +109,7 @@ def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("column", "kind", "name"),
-    [
-        (["3"], pa.string(), "max_tokens"),
-        ([1], pa.timestamp("s"), "seed"),
-    ],
+    ("column", "kind", "name"), [(["3"], pa.string(), "max_tokens"), ([1], pa.timestamp("s"), "seed")]
 )
 def test_a_column_of_a_type_that_cannot_be_the_value_is_refused_when_planned(
     run: Run, tmp_path: Path, column: list[Any], kind: pa.DataType, name: str

@@ -128,10 +128,7 @@ def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[s
 
 def test_a_run_counts_what_was_computed(runs: Runs) -> None:
     runs.write(["x", "y", "x", "y", "z", "x"])
-    runs.plan(
-        sampling=GREEDY,
-        rows_per_shard=2,
-    )
+    runs.plan(sampling=GREEDY, rows_per_shard=2)
     answers = AnswerMemo()
     for job in runs.jobs:
         run_task(replace(runs.context(), answers=answers), job.func_name, *job.args)

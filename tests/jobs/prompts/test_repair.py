@@ -18,11 +18,7 @@ from jobs.context.checks.processes import Checks
 from jobs.errors import InvalidJob
 from jobs.prompts.attempts import attempt_seed
 from jobs.tasks import Request
-from tests.jobs.answering import (
-    FakeCompletion,
-    refuse,
-    run_task,
-)
+from tests.jobs.answering import FakeCompletion, refuse, run_task
 from tests.jobs.checking import TELLS
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs

@@ -25,10 +25,7 @@ def resolver(*addresses: str) -> Any:
     return resolve
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::ffff:127.0.0.1"],
-)
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::ffff:127.0.0.1"])
 def test_a_name_that_leads_to_an_address_inside_is_not_called(address: str) -> None:
     with pytest.raises(InvalidJob, match="not a public address: add that address"):
         call_webhook("http://hooks.example:1/", ["hooks.example"], resolve=resolver(address))

@@ -67,14 +67,7 @@ def test_a_plan_survives_its_file() -> None:
     assert [plan.first_row(shard) for shard in range(len(plan.shards))] == [0, 2, 4, 5, 7]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[" * 100_000,
-        '{"format": 1, "arguments": []}',
-    ],
-)
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"format": 1, "arguments": []}'])
 def test_what_is_no_plan_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Plan.from_text(text)
@@ -147,23 +140,14 @@ def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
         make_spec(input=path)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["ftp://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a"],
-)
+@pytest.mark.parametrize("path", ["ftp://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a"])
 def test_the_keys_in_a_uri_are_not_repeated(path: str) -> None:
     with pytest.raises(UnsupportedScheme) as caught:
         make_spec(input=path)
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "s3://id:s3cret@bucket/a?key=s3cret",
-        "az://id:s/s3cret@a",
-    ],
-)
+@pytest.mark.parametrize("path", ["s3://id:s3cret@bucket/a?key=s3cret", "az://id:s/s3cret@a"])
 def test_a_store_s_keys_belong_into_no_path(path: str) -> None:
     with pytest.raises(InvalidJob, match="keys for the store belong into") as caught:
         make_spec(input=path)

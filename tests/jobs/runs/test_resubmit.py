@@ -52,11 +52,7 @@ def replace_by_another_table(part: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, replace_by_another_table])
 def test_a_damaged_part_of_a_finished_run_is_named_and_redone_on_wish(
-    runs: Runs,
-    redis: Redis,
-    submit: Callable[..., dict[str, Any]],
-    run: str,
-    damage: Callable[[Path], None],
+    runs: Runs, redis: Redis, submit: Callable[..., dict[str, Any]], run: str, damage: Callable[[Path], None]
 ) -> None:
     damage(runs.output / part_name(1))
     with pytest.raises(errors.PartDamaged, match=r"part-00001\.parquet.*--redo-damaged"):

@@ -16,15 +16,7 @@ from jobs.errors import RunBusy
 from jobs.runs.control import retry_run
 from jobs.tasks import OpenTask, Request
 from jobs.watch.runs import list_runs
-from tests.jobs.answering import (
-    FakeCompletion,
-    feed,
-    opened_task,
-    queued_jobs,
-    refuse,
-    shout,
-    work_off,
-)
+from tests.jobs.answering import FakeCompletion, feed, opened_task, queued_jobs, refuse, shout, work_off
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
 

@@ -37,8 +37,7 @@ def test_a_lock_is_held_by_one_kept_on_and_let_go_without_a_script(redis: Redis)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "replace_ttl", "least_ms", "most_ms"),
-    [(20.5, False, 80_500, 110_500), (60, True, 1, 60_000)],
+    ("seconds", "replace_ttl", "least_ms", "most_ms"), [(20.5, False, 80_500, 110_500), (60, True, 1, 60_000)]
 )
 def test_extending_adds_seconds_to_what_is_left_or_counts_them_from_now(
     redis: Redis, seconds: float, replace_ttl: bool, least_ms: int, most_ms: int

@@ -20,11 +20,7 @@ from jobs.common.json_text import to_json
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request
-from tests.jobs.answering import (
-    FakeCompletion,
-    refuse,
-    shout,
-)
+from tests.jobs.answering import FakeCompletion, refuse, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 

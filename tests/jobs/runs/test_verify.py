@@ -14,14 +14,7 @@ from redis import Redis
 
 from jobs.cli import verify_command
 from jobs.context.checks.processes import Checks
-from jobs.errors import (
-    InputChanged,
-    InvalidJob,
-    JobsError,
-    PartDamaged,
-    RunOfAnotherModel,
-    TrialFailed,
-)
+from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
 from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.runs.watching.trials import Trial
 from jobs.tasks import Request

@@ -73,12 +73,7 @@ def test_an_object_is_read_in_few_pieces_and_little_memory(
     ids=["all of it", "much in folders", "a path that obstore does not take"],
 )
 def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
-    s3: S3,
-    context: JobContext,
-    monkeypatch: pytest.MonkeyPatch,
-    most_below: int,
-    more: str,
-    in_pieces: bool,
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch, most_below: int, more: str, in_pieces: bool
 ) -> None:
     """They are listed in pieces where that is possible; here in this process, to set what a piece is."""
     monkeypatch.setattr(listing_child, "_LISTED", 2)

@@ -101,10 +101,7 @@ class JobRecord:
         hash_bytes = sum(map(len, kept.values()))
         kept[b"data"] = b""
         return replace(
-            self,
-            fields=MappingProxyType(kept),
-            hash_bytes=hash_bytes,
-            meta=self.meta if keeps_meta else {},
+            self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {}
         )
 
     def without_callbacks(self) -> JobRecord:

@@ -13,11 +13,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.store.records.bounds import (
-    DEFAULT_MAX_JOB_BYTES,
-    check_payload,
-    unpack,
-)
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_payload, unpack
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
 from worker.threads.interrupts import current_work
