@@ -42,16 +42,14 @@ from engine.errors import (
     WeightMismatch,
 )
 from engine.models.served import model_table
+from engine.run.check_up import check_up
 from engine.run.config import EngineConfig, model_identity
 from engine.run.observation import Observation
-from engine.run.start.check_up import check_up
-from engine.sampling.parameters.pooling import PoolingParams
-from engine.sampling.parameters.request_kinds import RequestParams, request_params
-from engine.sampling.parameters.sampling import SamplingParams
-from engine.sampling.parameters.scoring import ScoringParams
-from engine.sampling.parameters.structured_outputs import StructuredOutputsParams
-from engine.schedule.sequences.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
-from engine.schedule.sequences.prepared_prompt import PreparedPrompt
+from engine.sampling.parameter_values import StructuredOutputsParams
+from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams, request_params
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
+from engine.schedule.sequence import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine

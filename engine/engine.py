@@ -14,30 +14,23 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidRequest, UnsupportedTask
 from engine.models.load import generates, read_supported
+from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
-from engine.run.embedder import Embedder
+from engine.run.device import overlaps
+from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
-from engine.run.intake.new_sequences import NewSequences
-from engine.run.intake.requests import Request, Scores, check_request, numbered, prepare_scores
-from engine.run.intake.seeds import Seeds
-from engine.run.machine.device import overlaps
-from engine.run.machine.dtype import served_dtype
-from engine.run.progress import Progress
-from engine.run.start.check_support import check_support
-from engine.run.step_stats import engine_stats
+from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
+from engine.run.new_sequences import NewSequences
+from engine.run.step_stats import Progress, engine_stats
 from engine.run.stepper import Stepper
-from engine.sampling.parameters.pooling import PoolingParams
-from engine.sampling.parameters.request_kinds import RequestParams
-from engine.sampling.parameters.sampling import SamplingParams, check_params
-from engine.sampling.parameters.scoring import ScoringParams
+from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
+from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
-from engine.schedule.sequences.prepared_prompt import PreparedPrompt
-from engine.schedule.sequences.request_progress import request_progress
-from engine.schedule.sequences.sequence import Sequence
-from engine.tensor_parallel.start_runner import StartRunner, start_own_runner
+from engine.schedule.sequence import PreparedPrompt, Sequence, request_progress
+from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner
 from engine.text.tokenizer import Tokenizer

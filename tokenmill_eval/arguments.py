@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from engine import ConfigError, EngineConfig, InvalidSampling, SamplingParams
-from engine.run.machine.device import resolve_device
+from engine.run.device import resolve_device
 
 #: Names of the `hf` class that change nothing at these values; no others are taken.
 NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {

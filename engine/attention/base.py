@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.decode_state import DecodeState, advance
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites, advance, write_rows
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.row_writes import RowMemory, RowWrites, write_rows
 from engine.kernels.upload import upload
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
@@ -138,7 +138,7 @@ class CapturableBackend(KernelBackend):
     """
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write what is new, before a step is replayed: see engine/attention/row_writes.py."""
+        """Write what is new, before a step is replayed: see engine/attention/decode_state.py."""
         write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
@@ -160,3 +160,18 @@ class CapturableBackend(KernelBackend):
         block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, a permutation: which
         sequences should start first, the longest contexts for the shortest time; None: as they stand.
         """
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of one step on the model's device, sequence after sequence.
+
+    token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
+    attention: what the attention backend needs besides, made by that backend.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    sample_rows: Tensor
+    attention: AttentionMetadata

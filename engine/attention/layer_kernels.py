@@ -116,7 +116,7 @@ class LayerKernels:
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.
     experts: for mixtures of them, None where a backend has none.  products: None likewise.
-    quantize_rows(x) -> as engine.layers.int8 has it, None likewise.
+    quantize_rows(x) -> as engine.layers.linear has it, None likewise.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
     """
 

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, CapturableBackend
-from engine.attention.decode_state import DecodeState
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
-from engine.attention.row_writes import RowMemory, RowWrites
 from engine.errors import ConfigError
 from engine.kernels.advance import advance_rows
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention

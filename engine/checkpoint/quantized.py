@@ -3,13 +3,235 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
-from engine.checkpoint.mxfp4 import Mxfp4Tensor
-from engine.checkpoint.packed_words import PackedIntegers
+import torch
+from torch import Tensor
+
 from engine.checkpoint.quantization import Quantization, Scheme
-from engine.checkpoint.quantized_tensor import Codes, QuantizedTensor, count_scales
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
+
+AT_ONCE = 1 << 20  # weights, whose temporaries stay in the processor's cache
+
+
+class Codes(Protocol):
+    """A matrix [out, in] of small numbers."""
+
+    path: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def part(self, *ranges: slice) -> Tensor:
+        """These rows and columns, all of them where no range is given."""
+
+
+class QuantizedTensor(CheckpointTensor):
+    """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
+
+    block: rows and columns that share a scale, None for all of a dimension.
+    scale: one for each block, as a matrix or, `transposed`, as that one's transpose.
+    zero_points: as many, or one for all of them.
+    group_of_column: [in], which of a row's scales is a column's; their order says where there is None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        codes: Codes,
+        block: tuple[int | None, int | None],
+        scale: CheckpointTensor,
+        *,
+        transposed: bool = False,
+        zero_points: Codes | int = 0,
+        group_of_column: CheckpointTensor | None = None,
+    ) -> None:
+        self.name, self.path, self.dtype, self.shape = name, codes.path, "F32", codes.shape
+        self._codes, self._scale, self._zero_points = codes, scale, zero_points
+        self._transposed, self._group_of_column = transposed, group_of_column
+        self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
+        self._num_scales = count_scales(self.shape, block)
+
+    def whole(self) -> Tensor:
+        """Unpack all of it, on the CPU. Raises DamagedWeights."""
+        return self.part()
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Unpack these rows and columns, on the CPU. Raises DamagedWeights."""
+        scale, zero_points = self._read_scale(), self._read_zero_points()
+        groups = [torch.arange(size) // block for size, block in zip(self.shape, self._block, strict=True)]
+        if self._group_of_column is not None:
+            groups[1] = self._read_group_of_column(self._group_of_column)
+        for dim, part in enumerate(ranges):
+            groups[dim] = groups[dim][part]
+        codes = self._codes.part(*ranges).contiguous()
+        unpacked = torch.empty(codes.shape, dtype=torch.float32)
+        step = max(1, AT_ONCE // max(1, codes.shape[1]))
+        for first in range(0, len(codes), step):
+            some = unpacked[first : first + step]
+            piece = codes[first : first + step]
+            # by way of float16 it is exact, and several times faster than straight to float32
+            some.copy_(piece.half() if piece.dtype == torch.float8_e4m3fn else piece)
+            rows = groups[0][first : first + step]
+            some -= zero_points if isinstance(zero_points, int) else _spread(zero_points, rows, groups[1])
+            factor = _spread(scale, rows, groups[1])
+            if not factor.all() and ((factor == 0) & (some != 0)).any():
+                # Whoever quantized a weight that was not 0 has divided by its scale.
+                raise _damaged(self._scale, "holds scales of 0 for weights that are not")
+            some *= factor
+            if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
+                raise _damaged(self, "has weights that are NaN or infinite")
+        return unpacked
+
+    def _read_scale(self) -> Tensor:
+        scale = self._scale.whole().float()
+        if not scale.isfinite().all():
+            raise _damaged(self._scale, "holds scales that are NaN or infinite")
+        if (scale < 0).any():
+            raise _damaged(self._scale, "holds scales below 0")
+        return scale.t() if self._transposed else scale.reshape(self._num_scales)
+
+    def _read_zero_points(self) -> Tensor | int:
+        stored = self._zero_points
+        return stored if isinstance(stored, int) else stored.part().float().reshape(self._num_scales)
+
+    def _read_group_of_column(self, tensor: CheckpointTensor) -> Tensor:
+        groups = tensor.whole().long()
+        if ((groups < 0) | (groups >= self._num_scales[1])).any():
+            raise _damaged(tensor, f"names other groups than the {self._num_scales[1]} that have scales")
+        return groups
+
+
+def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
+    """The scales of a weight [out, in] in each direction, where these (rows, columns) share one."""
+    return tuple(-(-total // (size or total)) for size, total in zip(block, shape, strict=True))
+
+
+def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """One number for each of the weights in these rows and columns, or for each row if all have the same."""
+    chosen = numbers[rows]
+    return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
+
+
+def _damaged(tensor: CheckpointTensor, problem: str) -> DamagedWeights:
+    return DamagedWeights(f"{tensor.name!r} in {tensor.path} {problem}; fetch the file again")
+
+
+EVERY = slice(None), slice(None)
+LOW_BITS = {4: 0x11111111, 8: 0x01010101}
+
+
+def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0) -> Tensor:
+    """words: [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim` -> uint8.
+
+    The first number has the lowest bits. interleaved: as AWQ has it, the even ones of eight in the lower half
+    of a word and the odd ones in the upper. shift: 1 adds one to each number, as GPTQ's files subtract it:
+    from whole words, so that a number of 0 borrows from the next.
+    """
+    if dim == 0:
+        return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
+    if shift:
+        words = (words.long() + LOW_BITS[bits]).int()
+    # A column of one word calls itself contiguous whatever its strides are, and cannot be seen as bytes.
+    numbers = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
+    if interleaved:
+        numbers = numbers.view(*words.shape, 2, 4).transpose(2, 3).flatten(1)
+    return numbers
+
+
+class PackedIntegers:
+    """A matrix [rows, columns] of packed numbers; of the words no more are read than hold those asked for.
+
+    words: as stored; with `transposed` they hold the matrix's transpose. dim: of the words, along which each
+    word's numbers lie. shape: the matrix's, whose last words may have room for more.
+    """
+
+    def __init__(
+        self,
+        words: CheckpointTensor,
+        shape: tuple[int, ...],
+        bits: int,
+        *,
+        dim: int,
+        transposed: bool,
+        interleaved: bool = False,
+        shift: int = 0,
+    ) -> None:
+        self.words, self.path, self.shape, self.bits = words, words.path, shape, bits
+        self.dim, self.transposed, self.interleaved, self.shift = dim, transposed, interleaved, shift
+
+    def part(self, *ranges: slice) -> Tensor:
+        """These rows and columns, uint8; all of them where no range is given."""
+        wanted = [range(total)[each] for each, total in zip((*ranges, *EVERY), self.shape, strict=False)]
+        if self.transposed:
+            wanted.reverse()
+        size = 32 // self.bits
+        along = wanted[self.dim]
+        first = along.start // size
+        stored = [slice(each.start, each.stop) for each in wanted]
+        stored[self.dim] = slice(first, -(-along.stop // size))
+        numbers = unpack(
+            self.words.part(*stored), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
+        ).narrow(self.dim, along.start - first * size, len(along))
+        return numbers.t() if self.transposed else numbers
+
+
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+BLOCK = 32
+
+
+class Mxfp4Tensor(CheckpointTensor):
+    """The weights [experts, in, out] of all experts; once read in bfloat16, which holds them exactly.
+
+    blocks: [experts, out, in / 32, 16] uint8, the lower half of a byte first. scales: [experts, out, in / 32]
+    uint8, exponents with a bias of 127. Source: OCP Microscaling Formats 1.0, section 5.3; the order of the
+    dimensions is that of transformers' GptOssExperts.
+    """
+
+    def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
+        self.name, self.path, self.dtype = name, blocks.path, "BF16"
+        self._blocks, self._scales = blocks, scales
+        experts, rows, groups, _ = blocks.shape
+        self.shape = (experts, groups * BLOCK, rows)
+
+    def whole(self) -> Tensor:
+        """Unpack all of it, on the CPU. Raises DamagedWeights."""
+        return self.part()
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
+        every = (slice(None),) * 3
+        experts, columns, rows = (
+            range(n)[each] for each, n in zip((*ranges, *every), self.shape, strict=False)
+        )
+        first = columns.start // BLOCK
+        stored = (
+            slice(experts.start, experts.stop),
+            slice(rows.start, rows.stop),
+            slice(first, -(-columns.stop // BLOCK)),
+        )
+        blocks, scales = self._blocks.part(*stored), self._scales.part(*stored)
+        unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
+        if not unpacked.isfinite().all():
+            raise DamagedWeights(
+                f"{self._scales.name!r} in {self._scales.path} holds scales that are NaN or too large; "
+                "fetch the file again"
+            )
+        return unpacked.narrow(1, columns.start - first * BLOCK, len(columns))
+
+
+def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks: [out, groups, 16], scales: [out, groups] -> [in, out] bfloat16."""
+    low = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat(16)
+    high = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat_interleave(16)
+    pairs = torch.stack((low, high), -1)[blocks.int()]
+    factors = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return (pairs.flatten(2) * factors[:, :, None]).flatten(1).t()
+
 
 #: Of a module x the tensors that say that its weight is quantized, and what may lie beside them.
 CODES = ("weight_packed", "qweight", "weight")

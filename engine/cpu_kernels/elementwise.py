@@ -30,7 +30,7 @@ from engine.cpu_kernels.softmax import exp_of_negative
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
-SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.int8
+SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.linear
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
@@ -111,7 +111,7 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As engine.layers.int8.quantize_rows, bit by bit. x: [tokens, dim], where rows may lie apart."""
+    """As engine.layers.linear.quantize_rows, bit by bit. x: [tokens, dim], where rows may lie apart."""
     num_tokens, dim = x.shape
     levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
     scales = torch.empty(num_tokens, 1)

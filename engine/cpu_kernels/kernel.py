@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
+import stat
 import struct
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,93 @@ from numba import njit, types
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
-from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
 from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
-from engine.cpu_kernels.sealed_files import remove_damaged, seal_files
 from engine.kernels import token_weights
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, and what is missing above it, for this user alone. Raises OSError."""
+    for path in [*reversed(folder.parents), folder]:
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+
+
+def close_to_others(folder: Path) -> None:
+    """Take from all others the right to write what this process has put below the folder."""
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another process' temporary file
+            path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def exposure(folder: Path) -> str | None:
+    """Say which path another user may have written: below the folder, itself, or above it. None: no path.
+
+    folder: without links, as `Path.resolve` gives it.
+    """
+    for path in (*folder.parents, folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            if problem := _problem(path.lstat(), sticky_will_do=path in folder.parents):
+                return f"{path} {problem}"
+    return None
+
+
+def _problem(found: os.stat_result, *, sticky_will_do: bool) -> str | None:
+    """In a folder with the sticky bit, such as /tmp, nobody can replace what belongs to another."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}"
+    if stat.S_ISLNK(found.st_mode):
+        return "is a link"
+    if found.st_mode & 0o022 and not (sticky_will_do and found.st_mode & stat.S_ISVTX):
+        return f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+SUFFIXES = (".nbi", ".nbc")  # Numba's indexes, and the machine code
+SEAL = hashlib.sha256().digest_size
+
+
+def seal_files(folder: Path) -> None:
+    """Give each file below the folder its checksum, where it has none. Raises OSError.
+
+    Each is replaced by its sealed copy in one step: another process reads the one or the other.
+    """
+    for path in _kept(folder):
+        with suppress(FileNotFoundError):  # another process found it without a seal
+            contents = path.read_bytes()
+            if not _is_sealed(contents):
+                _replace(path, contents + hashlib.sha256(contents).digest())
+
+
+def remove_damaged(folder: Path) -> list[Path]:
+    """Remove what does not match its checksum, or has none; return the paths. Raises OSError."""
+    damaged = []
+    for path in _kept(folder):
+        with suppress(FileNotFoundError):
+            if not _is_sealed(path.read_bytes()):
+                path.unlink()
+                damaged.append(path)
+    return damaged
+
+
+def _kept(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+
+
+def _is_sealed(contents: bytes) -> bool:
+    return hashlib.sha256(contents[:-SEAL]).digest() == contents[-SEAL:]
+
+
+def _replace(path: Path, contents: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(contents)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))

@@ -75,7 +75,7 @@ def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def weigh(logits, highest, rate, least):
-    """As `weigh` of engine/sampling/weights.py, and 0 below `least`."""
+    """As `weigh` of engine/sampling/sampler.py, and 0 below `least`."""
     exponents = tl.maximum((logits - highest) * rate, LOWEST_EXPONENT).to(tl.int32)
     mantissas = ((exponents & MANTISSA) | ONE).to(tl.float32, bitcast=True)
     powers = (mantissas * C5 + C4) * mantissas + C3
@@ -186,14 +186,14 @@ def sum_tiles(
 
 @triton.jit
 def share(total, top_p):
-    """As in engine/sampling/weights.py."""
+    """As in engine/sampling/sampler.py."""
     fraction = (top_p * 2147483648.0).to(tl.int64)
     return tl.maximum(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
 
 @triton.jit
 def target(total, seed, position, sample_index):
-    """As in engine/sampling/weights.py, of the row's word of Philox, engine/sampling/philox.py."""
+    """As in engine/sampling/sampler.py, of the row's word of Philox, engine/sampling/sampler.py."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
     word, _, _, _ = tl.philox(seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10)
     odd = 2 * word.to(tl.int64) + 1

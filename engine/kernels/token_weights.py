@@ -1,4 +1,4 @@
-"""The numbers that both samplers, of torch and of Triton, weigh tokens by: see engine/sampling/weights.py."""
+"""The numbers that both samplers, of torch and of Triton, weigh tokens by: see engine/sampling/sampler.py."""
 
 from __future__ import annotations
 

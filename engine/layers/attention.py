@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from engine.attention.base import KernelBackend
+from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import LayerKVCache
 from engine.errors import AttentionRefused
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.base import WeightedModule, fill
-from engine.layers.packed import linear, pack_weight
+from engine.layers.linear import WeightedModule, fill, linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import TiledProduct
 

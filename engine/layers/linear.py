@@ -2,16 +2,183 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import platform
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.weights import CheckpointTensor
-from engine.errors import WeightMismatch
-from engine.layers.base import WeightedModule, fill
-from engine.layers.int8 import Int8Product, QuantizeRows
-from engine.layers.packed import linear, pack_weight
+from engine.cpu_kernels.processor import multiplies_bfloat16, processor_flags
+from engine.errors import ConfigError, WeightMismatch
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
+
+
+class WeightedModule(nn.Module):
+    """A module whose own parameters are loaded from the checkpoint.
+
+    shards: the parts each parameter is put together from; (None,) if the checkpoint holds it whole.
+    """
+
+    shards: tuple[str | None, ...] = (None,)
+
+    def place_of(self, name: str) -> tuple[str, str | None] | None:
+        """Which parameter, and which shard of it, a tensor of that name below this module's is, if any."""
+        return (name, None) if name in dict(self.named_parameters(recurse=False)) else None
+
+    def shards_of(self, name: str) -> tuple[str | None, ...]:
+        """The shards of parameter `name`."""
+        return self.shards
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy the checkpoint's `tensor`, or this rank's share of it, into parameter `name`."""
+        fill(self.get_parameter(name), tensor.whole())
+
+    def finish_loading(self) -> None:
+        """Called once when all parameters are filled; they may change their layout."""
+
+
+def fill(place: Tensor, tensor: Tensor) -> None:
+    """Copy `tensor` into `place`, casting its dtype. Raises WeightMismatch unless the shapes are equal."""
+    if place.shape != tensor.shape:
+        raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(place.shape)} expected")
+    place.copy_(tensor)
+
+
+TYPICAL_ROWS = 256  # a hint of how many rows the weight will meet; any number is served
+#: Of the check's products, which are near 7: relative to them, and beside that. float32 errs by 1e-5,
+#: bfloat16 by half its last digit, which is 2**-7.
+LARGEST_ERROR = {torch.float32: (0.0, 1e-3), torch.bfloat16: (2**-8, 1e-2)}
+
+logger = logging.getLogger(__name__)
+
+
+def pack_weight(weight: nn.Parameter) -> nn.Parameter:
+    """Return the weight [out, in] as `linear` is fastest with it: packed, or as it is where that is no gain.
+
+    A packed parameter has the layout torch._mkldnn and its original's shape; `to_dense()` gives it back.
+    """
+    if weight.device.type != "cpu" or weight.dtype not in LARGEST_ERROR or not _can_pack(weight.dtype):
+        return weight
+    return nn.Parameter(_pack(weight.data), requires_grad=False)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b with a weight from `pack_weight`. x: [rows, in] -> [rows, out]."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+    return packed
+
+
+@functools.cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has the ops, which are not documented, and they agree with F.linear here.
+
+    In bfloat16 they are held against the float32 products of the same numbers.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((7, 48), (40, 48), (40,))
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    try:
+        packed = _pack(weight)
+        products = [linear(x[:rows], packed, bias) for rows in (0, 1, 7)]
+    except (AttributeError, RuntimeError, TypeError) as error:
+        problem = repr(error)
+    else:
+        expected = F.linear(x.float(), weight.float(), bias.float())
+        rtol, atol = LARGEST_ERROR[dtype]
+        if all(torch.allclose(p.float(), expected[: len(p)], rtol=rtol, atol=atol) for p in products):
+            return True
+        problem = "they differ from torch's own linear layer"
+    shown = str(dtype).removeprefix("torch.")
+    logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %s", shown, problem)
+    return False
+
+
+LARGEST = 127
+ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255
+SMALLEST_MAGNITUDE = 2.0**-100  # a row of zeros has a scale too, and 127 / it is finite
+FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+
+QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [rows, dim], float32 or bfloat16 -> ([rows, dim] uint8, [rows, 1] float32), each row by itself.
+
+    x is (bytes - ZERO) * scales, to half a scale. A row with NaN or infinity has it for a scale.
+    """
+    x = x.float()
+    largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAGNITUDE)
+    levels = (x * largest.new_tensor(LARGEST).div(largest)).round_()  # 127 / x would round twice
+    return levels.add_(ZERO).to(torch.uint8), largest / LARGEST
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [out, in] -> ([out, in] int8, [out] float32), each output channel by itself."""
+    levels, scales = quantize_rows(weight)
+    return (levels.to(torch.int16) - ZERO).to(torch.int8), scales.squeeze(1)
+
+
+class Int8Product(nn.Module):
+    """x W^T + b with W in int8, packed by oneDNN, and x quantized as it comes."""
+
+    def __init__(self, weight: Tensor, quantize: QuantizeRows) -> None:
+        """weight: [out, in], float32 or bfloat16; not kept.  quantize: does what `quantize_rows` does."""
+        super().__init__()
+        levels, scales = quantize_weight(weight)
+        self.packed = nn.Parameter(torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.zeros = torch.zeros(len(scales), dtype=torch.int32)  # of weights, as the op wants them
+        self.quantize = quantize
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [rows, in] -> [rows, out], in x's dtype; sums and scales are float32."""
+        if len(x) == 0:
+            return x.new_empty(0, len(self.scales))
+        levels, scales = self.quantize(x)
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, ZERO, self.packed, self.scales, self.zeros, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        if bias is not None:
+            return product.mul_(scales).add_(bias).to(x.dtype)
+        return torch.mul(product, scales, out=torch.empty(product.shape, dtype=x.dtype))
+
+
+def check_int8() -> None:
+    """Raise ConfigError where this machine or this torch does not multiply int8 numbers as above."""
+    told = "quantization='int8' cannot be used"
+    if platform.machine() not in ("x86_64", "AMD64") or FLAGS.isdisjoint(processor_flags()):
+        raise ConfigError(
+            f"{told}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; "
+            "leave it out"
+        )
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((7, 48), (40, 48)))
+    try:
+        product = Int8Product(weight, quantize_rows)(x, None)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{told}: torch {torch.__version__} has no such product ({error!r})") from error
+    levels, scales = quantize_rows(x)
+    rows, columns = quantize_weight(weight)
+    exact = (levels.double() - ZERO) @ rows.double().T * scales * columns
+    if not torch.allclose(product.double(), exact, rtol=1e-5, atol=1e-5):
+        raise ConfigError(f"{told}: torch {torch.__version__} gives another product than it should")
 
 
 class ReplicatedLinear(WeightedModule):

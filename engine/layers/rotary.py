@@ -2,10 +2,177 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from reprlib import repr as brief  # short
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from engine.layers.rotary_scaling import Rope
+from engine.errors import ConfigError, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotation of queries and keys.
+
+    kind: a key of SCALINGS, transformers' rope_type.
+    rotary_dim: numbers of a head that turn, its first ones; even.
+    theta: the pair i of them turns by theta^(-2i / rotary_dim) for each position, before scaling.
+    max_positions: of the model's, as configured.
+    parameters: the kind's own, by their names in config.json.
+    """
+
+    kind: str
+    rotary_dim: int
+    theta: float
+    max_positions: int
+    parameters: Mapping[str, Any]
+
+    def frequencies(self, longest: int) -> tuple[Tensor, float]:
+        """Angles from one position to the next [rotary_dim / 2] float32, and what cosines and sines are
+        multiplied by, in sequences of up to `longest` tokens.
+
+        Raises UnsupportedModel for another kind, ConfigError for parameters that it cannot have.
+        """
+        if self.kind not in SCALINGS:
+            raise UnsupportedModel(
+                f"rope type {self.kind!r} is not supported natively; supported: {', '.join(SCALINGS)}"
+            )
+        return SCALINGS[self.kind](self, longest)
+
+    def number(self, name: str) -> float:
+        """A parameter that must be there. Raises ConfigError unless it is a number above 0."""
+        value = self.optional(name)
+        if value is None:
+            raise ConfigError(f"config.json: rope type {self.kind!r} needs {name!r}, which is not there")
+        return value
+
+    def optional(self, name: str) -> float | None:
+        """A parameter, None if it is not there. Raises ConfigError unless it is a number above 0."""
+        value = self.parameters.get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ConfigError(
+                f"config.json: rope parameter {name} must be a number above 0, not {brief(value)}"
+            )
+        number: float = value
+        return number
+
+    def factors(self, name: str) -> Tensor:
+        """A parameter that is a list: one number above 0 for each pair."""
+        value = self.parameters.get(name)
+        if (
+            not isinstance(value, list)
+            or len(value) != self.rotary_dim // 2
+            or not all(type(each) in (int, float) and 0 < each < math.inf for each in value)
+        ):
+            raise ConfigError(
+                f"config.json: rope parameter {name} must hold {self.rotary_dim // 2} numbers above 0, "
+                f"got {brief(value)}"
+            )
+        return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _powers(rope: Rope, theta: float) -> Tensor:
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rope.rotary_dim
+    powers: Tensor = theta**exponents
+    return powers
+
+
+def _default(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    return 1.0 / _powers(rope, rope.theta), 1.0
+
+
+def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    """All positions are pressed together by the factor."""
+    return 1.0 / _powers(rope, rope.theta) / rope.number("factor"), 1.0
+
+
+def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    """Beyond the configured length theta would grow with the sequence, but no sequence here is longer."""
+    factor, dim = rope.number("factor"), rope.rotary_dim
+    growth = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
+    return 1.0 / _powers(rope, rope.theta * growth ** (dim / (dim - 2))), 1.0
+
+
+def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    """Fast pairs stay, slow ones are pressed together, a ramp lies between. Source: arXiv:2309.00071."""
+    factor, dim = rope.number("factor"), rope.rotary_dim
+    original = rope.number("original_max_position_embeddings")
+
+    def pair_turning(rotations: float) -> float:
+        """The pair that turns so often within the original length."""
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low = pair_turning(rope.optional("beta_fast") or 32)
+    high = pair_turning(rope.optional("beta_slow") or 1)
+    if rope.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
+        high - low if high != low else 0.001
+    )
+    kept = 1 - ramp.clamp(0, 1)
+    powers = _powers(rope, rope.theta)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(rope, factor)
+
+
+def _yarn_attention_factor(rope: Rope, factor: float) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    given = rope.optional("attention_factor")
+    if given is not None:
+        return given
+    mscale, over = rope.optional("mscale"), rope.optional("mscale_all_dim")
+    return magnitude(mscale) / magnitude(over) if mscale and over else magnitude(1)
+
+
+def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    """Each pair has a factor for sequences within the original length and one for longer sequences.
+
+    A cache of rotated keys cannot change factors while a sequence grows, so all sequences have those of the
+    longest there may be. Source: arXiv:2402.13753.
+    """
+    original = rope.number("original_max_position_embeddings")
+    factor = rope.optional("factor") or rope.max_positions / original
+    attention_factor = rope.optional("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {name: rope.factors(name) for name in ("short_factor", "long_factor")}
+    chosen = factors["long_factor" if longest > original else "short_factor"]
+    return 1.0 / (chosen * _powers(rope, rope.theta)), attention_factor
+
+
+def _llama3(rope: Rope, longest: int) -> tuple[Tensor, float]:
+    """Short waves stay, long ones are stretched by the factor, those between by a part of it."""
+    factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+    slow, fast = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if fast <= slow:
+        raise ConfigError(
+            f"config.json: rope parameter high_freq_factor must exceed low_freq_factor, got {fast} and {slow}"
+        )
+    frequencies = 1.0 / _powers(rope, rope.theta)
+    waves = 2 * math.pi / frequencies
+    stretched = torch.where(waves > original / slow, frequencies / factor, frequencies)
+    share = (original / waves - slow) / (fast - slow)
+    between = (1 - share) * stretched / factor + share * stretched
+    is_between = ~(waves < original / fast) & ~(waves > original / slow)
+    return torch.where(is_between, between, stretched), 1.0
+
+
+SCALINGS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}
 
 
 class RotaryEmbedding(nn.Module):

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import KernelBackend
+from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.errors import UnsupportedModel
 from engine.layers.attention import Attention

@@ -10,9 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import KernelBackend
+from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.layers.parallel import TensorParallel
 

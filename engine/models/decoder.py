@@ -10,22 +10,24 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import KernelBackend
+from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.activation import ACTIVATIONS
 from engine.layers.attention import Attention
-from engine.layers.base import WeightedModule, fill
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from engine.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    WeightedModule,
+    fill,
+)
 from engine.layers.moe import Experts, SparseMLP
-from engine.layers.norm import ParallelRMSNorm, RMSNorm
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.row_tiles import each_row
-from engine.layers.stream import Stream, StreamProducts
+from engine.layers.stream import ACTIVATIONS, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 

@@ -2,19 +2,141 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from reprlib import repr as brief  # short
 from typing import Any
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import MAX_SIZE, ModelConfig
 from engine.errors import ConfigError, UnsupportedModel
-from engine.layers.activation import ACTIVATIONS
-from engine.layers.moe import Experts
-from engine.layers.rotary_scaling import Rope
-from engine.models.config_values import number, optional_number, size, truth
-from engine.models.experts_config import read_experts
+from engine.layers.moe import ClampedSwiglu, Experts
+from engine.layers.rotary import Rope
+from engine.layers.stream import ACTIVATIONS
 from engine.models.registry import DecoderFlags
-from engine.models.rope_config import read_ropes
+
+
+def number(values: Mapping[str, Any], name: str) -> float:
+    """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
+    value = values[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
+    return float(value)
+
+
+def optional_number(values: Mapping[str, Any], name: str) -> float | None:
+    """The same, but it may be null or not there."""
+    return None if values.get(name) is None else number(values, name)
+
+
+def size(values: Mapping[str, Any], name: str) -> int:
+    """Raises ConfigError unless it is a size that can be, KeyError if it is not there."""
+    value = values[name]
+    if type(value) is not int or not 0 < value < MAX_SIZE:
+        raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
+    return value
+
+
+def truth(values: Mapping[str, Any], name: str) -> bool:
+    """False if it is null or not there. Raises ConfigError unless it is true or false."""
+    value = values.get(name) or False
+    if type(value) is not bool:
+        raise ConfigError(f"config.json: {name} must be true or false, got {brief(value)}")
+    return value
+
+
+def read_experts(
+    known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
+) -> list[Experts | None]:
+    """What each layer has in place of an MLP; None for those with one, as all layers of dense models are.
+
+    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    """
+    if "num_experts_per_tok" not in known:
+        return [None] * num_layers
+    if known["hidden_act"] != "silu":
+        raise UnsupportedModel(f"experts with hidden_act {known['hidden_act']!r} are not supported natively")
+    experts = Experts(
+        num_experts=size(known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"),
+        num_chosen=size(known, "num_experts_per_tok"),
+        intermediate_size=size(
+            {"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"
+        ),
+        normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
+        bias=flags.expert_bias,
+        swiglu=ClampedSwiglu(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
+        if "swiglu_alpha" in known
+        else None,
+        interleaved=flags.interleaved_experts,
+    )
+    if experts.num_chosen > experts.num_experts:
+        raise ConfigError(
+            f"config.json: a token cannot go through {experts.num_chosen} of {experts.num_experts} experts"
+        )
+    return [experts if sparse else None for sparse in _sparse_layers(known, num_layers)]
+
+
+def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have experts: every decoder_sparse_step-th one, but for those of mlp_only_layers."""
+    step = size({"decoder_sparse_step": 1, **known}, "decoder_sparse_step")
+    dense = known.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
+        raise ConfigError(
+            f"config.json: mlp_only_layers must hold numbers of the {num_layers} layers, got {brief(dense)}"
+        )
+    return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
+
+
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the length before they stretched it
+
+
+def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
+    """The rotation of all layers, or where the architecture has two, that of full and of sliding layers.
+
+    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    """
+    parameters = known["rope_scaling"] or known["rope_parameters"] or {}
+    theta = number(known, "rope_theta")
+    if "rope_local_base_freq" not in known:
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise UnsupportedModel("rope parameters by layer type are not supported for this architecture")
+        return (_read_rope(known, parameters, theta, head_dim, max_positions),)
+    by_kind = known["rope_parameters"] or {}
+    full = {**(by_kind.get("full_attention") or {}), **(known["rope_scaling"] or {})}
+    sliding = by_kind.get("sliding_attention") or {}
+    if by_kind and not (full and sliding):
+        raise ConfigError("config.json: rope_parameters must have full_attention and sliding_attention")
+    local_theta = number(known, "rope_local_base_freq")
+    return (
+        _read_rope(known, full, theta, head_dim, max_positions),
+        _read_rope(known, sliding, local_theta, head_dim, max_positions),
+    )
+
+
+def _read_rope(
+    known: Mapping[str, Any], given: Mapping[str, Any], theta: float, head_dim: int, max_positions: int
+) -> Rope:
+    parameters = dict(given)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind in ("su", "yarn") and "short_factor" in parameters:
+        kind = "longrope"  # what the first Phi-3 checkpoints called it
+    if kind in SCALED_FROM_ORIGINAL:
+        if known["original_max_position_embeddings"] is not None:
+            parameters["original_max_position_embeddings"] = known["original_max_position_embeddings"]
+        parameters.setdefault("original_max_position_embeddings", max_positions)
+    turning = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
+    if turning != 1.0 and "partial_rotary_factor" not in known:
+        raise UnsupportedModel(f"partial_rotary_factor {turning!r} is not supported for this architecture")
+    rotary_dim = int(head_dim * turning)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(
+            f"config.json: of a head's {head_dim} numbers {rotary_dim} would turn; it must be an even number"
+        )
+    parameters.setdefault("rope_theta", theta)
+    rope = Rope(kind, rotary_dim, number(parameters, "rope_theta"), max_positions, parameters)
+    rope.frequencies(max_positions)  # finds at start what is missing or wrong in them
+    return rope
+
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

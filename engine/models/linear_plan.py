@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
-from engine.layers.packed import linear, pack_weight
+from engine.layers.linear import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank

@@ -14,9 +14,8 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
-from engine.layers.int8 import Int8Product, QuantizeRows, check_int8, quantize_rows
-from engine.layers.rotary import RotaryEmbedding
-from engine.layers.rotary_scaling import Rope
+from engine.layers.linear import Int8Product, QuantizeRows, check_int8, quantize_rows
+from engine.layers.rotary import Rope, RotaryEmbedding
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config

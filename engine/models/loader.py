@@ -14,9 +14,7 @@ from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
-from engine.layers.base import WeightedModule
-from engine.layers.int8 import QuantizeRows
-from engine.layers.linear import ReplicatedLinear
+from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
 #: Other names of modules, by what they are called here.

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Tokens
 from typing import Protocol
 
 from engine.errors import SequenceFailed
-from engine.schedule.sequences.logprobs import NOT_WANTED, as_dicts, num_top
-from engine.schedule.sequences.outputs import Completion, Logprob, RequestMetrics
-from engine.schedule.sequences.score_tree import ScoreTree
-from engine.schedule.sequences.sequence import Sequence
+from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
+from engine.schedule.outputs import Completion, Logprob, RequestMetrics
+from engine.schedule.score_tree import ScoreTree
+from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 
 

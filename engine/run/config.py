@@ -11,7 +11,7 @@ from engine.checkpoint.longrope import longrope_length
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
-from engine.run.machine.dtype import served_dtype
+from engine.run.dtype import served_dtype
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
@@ -64,7 +64,7 @@ class EngineConfig:
         attention_backend="cpu", alone or on two ranks; else NotDeterministic is raised. The bits are those of
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
     adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
-        engine/run/machine/cpu_threads.py does. Their number is the process', so this is for one whose torch
+        engine/run/cpu_threads.py does. Their number is the process', so this is for one whose torch
         is the engine's alone. Not with tensor parallelism.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...); None makes them as the checkpoint's modules.json says, and none where it has no such file.

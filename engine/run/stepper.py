@@ -22,16 +22,15 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
-from engine.run.forward.pending_tokens import PendingTokens
-from engine.run.forward.runner import Runner
+from engine.run.forward.runner import PendingTokens, Runner
 from engine.run.step_stats import StepStats
-from engine.sampling.parameters.sampling import SamplingParams
-from engine.sampling.request_edits import RequestEdits, SequenceEdits
-from engine.schedule.batch.scheduled_batch import ScheduledBatch
-from engine.schedule.batch.step_batch import build_sampling_batch, build_step_batch
+from engine.sampling.logit_edits import RequestEdits, SequenceEdits
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences.logprobs import RowLogprobs
-from engine.schedule.sequences.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.step_batch import build_sampling_batch, build_step_batch
 from engine.text.stop_strings import IncrementalText
 
 logger = logging.getLogger(__name__)

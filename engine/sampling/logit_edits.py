@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.sampling.sampling_params import SamplingParams
 
 WORD = 32  # tokens of a mask in one number
 
@@ -133,3 +136,199 @@ def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> ND
     joined[:, 0] = np.repeat([place for place, _ in parts], lengths)
     joined[:, 1:] = np.concatenate([part for _, part in parts]).reshape(-1, width)
     return joined
+
+
+TokenIds = tuple[int, ...]
+
+
+class BadWords:
+    """One request's bad words. A word's last token is banned behind its other tokens.
+
+    What is looked at for each token does not grow with the completion, nor with words that have not begun.
+    """
+
+    def __init__(self, words: Iterable[TokenIds]) -> None:
+        """words: each as tokens, one at least."""
+        words = list(dict.fromkeys(words))
+        self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
+        self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
+        self._by_second: dict[int, list[TokenIds]] = {}  # those of three tokens and more, by the one before
+        for word in words:
+            if len(word) > 1:
+                self._by_known.setdefault(word[-2], []).append(word)
+            if len(word) > 2:
+                self._by_second.setdefault(word[-3], []).append(word)
+
+    def banned(self, token_ids: Sequence[int], start: int, *, is_pending: bool) -> NDArray[np.int64]:
+        """[bans] token ids that may not come next, whatever a pending token is.
+
+        token_ids: as far as they are known; those of the completion begin at `start`.
+        """
+        if is_pending:
+            return self._single
+        more = [word[-1] for word in self._matching(self._by_known, 1, token_ids, start)]
+        return np.concatenate((self._single, np.array(more, np.int64))) if more else self._single
+
+    def banned_behind(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
+        """[bans, 2]: a pending token behind the known ones, and the token that may not come behind it."""
+        more = [word[-2:] for word in self._matching(self._by_second, 2, token_ids, start)]
+        return np.concatenate((self._double, np.array(more, np.int64))) if more else self._double
+
+    def _matching(
+        self, words: dict[int, list[TokenIds]], num_open: int, token_ids: Sequence[int], start: int
+    ) -> list[TokenIds]:
+        """Return the words that the last known tokens begin, all but their last num_open tokens."""
+        num_generated = len(token_ids) - start
+        if not num_generated:
+            return []
+        found = []
+        for word in words.get(token_ids[-1], ()):
+            known = word[:-num_open]
+            if len(known) <= num_generated and tuple(token_ids[-len(known) :]) == known:
+                found.append(word)
+        return found
+
+
+FIRST_ROOM = 64
+
+
+class TokenCounts:
+    """One entry for each token that occurred, in an array that grows: none costs more than another.
+
+    Behind them is always the entry of token -1, never counted.
+    """
+
+    def __init__(self, prompt_token_ids: NDArray[np.int32]) -> None:
+        """prompt_token_ids: [tokens] those of the prompt that have an entry, each once."""
+        self._size = len(prompt_token_ids)
+        self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
+        self._entries[: self._size, 0] = prompt_token_ids
+        self._entries[self._size, 0] = -1
+        self._index = {token_id: i for i, token_id in enumerate(prompt_token_ids.tolist())}
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Count tokens of the completion."""
+        for token_id in token_ids:
+            place = self._index.setdefault(token_id, self._size)
+            if place == self._size:
+                self._size += 1
+                if self._size == len(self._entries):
+                    self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+                self._entries[place : place + 2, 0] = token_id, -1
+            self._entries[place, 1] += 1
+
+    def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
+        """[tokens, 2]: a token, and how often the completion has it; to be copied before the next `add`.
+
+        with_pending: with the entry of token -1.
+        """
+        return self._entries[: self._size + with_pending]
+
+
+NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class RequestEdits:
+    """What is the same for all samples of a request, and for all their tokens.
+
+    mask: as of LogitEdits.token_masks, None if all tokens are allowed.  biased: [biased] int64 token ids.
+    biases: [biased] float32.  bad_words: None if there are none.  penalties: presence, frequency, repetition;
+    None if they change nothing.  prompt_token_ids: [tokens] int32, those of the prompt, each once, where a
+    penalty asks for them.
+    """
+
+    mask: NDArray[np.int32] | None
+    biased: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    bad_words: BadWords | None
+    penalties: tuple[float, float, float] | None
+    prompt_token_ids: NDArray[np.int32]
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        bad_words: Iterable[TokenIds],
+    ) -> RequestEdits | None:
+        """None if the logits stay as they are. bad_words: as BadWords has them.
+
+        A grammar's own masks hold the tokens that are allowed too.
+        """
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        has_penalties = penalties != (0, 0, 1)
+        words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
+        allowed = allowed_mask(params, vocab_size) if params.structured_outputs is None else None
+        bias = params.logit_bias
+        if not (has_penalties or words or allowed is not None or bias):
+            return None
+        return cls(
+            mask=allowed,
+            biased=np.array(list(bias or ()), np.int64),
+            biases=np.array(list((bias or {}).values()), np.float32),
+            bad_words=BadWords(words) if words else None,
+            penalties=penalties if has_penalties else None,
+            prompt_token_ids=(
+                NO_TOKENS
+                if params.repetition_penalty == 1
+                else np.unique(np.array(prompt_token_ids, np.int32))
+            ),
+        )
+
+
+class SequenceEdits:
+    """What a sequence's logits need next, kept as its tokens come to be known."""
+
+    __slots__ = ("_counts", "_num_counted", "_request")
+
+    def __init__(self, request: RequestEdits) -> None:
+        self._request = request
+        self._counts: TokenCounts | None = None
+        self._num_counted = 0
+
+    def write(
+        self, parts: EditParts, place: int, token_ids: Sequence[int], start: int, pending_sample: int | None
+    ) -> None:
+        """Write the edits for the token that comes next into `parts`.
+
+        token_ids: as far as they are known; never fewer than before. start: where the completion begins.
+        pending_sample: of LogitEdits.pending, None where all before are known.
+        """
+        request, is_pending = self._request, pending_sample is not None
+        if pending_sample is not None:
+            parts.pending.append((place, pending_sample))
+        if request.mask is not None:
+            parts.allow(place, request.mask)
+        if request.bad_words is not None:
+            banned = request.bad_words.banned(token_ids, start, is_pending=is_pending)
+            parts.banned.append((place, banned))
+            if is_pending:
+                parts.banned_behind.append((place, request.bad_words.banned_behind(token_ids, start)))
+        if len(request.biased):
+            parts.biased.append((place, request.biased))
+            parts.biases.append(request.biases)
+        if request.penalties is not None:
+            counts = self._count(request, token_ids, start)
+            parts.penalize(place, request.penalties, counts.entries(with_pending=is_pending))
+
+    def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> TokenCounts:
+        """Count all tokens that are known."""
+        if self._counts is None:
+            self._counts, self._num_counted = TokenCounts(request.prompt_token_ids), start
+        self._counts.add(token_ids[self._num_counted :])
+        self._num_counted = len(token_ids)
+        return self._counts
+
+
+def allowed_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32] | None:
+    """The mask of the tokens that a request allows, None for all."""
+    allowed = params.allowed_token_ids
+    return None if allowed is None else _mask_of(tuple(allowed), vocab_size)
+
+
+@lru_cache(maxsize=16)  # rows of a run name the same ids again and again, and then share a mask
+def _mask_of(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
+    return token_mask(token_ids, vocab_size)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.parameters.sampling import COLUMNS, SamplingParams
+from engine.sampling.sampling_params import COLUMNS, SamplingParams
 
 Values = NDArray[np.void]
 

@@ -16,6 +16,7 @@ copies is launched: nobody else takes it in that step, which may be repeated, no
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,9 +26,53 @@ from struct import Struct
 import xxhash
 
 from engine.errors import BlockAccountingError, OutOfBlocks
-from engine.schedule.sequences.prepared_prompt import BlockKey
-from engine.schedule.sequences.sequence import Sequence
-from engine.schedule.tails import Tails
+from engine.schedule.sequence import BlockKey, Sequence
+
+TOKEN_BYTES = 4
+
+
+class Tails:
+    """Blocks by the content before them, and in the order of their tokens' bytes.
+
+    Of tokens in order those next to a place share the most with what would stand there.
+    """
+
+    def __init__(self) -> None:
+        self._behind: dict[int, list[tuple[bytes, int]]] = {}
+
+    def add(self, parent: int, tokens: bytes, block_id: int) -> None:
+        """A block holds these tokens behind that content, and maybe more."""
+        insort(self._behind.setdefault(parent, []), (tokens, block_id))
+
+    def remove(self, parent: int, tokens: bytes, block_id: int) -> None:
+        """What `add` was told is no longer so."""
+        entries = self._behind[parent]
+        del entries[bisect_left(entries, (tokens, block_id))]
+        if not entries:
+            del self._behind[parent]
+
+    def find(self, parent: int, tokens: bytes) -> tuple[int, int]:
+        """The block that shares the most first tokens with these, and how many; (-1, 0) if none does."""
+        entries = self._behind.get(parent, [])
+        place = bisect_left(entries, (tokens,))
+        near = entries[max(0, place - 1) : place + 1]
+        found = [(num_shared(other, tokens), block_id) for other, block_id in near]
+        num_tokens, block_id = max(found, default=(0, -1))
+        return (block_id, num_tokens) if num_tokens else (-1, 0)
+
+    def entries(self) -> list[tuple[int, bytes, int]]:
+        """All that was added and not removed, to be checked."""
+        return [(parent, *entry) for parent, entries in self._behind.items() for entry in entries]
+
+
+def num_shared(some: bytes, others: bytes) -> int:
+    """First tokens that both have."""
+    shortest = min(len(some), len(others))
+    for start in range(0, shortest, TOKEN_BYTES):
+        if some[start : start + TOKEN_BYTES] != others[start : start + TOKEN_BYTES]:
+            return start // TOKEN_BYTES
+    return shortest // TOKEN_BYTES
+
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 LEAST_SHARE = 8  # what is copied, or waited for, is at least one in so many of the tokens to be computed else

@@ -25,18 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.schedule.admission import AdmissionGate
-from engine.schedule.batch.forced import learn
-from engine.schedule.batch.pooled_rows import count_pooled, give_pooled
-from engine.schedule.batch.scheduled_batch import ScheduledBatch
-from engine.schedule.batch.scored_tokens import count_scored, give_logprobs
-from engine.schedule.batch.slots import SlotTable
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.overtakes import Overtakes
-from engine.schedule.running import RunningList, SlotGroup
-from engine.schedule.sequences.logprobs import RowLogprobs
-from engine.schedule.sequences.sequence import Sequence, SequenceStatus
-from engine.schedule.waiting import WaitingLanes
+from engine.schedule.lanes import AdmissionGate, Overtakes, RunningList, SlotGroup, WaitingLanes
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scored_tokens import count_scored, give_logprobs
+from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.slots import SlotTable
+from engine.schedule.step_batch import count_pooled, give_pooled, learn
 
 MAX_WAITS = 8  # steps that a sequence is left for what others compute
 

@@ -3,22 +3,76 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameters.sampling import SamplingParams
-from engine.sampling.parameters.structured_outputs import NAME, StructuredOutputsParams
-from engine.sampling.request_edits import allowed_mask
-from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of
+from engine.sampling.logit_edits import allowed_mask
+from engine.sampling.parameter_values import NAME, NAMES, StructuredOutputsParams
+from engine.sampling.sampling_params import SamplingParams
+from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.matcher import Matcher
-from engine.structured.trials import NotTried, Trials
+from sandbox import Child, ChildFailed, Limits, Pool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+#: Seconds that a form may take.
+LIMIT_S = 5.0
+
+#: The same of reading the vocabulary.
+BEGIN_LIMIT_S = 60.0
+
+#: Of a process, beside the vocabulary. Grammars take some 40 MB.
+MEMORY_BYTES = 256 << 20
+
+_VOCABULARY = "engine.structured.trial_child:read_vocabulary"
+_FORM = "engine.structured.trial_child:try_form"
+
+
+class NotTried(InvalidSampling):
+    """Raised when there is no process in which a form could be tried: no fault of the form's."""
+
+
+class Trials:
+    """As many processes as threads that ask at once. vocabulary: the arguments of their Compiler."""
+
+    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
+        self._vocabulary = vocabulary
+        self._pool = Pool(self._begin)
+
+    def grammar_of(self, spec: StructuredOutputsParams) -> str:
+        """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
+        form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
+        try:
+            limits = Limits(LIMIT_S, MEMORY_BYTES)
+            reply, _ = self._pool.call(lambda child: child.ask(_FORM, form, limits))
+        except ChildFailed as error:
+            raise unusable(spec, f"whose compilation {error}") from None
+        except OSError as error:
+            raise _not_tried(error) from None
+        if "refused" in reply:
+            raise InvalidSampling(*reply["refused"])
+        return str(reply["grammar"])
+
+    def _begin(self, child: Child) -> None:
+        try:
+            child.ask(_VOCABULARY, self._vocabulary, Limits(BEGIN_LIMIT_S))
+        except ChildFailed as error:
+            raise _not_tried(error) from None
+
+    def close(self) -> None:
+        """End the processes; a thread that waits for one learns of it."""
+        self._pool.close(kill=True)
+
+
+def _not_tried(error: Exception) -> NotTried:
+    return NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error))
+
 
 MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
 NUM_THREADS = 2  # a form that takes long leaves one for those of others

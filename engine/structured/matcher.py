@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 
 from engine.errors import GrammarFailed
 from engine.sampling.logit_edits import WORD, token_mask
+from engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
 
 SMALL_VOCABULARY = 32_768  # masks of fewer tokens take some microseconds each: less than to wake threads
 MAX_THREADS = 4
@@ -136,3 +139,104 @@ class Matcher:
     def machine_error(self) -> str:
         """What llguidance says of its error, on one line; empty where there is none."""
         return " ".join(self.machine.get_error().replace("<non-verbose/>", "").split())
+
+
+MAX_MASK_S = 2.0  # for one token: a grammar that takes longer would hold up all other rows
+
+
+def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_one: bool = False) -> None:
+    """Write for each matcher the mask of the tokens that may come next: [matchers, num_words] int32.
+
+    Tokens that end the completion are in it where the text may end. Where it leaves none, the matcher's
+    `error` may say why; `accept` of the token that is then missing raises.
+    matchers: of one vocabulary.  masks: contiguous; what is in them before does not matter.
+    one_by_one: those of a large vocabulary too. Then a matcher whose mask takes longer than MAX_MASK_S comes
+    to an error.
+    """
+    vocabulary, address, num_bytes = matchers[0].vocabulary, masks.ctypes.data, masks.strides[0]
+    if vocabulary.executor is not None and not one_by_one:
+        machines = [(each.machine, row) for row, each in enumerate(matchers)]
+        vocabulary.executor.unsafe_compute_mask_ptr(machines, address, num_bytes, len(masks))
+    else:
+        start = time.monotonic()
+        for row, matcher in enumerate(matchers):
+            matcher.machine.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
+            end = time.monotonic()
+            if end - start > MAX_MASK_S:
+                matcher.error = f"its next token takes too long to find ({end - start:.1f} s)"
+            start = end
+    words, bits = vocabulary.eos_words, vocabulary.eos_bits
+    has_eos = (masks[:, words] & bits).any(axis=1)
+    masks[:, words] &= ~bits
+    for row in np.flatnonzero(has_eos).tolist():
+        if matchers[row].may_end:
+            masks[row] |= matchers[row].end_mask
+        elif error := matchers[row].machine_error():  # then llguidance allows an end alone
+            matchers[row].error = error
+    for row, matcher in enumerate(matchers):
+        if matcher.error is not None:
+            masks[row] = 0
+        elif matcher.allowed is not None:
+            masks[row, : len(matcher.allowed)] &= matcher.allowed
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """Masks of a step that are still to be computed. masks: [matchers, num_words] int32, contiguous."""
+
+    matchers: list[Matcher]
+    masks: NDArray[np.int32]
+
+    def fill(self) -> None:
+        """Compute them.
+
+        Where they take too long all together, those of their rows that go on are computed one by one from
+        then on, to see whose does.
+        """
+        one_by_one = any(each.is_suspect for each in self.matchers)
+        start = time.monotonic()
+        fill_masks(self.matchers, self.masks, one_by_one=one_by_one)
+        if time.monotonic() - start > MAX_MASK_S:
+            for matcher in self.matchers:
+                matcher.is_suspect = True
+
+
+#: One alone is left to the mask: what a chunk costs its step is more than it saves.
+MIN_TOKENS = 2
+
+
+class JumpAhead:
+    """Says which tokens a grammar forces: a Forcing of engine.schedule, of a sequence with a matcher."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self._num_forced = 0  # tokens that have been named, and that the matcher has not learnt yet
+
+    @classmethod
+    def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
+        """None where there is no grammar, or none that can say; where a forced token may be banned, which its
+        row has to hear of; and where log probabilities are wanted, which are known of what is computed alone.
+        """
+        if matcher is None or not matcher.may_force:
+            return None
+        may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens
+        if may_ban or params.logprobs is not None:
+            return None
+        return cls(matcher)
+
+    def first(self) -> list[int]:
+        return self._find()
+
+    def after(self, token_id: int) -> list[int]:
+        if self._num_forced:
+            self._num_forced -= 1
+            if self._num_forced:
+                return []
+        return self._find()
+
+    def _find(self) -> list[int]:
+        token_ids = self._matcher.forced()
+        if len(token_ids) < MIN_TOKENS:
+            return []
+        self._num_forced = len(token_ids)
+        return token_ids

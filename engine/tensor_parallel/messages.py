@@ -8,6 +8,8 @@ says. No length is fixed.
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, auto
@@ -20,8 +22,8 @@ from numpy.typing import NDArray
 from engine.kernels.upload import pack, starts
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import ROW, SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
-from engine.schedule.sequences.logprobs import RowLogprobs
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.step_batch import StepBatch
 
 Array = NDArray[Any]
 
@@ -120,3 +122,41 @@ def unpack_json(arrays: list[Array]) -> dict[str, Any]:
     """What `pack_json` packed."""
     value: dict[str, Any] = json.loads(arrays[0].tobytes())
     return value
+
+
+class Channel:
+    """Sends and receives whole messages. A peer that has ended shows as an OSError or EOFError."""
+
+    def __init__(self, end: socket.socket, timeout_s: float | None = None) -> None:
+        """timeout_s: how long the peer may take to read a message, or to go on with one it has begun."""
+        self._socket = end
+        self._socket.settimeout(timeout_s)
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector: it is readable when a message or the peer's end comes."""
+        return self._socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Send an encoded message, whole also where another thread sends one."""
+        with self._sending:
+            self._socket.sendall(message)
+
+    def receive(self) -> Message:
+        """Wait for the next message. Raises EOFError if the peer has ended."""
+        prefix = self._read(PREFIX_BYTES)
+        return decode(prefix, self._read(body_bytes(prefix)))
+
+    def close(self) -> None:
+        """Close this end; a second call does nothing."""
+        self._socket.close()
+
+    def _read(self, num_bytes: int) -> bytearray:
+        buffer = bytearray(num_bytes)
+        rest = memoryview(buffer)
+        while rest:
+            num_read = self._socket.recv_into(rest)
+            if not num_read:
+                raise EOFError("the peer has closed its end")
+            rest = rest[num_read:]
+        return buffer

@@ -20,10 +20,17 @@ from engine.checkpoint.model_config import read_model_config
 from engine.errors import CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
-from engine.run.forward.pending_tokens import PendingTokens
-from engine.tensor_parallel.channel import Channel
+from engine.run.forward.runner import PendingTokens
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
-from engine.tensor_parallel.messages import Kind, encode, pack_json, pack_tokens, unpack_json, unpack_step
+from engine.tensor_parallel.messages import (
+    Channel,
+    Kind,
+    encode,
+    pack_json,
+    pack_tokens,
+    unpack_json,
+    unpack_step,
+)
 
 
 def main(descriptor: int) -> NoReturn:

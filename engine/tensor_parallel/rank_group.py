@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +27,16 @@ from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
 from engine.models.load import choose_path
 from engine.run.config import EngineConfig
-from engine.run.forward.pending_tokens import PendingTokens
-from engine.run.forward.runner import PoolSize
-from engine.run.machine.device import resolve_device
+from engine.run.device import resolve_device
+from engine.run.forward.model_runner import ModelRunner
+from engine.run.forward.runner import PendingTokens, PoolSize, Runner
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
-from engine.schedule.sequences.logprobs import RowLogprobs
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import TCPStore, open_store
 from engine.tensor_parallel.messages import (
     Array,
+    Channel,
     Kind,
     Message,
     encode,
@@ -37,7 +45,77 @@ from engine.tensor_parallel.messages import (
     unpack_json,
     unpack_tokens,
 )
-from engine.tensor_parallel.rank_process import RankProcess
+
+# multiprocessing's spawn would run the caller's main module again in each rank and pickle what it sends
+BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "descriptor, driver_pid, by_main_thread = map(int, sys.argv[1:4]); "
+    "from engine.tensor_parallel.lifeline import hold; "
+    "hold(descriptor, driver_pid=driver_pid, by_main_thread=bool(by_main_thread)); "
+    "from engine.tensor_parallel.rank import main; main(descriptor)"
+)
+REAP_TIMEOUT_S = 10.0
+
+
+class RankProcess:
+    """Starts one rank. It ends with the driver, on `stop` and `wait`, or on `kill`."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        """timeout_s: how long the rank may leave a message unread."""
+        self.rank = rank
+        driver_end, rank_end = socket.socketpair()
+        by_main_thread = threading.current_thread() is threading.main_thread()
+        arguments = map(str, (rank_end.fileno(), os.getpid(), int(by_main_thread), *sys.path))
+        with rank_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, *arguments],
+                pass_fds=[rank_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the driver's standard output belongs to the program that uses the engine
+                process_group=0,  # a Ctrl-C in the terminal is the driver's alone
+            )
+        self.channel = Channel(driver_end, timeout_s)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def describe_end(self) -> str:
+        """Say how a process ended whose channel has closed."""
+        try:
+            status = self._process.wait(REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its channel"
+        return (
+            f"it was killed by {_signal_name(-status)}" if status < 0 else f"it exited with status {status}"
+        )
+
+    def stop(self, message: bytes) -> None:
+        """Ask the rank to end, if it still listens."""
+        with suppress(OSError):
+            self.channel.send(message)
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the end until `deadline` (time.monotonic()); kill the rank then."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, if it still runs, and close the channel to it."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_TIMEOUT_S)
+        self.channel.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
 
 START_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
 STEP_TIMEOUT_S = 600.0
@@ -290,3 +368,24 @@ def rank_devices(config: EngineConfig) -> list[str]:
             f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}"
         )
     return [f"cuda:{rank}" for rank in range(size)]
+
+
+logger = logging.getLogger(__name__)
+
+
+StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
+
+
+def start_own_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
+    """Load the model here, or start ranks that share it."""
+    runner: Runner
+    if config.tensor_parallel_size == 1:
+        runner = ModelRunner(config, model, folder, TensorParallel())
+    else:
+        runner = RankGroup(config, model, folder)
+    size = runner.pool_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB on each rank; sequences of up to %d tokens",
+        size.num_blocks, config.block_size, size.num_bytes / 2**30, size.max_model_len,
+    )  # fmt: skip
+    return runner

@@ -21,10 +21,9 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import ModelConfig
-from engine.run.forward.pending_tokens import DeviceTokens, PendingTokens, Sampled
-from engine.run.forward.runner import PoolSize
+from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
-from engine.run.start import check_machine
+from engine.run import check_machine
 from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad

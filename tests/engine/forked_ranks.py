@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 
-from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.lifeline import hold
+from engine.tensor_parallel.messages import Channel
 from engine.tensor_parallel.rank import main
-from engine.tensor_parallel.rank_process import RankProcess
+from engine.tensor_parallel.rank_group import RankProcess
 from tests.forking import ForkedProcess
 
 

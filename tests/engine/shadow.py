@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
-from engine.sampling.parameters.scoring import NO_NEW_TOKEN
-from engine.schedule.batch.forced import sampled_as
-from engine.schedule.batch.scheduled_batch import ScheduledBatch
-from engine.schedule.batch.step_batch import StepBatch, build_step_batch
+from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.schedule.block_manager import BlockManager, hash_block
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
+from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences.logprobs import NOT_WANTED, RowLogprobs
-from engine.schedule.sequences.score_tree import Targets
-from engine.schedule.sequences.sequence import Forcing, Sequence, SequenceStatus
+from engine.schedule.score_tree import Targets
+from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
+from engine.schedule.step_batch import StepBatch, build_step_batch, sampled_as
 
 GARBAGE = -1
 NUM_TOKENS = 3  # so few that random prompts share prefixes all the time

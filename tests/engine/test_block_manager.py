@@ -7,7 +7,7 @@ import pytest
 from engine import ConfigError, SamplingParams
 from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences.sequence import Sequence
+from engine.schedule.sequence import Sequence
 
 
 def sequence(token_ids: list[int]) -> Sequence:

@@ -23,7 +23,7 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_tile import INTERPRETED
-from engine.layers.base import WeightedModule
+from engine.layers.linear import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel
@@ -33,7 +33,7 @@ from engine.models.registry import decoder_flags
 from engine.run.forward.decode_graphs import Capture, DecodeGraphs, batch_sizes
 from engine.run.forward.model_runner import ModelRunner, choose
 from engine.run.forward.warm_up import make_step, nucleus_sampling
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 

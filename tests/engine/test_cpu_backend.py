@@ -27,9 +27,8 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
-from engine.cpu_kernels.kernel import Kernel, next_task
+from engine.cpu_kernels.kernel import SEAL, Kernel, next_task
 from engine.cpu_kernels.scalars import pointer_to
-from engine.cpu_kernels.sealed_files import SEAL
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch

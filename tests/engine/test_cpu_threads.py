@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.layers.packed import linear, pack_weight
-from engine.run.machine import cpu_threads
-from engine.run.machine.cpu_threads import (
+from engine.layers.linear import linear, pack_weight
+from engine.run import cpu_threads
+from engine.run.cpu_threads import (
     CpuThreads,
     ProcessorTime,
     choose_threads,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention.base import ForwardBatch
 from engine.run.forward.decode_graphs import DecodeGraphs, batch_sizes
 from engine.run.forward.warm_up import nucleus_sampling
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from tests.engine import test_parity as parity
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
 from tests.engine.reference import Reference

@@ -13,8 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.errors import UnsupportedModel
-from engine.layers.rotary import RotaryEmbedding, apply_rotary
-from engine.layers.rotary_scaling import SCALINGS, Rope
+from engine.layers.rotary import SCALINGS, Rope, RotaryEmbedding, apply_rotary
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.registry import decoder_flags
 

@@ -22,8 +22,7 @@ from engine import (
     ScoringParams,
 )
 from engine.layers.embedding import ParallelLMHead
-from engine.layers.linear import ReplicatedLinear
-from engine.layers.packed import linear, pack_weight
+from engine.layers.linear import ReplicatedLinear, linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import TiledProduct, find_tiles
 from engine.models.deterministic import check_deterministic

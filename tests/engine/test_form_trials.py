@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine import InvalidSampling, SamplingParams
-from engine.structured import grammars, trials
+from engine.structured import grammars
 from engine.structured.grammars import Grammars
 from sandbox import process
 from tests.e2e.conftest import MODEL
@@ -63,7 +63,7 @@ def slow_form() -> SamplingParams:
 
 def test_a_form_that_takes_too_long_is_given_up(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     forms.matchers(asking(regex="a"), END)
-    monkeypatch.setattr(trials, "LIMIT_S", 0.2)
+    monkeypatch.setattr(grammars, "LIMIT_S", 0.2)
     with pytest.raises(InvalidSampling, match=r"whose compilation went on for more than 0\.2 s"):
         forms.matchers(slow_form(), END)
 
@@ -71,7 +71,7 @@ def test_a_form_that_takes_too_long_is_given_up(forms: Grammars, monkeypatch: py
 def test_a_form_is_compiled_beside_another_that_takes_long(
     forms: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "LIMIT_S", 600.0)
+    monkeypatch.setattr(grammars, "LIMIT_S", 600.0)
     slow, other = forms.prepare(slow_form()), forms.prepare(asking(regex="b"))
     assert slow is not None
     assert other is not None

@@ -11,8 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 from engine.kernels.products.fused_heads import project_heads
 from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
-from engine.layers.rotary import RotaryEmbedding, apply_rotary
-from engine.layers.rotary_scaling import Rope
+from engine.layers.rotary import Rope, RotaryEmbedding, apply_rotary
 from tests.engine.paged import DEVICE
 
 # One rounding of a result of a few units in each dtype; the interpreter rounds bfloat16 towards zero.

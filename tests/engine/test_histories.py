@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.schedule.block_manager import hash_block
-from engine.schedule.sequences.sequence import Sequence
+from engine.schedule.sequence import Sequence
 from tests.engine.shadow import NUM_TOKENS, ShadowEngine
 
 Operation = tuple[Any, ...]

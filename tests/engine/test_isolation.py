@@ -19,11 +19,11 @@ from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.attention import KernelBackend
-from engine.run.forward.pending_tokens import PendingTokens
+from engine.run.forward.runner import PendingTokens
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.batch.step_batch import StepBatch
-from engine.schedule.sequences.sequence import Sequence
+from engine.schedule.sequence import Sequence
+from engine.schedule.step_batch import StepBatch
 from tests.engine.test_overlap import STOPPING, LateRunner, drain, expected, start
 
 POISON = 666  # the seed of the sequence that makes a step raise

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from engine.schedule.admission import MAX_HELD_STEPS
-from engine.schedule.overtakes import MAX_OVERTAKES
+from engine.schedule.lanes import MAX_HELD_STEPS, MAX_OVERTAKES
 from tests.engine.shadow import ShadowEngine
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])

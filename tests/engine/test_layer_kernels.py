@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.activation import ClampedSwigluAndMul
 from engine.layers.rotary import apply_rotary
+from engine.layers.stream import ClampedSwigluAndMul
 from tests.engine.paged import DEVICE
 
 CPU_CLOSE = {

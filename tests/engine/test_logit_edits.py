@@ -22,8 +22,7 @@ from transformers import (
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
-from engine.sampling.logit_edits import EditParts, token_mask
-from engine.sampling.request_edits import RequestEdits, SequenceEdits
+from engine.sampling.logit_edits import EditParts, RequestEdits, SequenceEdits, token_mask
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
 from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import TIE, Reference

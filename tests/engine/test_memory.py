@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
+from engine.run.device import SPARE_BYTES, GpuMemory, fits, measure_room
 from engine.run.forward.model_runner import ModelRunner
-from engine.run.machine.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
 from tests.engine.checkpoints import Shape, make_checkpoint
 from tests.engine.graphs import simulate_graphs
 

@@ -16,9 +16,16 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
-from engine.layers import grouped
-from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
-from engine.layers.moe import ClampedSwiglu, Experts, SparseMLP, choose_experts
+from engine.layers import moe
+from engine.layers.moe import (
+    ClampedSwiglu,
+    ExpertGroups,
+    Experts,
+    GroupedLinear,
+    SparseMLP,
+    choose_experts,
+    grouped_linear,
+)
 from engine.layers.parallel import TensorParallel
 from tests.engine.paged import DEVICE
 
@@ -36,7 +43,7 @@ WAYS = ("one by one", "torch", "triton")
 @pytest.fixture(params=WAYS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayerKernels | None:
     """What makes `grouped_linear` choose each way, wherever the tests run."""
-    monkeypatch.setattr(grouped, "_serves_grouped_mm", lambda weight: request.param == "torch")
+    monkeypatch.setattr(moe, "_serves_grouped_mm", lambda weight: request.param == "torch")
     if request.param != "triton":
         return None
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")

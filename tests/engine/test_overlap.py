@@ -13,10 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
-from engine.run.forward.pending_tokens import PendingTokens
-from engine.run.forward.runner import PoolSize
+from engine.run.forward.runner import PendingTokens, PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.shadow import ShadowDevice
 

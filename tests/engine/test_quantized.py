@@ -27,7 +27,7 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.checkpoint import quantized_tensor
+from engine.checkpoint import quantized
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
@@ -120,7 +120,7 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
     checkpoints: Callable[[str], QuantizedCheckpoint], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also one that begins and ends inside a word, a block or a group, and one unpacked in several pieces."""
-    monkeypatch.setattr(quantized_tensor, "AT_ONCE", 1000)
+    monkeypatch.setattr(quantized, "AT_ONCE", 1000)
     made = checkpoints(name)
     expected = load_file(made.unpacked / "model.safetensors")[f"{MODULE}.weight"]
     with weights_of(made.folder) as tensors:

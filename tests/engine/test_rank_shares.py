@@ -19,10 +19,18 @@ from engine.layers.parallel import Share, TensorParallel
 from engine.run.forward.model_runner import ModelRunner
 from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.channel import Channel
-from engine.tensor_parallel.messages import DTYPES, PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
+from engine.tensor_parallel.messages import (
+    DTYPES,
+    PREFIX_BYTES,
+    Channel,
+    Kind,
+    decode,
+    encode,
+    pack_step,
+    unpack_step,
+)
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.reference import Reference
 from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, ranks_of

@@ -25,8 +25,8 @@ from engine import (
     PromptTooLong,
     SamplingParams,
 )
-from engine.sampling.parameters.ranges import TOKEN_ID
-from engine.sampling.parameters.sampling import RANGES
+from engine.sampling.parameter_values import TOKEN_ID
+from engine.sampling.sampling_params import RANGES
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]

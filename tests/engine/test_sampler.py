@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
-from engine.sampling.parameters.sampling import COLUMNS, SamplingParams
-from engine.sampling.philox import first_words, philox4x32
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import first_words, philox4x32, sample, weigh
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
+from engine.sampling.sampling_params import COLUMNS, SamplingParams
 from engine.sampling.sampling_rows import SamplingRows
-from engine.sampling.weights import weigh
 
 
 def sampling_rows(n: int, **values: Any) -> SamplingRows:

@@ -17,7 +17,7 @@ from engine import Engine, EngineConfig, InvalidSampling, SamplingParams, Struct
 from engine.errors import GrammarFailed
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
-from engine.structured import masks
+from engine.structured import matcher
 from engine.structured.matcher import Matcher, Vocabulary
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.engine.structured_cases import generate, run
@@ -252,7 +252,7 @@ class Executor:
 def test_a_row_whose_mask_takes_too_long_fails_alone(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a large vocabulary are timed together: there it is found in the step after that."""
     clock = [0.0]
-    monkeypatch.setattr(masks.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(matcher.time, "monotonic", lambda: clock[0])
     executor: Any = Executor() if large else None
     eos_words, eos_bits = np.array([0]), np.array([1], np.int32)
     vocabulary = Vocabulary(
@@ -265,7 +265,7 @@ def test_a_row_whose_mask_takes_too_long_fails_alone(large: bool, monkeypatch: p
     for step in range(2 if large else 1):
         assert not any(row.error for row in rows), step
         words = np.zeros((4, 2), np.int32)
-        masks.StepMasks(rows, words).fill()
+        matcher.StepMasks(rows, words).fill()
     assert [row.error for row in rows] == [
         None, "its next token takes too long to find (3.0 s)", None, None
     ]  # fmt: skip

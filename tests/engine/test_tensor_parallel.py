@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.messages import PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
-from engine.tensor_parallel.rank_process import RankProcess
+from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests

@@ -8,13 +8,13 @@ import torch
 from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
-from engine.sampling.parameters.sampling import check_params
 from engine.sampling.sampler import sample
+from engine.sampling.sampling_params import check_params
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.batch.scheduled_batch import ScheduledBatch
-from engine.schedule.batch.slots import SlotTable
-from engine.schedule.batch.step_batch import build_sampling_batch
-from engine.schedule.sequences.sequence import Sequence
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.sequence import Sequence
+from engine.schedule.slots import SlotTable
+from engine.schedule.step_batch import build_sampling_batch
 from engine.text.prompts import PromptReader
 from engine.text.tokenizer import Tokenizer
 from jobs.context import JobContext

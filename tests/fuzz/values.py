@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.sampling.parameters.sampling import NOT_BUILT, SamplingParams
+from engine.sampling.sampling_params import NOT_BUILT, SamplingParams
 
 TEXTS = st.one_of(
     st.text(max_size=20),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, ModelIdentity
-from engine.run.machine import device
-from engine.run.machine.device import resolve_device
+from engine.run import device
+from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
 from worker.settings import WorkerSettings, name_variables, with_variables
 from worker.start import load_functions

@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 
 from engine import Completion
-from engine.schedule.sequences.outputs import RequestMetrics
+from engine.schedule.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
 from worker.traces.job_trace import TracedEnd
 from worker.traces.otel import OtelTraces

@@ -16,10 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig
-from engine.run.forward.pending_tokens import PendingTokens
-from engine.run.forward.runner import PoolSize
+from engine.run.forward.runner import PendingTokens, PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 from tests.e2e.conftest import MODEL
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Add, Stepped

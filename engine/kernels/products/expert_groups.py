@@ -87,7 +87,7 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
 
 
 def group_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of ExpertGroups, engine/layers/grouped.py. chosen: [tokens, experts of a token] int64."""
+    """The fields of ExpertGroups, engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
     tokens, places, experts = (torch.empty_like(chosen) for _ in range(3))
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     group_kernel[(num_experts,)](

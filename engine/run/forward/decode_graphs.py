@@ -21,15 +21,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.attention.base import CapturableBackend
-from engine.attention.forward_batch import ForwardBatch
-from engine.run.forward.batch_rows import BatchRows
-from engine.run.forward.pending_tokens import Sampled
-from engine.run.forward.static_rows import StaticRows
+from engine.attention.base import CapturableBackend, ForwardBatch
+from engine.run.forward.rows import BatchRows, StaticRows
+from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
+from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
 from engine.run.forward.row_logprobs import PIECE_NUMBERS
-from engine.run.machine.cgroups import PROC, ROOT, Cgroup, cgroups_of
 from engine.sampling.sampler import CUT_ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import CapturableBackend, KernelBackend, load_backend
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
@@ -22,23 +22,20 @@ from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
+from engine.run.cpu_threads import CpuThreads
+from engine.run.device import GpuMemory, PoolRoom, fits, measure_room, numbered, on_device, resolve_device
+from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
-from engine.run.forward.pending_tokens import DeviceTokens, PendingTokens, Sampled
-from engine.run.forward.pool_rows import pool
 from engine.run.forward.probe import Probe
 from engine.run.forward.row_logprobs import StepLogprobs
-from engine.run.forward.runner import PoolSize
-from engine.run.forward.to_device import to_device
+from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
+from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
-from engine.run.machine.cpu_threads import CpuThreads
-from engine.run.machine.device import numbered, on_device, resolve_device
-from engine.run.machine.dtype import served_dtype
-from engine.run.machine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.kv_cache import FP8
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 
 LENGTHS = (13, 9)
 NUM_PLACES = 5  # one for each sequence of each run, so that none finds what another has stored

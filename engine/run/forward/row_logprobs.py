@@ -15,9 +15,9 @@ from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import each_row
 from engine.models.base import CausalModel
-from engine.sampling.parameters.sampling import MAX_LOGPROBS
-from engine.schedule.batch.step_batch import StepBatch
-from engine.schedule.sequences.logprobs import NOT_WANTED, RowLogprobs
+from engine.sampling.sampling_params import MAX_LOGPROBS
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
+from engine.schedule.step_batch import StepBatch
 
 PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
 

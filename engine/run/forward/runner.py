@@ -2,12 +2,78 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.run.forward.pending_tokens import PendingTokens
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.run.forward.row_logprobs import DeviceLogprobs
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.step_batch import StepBatch
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the step launched last has sampled, on its device, until the next one is launched.
+
+    token_ids: [rows] int64.  places: [samples] int64, the row of each sample.
+    """
+
+    token_ids: Tensor
+    places: NDArray[np.int64]
+
+
+class PendingTokens(ABC):
+    """The tokens of a launched step; steps are launched in order and waited for in the same order.
+
+    Known when the tokens have been waited for:
+    logprobs: what it says of tokens, if any of that was wanted.
+    pooled: [pooled seqs, modes * hidden] float32, what it adds to their vectors, if it has rows of any.
+    """
+
+    logprobs: RowLogprobs | None = None
+    pooled: NDArray[np.float32] | None = None
+
+    @abstractmethod
+    def wait(self) -> NDArray[np.int64]:
+        """Wait until they are here: [samples] int64. Raises what the step raised on its device."""
+
+
+class DeviceTokens(PendingTokens):
+    """On their way from the device: copies into pinned memory, queued behind the step that samples them."""
+
+    def __init__(
+        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
+    ) -> None:
+        token_ids, self._places = sampled.token_ids, sampled.places
+        self._logprobs, self._has_pooled = logprobs, pooled is not None
+        said = [] if logprobs is None else logprobs.tensors
+        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
+        self._event: torch.cuda.Event | None = None
+        if not token_ids.is_cuda:
+            self._host = [token_ids.clone(), *tensors[1:]]
+        else:
+            self._host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record(torch.cuda.current_stream(token_ids.device))
+
+    def wait(self) -> NDArray[np.int64]:
+        if self._event is not None:
+            self._event.synchronize()
+        if self._has_pooled:
+            self.pooled = self._host[-1].numpy()
+        if self._logprobs is not None:
+            said = self._host[1:-1] if self._has_pooled else self._host[1:]
+            self.logprobs = self._logprobs.on_host(said)
+        token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
+        return token_ids
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from engine.attention.base import KernelBackend
-from engine.attention.forward_batch import ForwardBatch
-from engine.run.forward.pending_tokens import Sampled
+from engine.attention.base import ForwardBatch, KernelBackend
+from engine.kernels.upload import upload
+from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows, sampling_columns
-from engine.schedule.batch.step_batch import StepBatch
+from engine.schedule.step_batch import StepBatch
 
 
 def to_device(
@@ -37,3 +40,30 @@ def to_device(
         backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention)
     return batch, SamplingRows(*values) if values else None
+
+
+def pool(
+    hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]
+) -> Tensor:
+    """[seqs, modes * hidden] float32: what the rows of each sequence add to its vectors.
+
+    hidden: [rows, hidden], final states, those of a sequence one after another.  counts: [seqs] int64, how
+    many of each.  positions: [rows] int64, each row's place in its sequence.
+    """
+    ends = np.cumsum(counts)
+    firsts, lasts, weights = upload([ends - counts, ends - 1, positions + 1], hidden.device)
+    parts = torch.tensor_split(hidden, ends[:-1].tolist())
+    pooled = []
+    for mode in modes:
+        if mode == "lasttoken":
+            pooled.append(hidden[lasts].float())
+        elif mode == "cls":
+            pooled.append(hidden[firsts].float())
+        elif mode == "max":
+            pooled.append(torch.stack([part.amax(0) for part in parts]).float())
+        elif mode == "weightedmean":
+            own = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
+            pooled.append(torch.stack([(part * w).sum(0) for part, w in zip(parts, own, strict=True)]))
+        else:
+            pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
+    return torch.cat(pooled, dim=1)

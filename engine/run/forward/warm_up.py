@@ -8,9 +8,9 @@ import numpy as np
 
 from engine.run.config import EngineConfig
 from engine.sampling.logit_edits import EditParts, token_mask
-from engine.sampling.parameters.sampling import MAX_LOGPROBS
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.batch.step_batch import StepBatch
+from engine.sampling.sampling_params import MAX_LOGPROBS
+from engine.schedule.step_batch import StepBatch
 
 FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
 SHORT_PROMPTS = (64, 256)  # no backend tiles otherwise for shorter ones, down to those of 16 tokens

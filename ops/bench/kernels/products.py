@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import load_backend
-from engine.sampling.parameters.sampling import SamplingParams
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
+from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.sampling_rows import SamplingRows
 from ops.bench.kernels.timing import Case
 from ops.bench.make import Shape

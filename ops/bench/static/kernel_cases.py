@@ -16,20 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_store import store_kv
-from engine.layers.base import WeightedModule
+from engine.layers.linear import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
-from engine.run.forward.batch_rows import BatchRows
-from engine.run.forward.pending_tokens import Sampled
-from engine.run.forward.static_rows import StaticRows
+from engine.run.forward.rows import BatchRows, StaticRows
+from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.sampling.sampling_rows import SamplingRows

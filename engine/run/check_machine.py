@@ -1,0 +1,149 @@
+"""What of a machine an engine would use: GPU or processors, memory, folders for kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from engine.attention import load_backend
+from engine.cpu_kernels.kernel import exposure
+from engine.errors import ConfigError
+from engine.run.config import EngineConfig
+from engine.run.device import resolve_device
+from engine.run.dtype import served_dtype
+from engine.run.forward.memory import allowed_bytes
+from engine.run.observation import Observation, fault_of
+
+GIB = 2**30
+#: Ranks of one machine exchange tensors there.
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What an engine may take, beside what others have; on a GPU within memory_utilization."""
+
+    free_bytes: int
+    is_gpu: bool
+
+    def __str__(self) -> str:
+        owner = "free of the GPU within memory_utilization" if self.is_gpu else "this process may still take"
+        return f"{self.free_bytes / GIB:.2f} GiB {owner}"
+
+
+def check_machine(config: EngineConfig) -> Iterator[Observation]:
+    """Look at what the configuration would use here."""
+    try:
+        device = resolve_device(config.device)
+    except ConfigError as error:
+        yield fault_of("gpu", error)
+        return
+    if device.type == "cuda":
+        yield from _check_gpus(config)
+        yield from _check_folder(Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser())
+    else:
+        reason = "no GPU" if config.device == "auto" else f"device={config.device!r} is set"
+        yield Observation("gpu", "ok", f"{reason}: runs on CPU, {torch.get_num_threads()} threads")
+        yield from _check_cpu_kernels()
+    if config.tensor_parallel_size > 1:
+        yield from _check_shared_memory()
+
+
+def free_memory(config: EngineConfig) -> FreeMemory:
+    """What weights, pool and steps of an engine may take together. Raises ConfigError."""
+    if resolve_device(config.device).type != "cuda":
+        return FreeMemory(allowed_bytes(), is_gpu=False)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    taken = total_bytes - free_bytes
+    return FreeMemory(max(0, int(total_bytes * config.memory_utilization) - taken), is_gpu=True)
+
+
+def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
+    count, wanted = torch.cuda.device_count(), config.tensor_parallel_size
+    if count < wanted:
+        found = f"torch sees {count} GPUs, and tensor_parallel_size={wanted}"
+        mend = "list more in CUDA_VISIBLE_DEVICES, or lower tensor_parallel_size"
+        yield Observation("gpu", "fault", found, mend)
+    kinds = torch.cuda.get_arch_list()
+    for index in range(min(count, wanted)):
+        major, minor = torch.cuda.get_device_capability(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        found = (
+            f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}, "
+            f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free, torch {torch.__version__}"
+        )
+        if not any(kind.startswith((f"sm_{major}", "compute_")) for kind in kinds):
+            mend = f"install a torch that is built for sm_{major}{minor}; this one is for {' '.join(kinds)}"
+            yield Observation("gpu", "fault", found, mend)
+        elif free_bytes < (1 - config.memory_utilization) * total_bytes:
+            mend = "see what else runs there (nvidia-smi), or lower memory_utilization"
+            yield Observation("gpu", "warning", f"{found}: others have taken most of it", mend)
+        else:
+            yield Observation("gpu", "ok", found)
+
+
+def _check_cpu_kernels() -> Iterator[Observation]:
+    if find_spec("numba") is None:
+        mend = "pip install numba"
+        yield Observation("kernels", "warning", "without Numba torch computes attention, slower", mend)
+        return
+    try:
+        from engine.cpu_kernels.kernel import cache_root
+    except ImportError as error:
+        mend = "pip install --upgrade numba, to a version that knows this numpy"
+        yield Observation(
+            "kernels", "warning", f"Numba does not import ({error}): torch computes, slower", mend
+        )
+        return
+    yield from _check_folder(cache_root(), private=True)
+
+
+def _check_folder(folder: Path, *, private: bool = False) -> Iterator[Observation]:
+    """Whether compiled kernels can be kept there. private: nobody else may write to it."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    problem = exposure(there.resolve()) if private else None
+    if problem is None and not os.access(there, os.W_OK | os.X_OK):
+        problem = f"{there} cannot be written to"
+    if problem is None:
+        yield Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
+    else:
+        mend = f"correct that, or set XDG_CACHE_HOME to a folder of this user; {folder} holds nothing else"
+        yield Observation("kernels", "warning", f"kernels are compiled at each start: {problem}", mend)
+
+
+def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        yield Observation("memory", "warning", f"{folder} is missing ({error.strerror})", f"mount {folder}")
+        return
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < MIN_SHARED_BYTES:
+        found_text = f"{folder} has {free_bytes / 2**20:.0f} MiB free, which ranks exchange tensors in"
+        yield Observation("memory", "warning", found_text, "start the container with --shm-size=1g or more")
+
+
+def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
+    """Raise ConfigError for a device, dtype or attention backend that cannot be used here.
+
+    A backend is looked at where it is named and there is one rank: ranks look by themselves, each at its GPU.
+    What is to be deterministic runs on no GPU.
+    """
+    device = resolve_device(config.device)
+    dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)
+    is_named = config.attention_backend != "auto" and config.tensor_parallel_size == 1
+    if is_named or config.deterministic:
+        load_backend(
+            config.attention_backend,
+            device,
+            dtype,
+            config.block_size,
+            config.kv_cache_dtype,
+            deterministic=config.deterministic,
+        )

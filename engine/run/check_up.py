@@ -1,0 +1,164 @@
+"""Whether an engine of a configuration would start, found out without loading the model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.checkpoint.fingerprint import TensorEntry, check_file
+from engine.checkpoint.folder import find_here, list_weight_files, named_places
+from engine.errors import ConfigError, MissingWeights
+from engine.run.config import EngineConfig
+from engine.run.observation import Observation, fault_of
+
+if TYPE_CHECKING:
+    from engine.checkpoint.model_config import ModelConfig
+
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_up(config: EngineConfig) -> Iterator[Observation]:
+    """Look at the model's files, the machine, and whether the one fits into the other.
+
+    Downloads nothing and changes nothing. Loads torch and transformers; on a GPU it makes a CUDA context.
+    """
+    from engine.run.check_machine import check_machine  # it loads torch
+
+    yield from check_machine(config)
+    try:
+        folder = find_here(config.model)
+    except ConfigError as error:
+        yield fault_of("model", error)
+        return
+    if folder is None:
+        found = f"{config.model!r} is not on this machine: the first start fetches it from the hub"
+        mend = f"fetch it beforehand: hf download {config.model} (HF_TOKEN for gated models)"
+        yield Observation("model", "warning", found, mend)
+        return
+    yield from _check_folder(config, folder)
+
+
+def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
+    entries: list[TensorEntry] | None = None
+    try:
+        entries = whole_weights(folder)
+        yield Observation("model", "ok", f"{folder}: {len(entries)} tensors, every file is whole")
+    except ConfigError as error:
+        yield fault_of("model", error)
+    try:
+        yield from _check_text(config, folder)
+    except ConfigError as error:
+        yield fault_of("tokenizer", error)
+    try:
+        yield from _check_served(config, folder, entries)
+    except ConfigError as error:
+        yield fault_of("model", error)
+
+
+def whole_weights(folder: Path) -> list[TensorEntry]:
+    """Return all tensors of a checkpoint.
+
+    Raises MissingWeights for a file that is not there or ends too soon, and for a tensor that the index names
+    in a file that has none of this name.
+    """
+    files = {path.name: check_file(path) for path in list_weight_files(folder)}
+    held = {name: {entry.name for entry in entries} for name, entries in files.items()}
+    for tensor, name in named_places(folder).items():
+        if name in held and tensor not in held[name]:
+            raise MissingWeights(
+                f"{folder / name} lacks {tensor}, which the index names there; fetch it again"
+            )
+    return [entry for entries in files.values() for entry in entries]
+
+
+def _check_text(config: EngineConfig, folder: Path) -> Iterator[Observation]:
+    from engine.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(folder, config.chat_template)
+    has = "a chat template" if tokenizer.template is not None else "no chat template: jobs.chat is refused"
+    yield Observation("tokenizer", "ok", f"it loads, with {has}")
+
+
+def _check_served(
+    config: EngineConfig, folder: Path, entries: list[TensorEntry] | None
+) -> Iterator[Observation]:
+    from engine.checkpoint.pooling import read_pooling
+    from engine.models.load import generates, read_supported
+    from engine.models.served import served_architectures
+    from engine.models.transformers_model import check_known
+    from engine.run.check_machine import check_support
+    from engine.run.dtype import served_dtype
+
+    model, path = read_supported(folder, config.model_path)
+    check_support(config, model.dtype)
+    dtype = served_dtype(config.dtype, model.dtype, config.device)
+    pooling = read_pooling(folder, model, config.pooling)
+    if entries is not None:
+        generates(folder, model, path, embeds=pooling is not None)
+    if path.decoder is None:
+        check_known(model.architecture)
+    if path.decoder is None and model.architecture not in served_architectures():
+        found = f"{model.architecture} {path}; it was not compared with transformers' own answers"
+        yield Observation("model", "warning", found, "look at its answers; `tokenmill models` lists what was")
+    else:
+        yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
+    if entries is not None:
+        yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name])
+
+
+def _check_memory(
+    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
+) -> Iterator[Observation]:
+    """dtype_bytes: of a number of the served dtype."""
+    from engine.run.check_machine import free_memory
+    from engine.run.forward.memory import cpu_allowance_bytes, default_cpu_kv_cache_bytes, fit_pool
+
+    ranks = config.tensor_parallel_size
+    weights = _weight_bytes(config, model, entries, dtype_bytes) // ranks
+    memory = free_memory(config)
+    left = memory.free_bytes // (1 if memory.is_gpu else ranks) - weights
+    if left <= 0:
+        found = f"the weights take {weights / GIB:.2f} GiB on each rank, of {memory}"
+        mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
+        yield Observation("memory", "fault", found, mend)
+        return
+    default = left if memory.is_gpu else default_cpu_kv_cache_bytes(ranks)
+    wanted = config.kv_cache_bytes
+    if wanted is not None and wanted > left:
+        raise ConfigError(
+            f"kv_cache_bytes={wanted} on each rank is more than the {left} bytes left of {memory} beside the "
+            "weights; lower it, or leave it out"
+        )
+    pool = default if wanted is None else wanted
+    num_blocks = pool // _block_bytes(config, model, dtype_bytes)
+    longest = fit_pool(num_blocks, config, model.max_position_embeddings)
+    found = (
+        f"weights {weights / GIB:.2f} GiB and a KV pool of {pool / GIB:.2f} GiB on each rank, of {memory}; "
+        f"{num_blocks * config.block_size} tokens in all, sequences of up to {longest}"
+    )
+    steps = 0 if memory.is_gpu else cpu_allowance_bytes(config, model, num_blocks, longest)
+    if weights + pool + steps <= left + weights:
+        yield Observation("memory", "ok", found)
+    else:
+        mend = "lower kv_cache_bytes, max_num_batched_tokens or max_num_seqs, or free memory"
+        yield Observation("memory", "warning", f"{found}; steps may take {steps / GIB:.2f} GiB more", mend)
+
+
+def _weight_bytes(
+    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
+) -> int:
+    """What weights take in memory at least; what is unpacked when it is read takes more than its file."""
+    if model.quantization is not None:
+        return sum(entry.end - entry.start for entry in entries)
+    size = 1 if config.quantization is not None else dtype_bytes
+    return sum(entry.numel for entry in entries) * size
+
+
+def _block_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
+    """Return the bytes of a block on one rank, if every layer has the sizes that config.json names."""
+    heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
+    size = dtype_bytes if config.kv_cache_dtype == "auto" else 1
+    return 2 * config.block_size * model.num_layers * heads * model.head_dim * size

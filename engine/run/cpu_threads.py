@@ -1,0 +1,141 @@
+"""CpuThreads: as many of torch's threads as there are processors that others leave to this process.
+
+A product is cut into equal parts, one for each thread, and waits for the slowest. Where another process takes
+one of the processors, that part comes late every time, and fewer threads are done sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROC, ROOT = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """folder: of its files.  version: 1 or 2, whose files have other names."""
+
+    folder: Path
+    version: int
+
+    def read(self, name: str) -> str:
+        """One of its files; "" where there is none."""
+        try:
+            return (self.folder / name).read_text().strip()
+        except OSError:
+            return ""
+
+
+def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[Cgroup]:
+    """List the cgroups by which a controller, such as "memory", may limit this process, the innermost first.
+
+    The paths are parameters for tests. None outside Linux.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base, version = (root / controller, 1) if controllers else (root, 2)
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                yield Cgroup(folder, version)
+
+
+INTERVAL_S = 1.0
+# A thread more pays only where most of a processor is free for it; one that is there goes at less than half.
+ADDED_AT, KEPT_AT = 0.7, 0.5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Seconds up to now: `passed`, `own`, which this process has computed, and `idle`, which the processors
+    that it may run on have done nothing, all of them together. `processors`: which those are."""
+
+    passed: float
+    own: float
+    idle: float
+    processors: frozenset[str] = frozenset()
+
+
+class CpuThreads:
+    """Sets torch's number of threads, which is the whole process', between 1 and what it was at first.
+
+    read_time: None where this system does not tell; the number then stays.
+    """
+
+    def __init__(self, read_time: Callable[[], ProcessorTime | None] | None = None) -> None:
+        self._read_time = read_time or read_processor_time
+        self._most = self._current = torch.get_num_threads()
+        self._before = self._read_time()
+        self._quota = read_processor_quota()
+        logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
+
+    def adapt(self) -> None:
+        """To be called between steps: about once a second it looks how many processors were free meanwhile.
+
+        Free is what this process used, and what nobody did: a thread that waits and spins counts as used.
+        It is no more than the cgroups allow: beyond that the kernel halts all threads for a while.
+        """
+        if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
+            return
+        now, before = self._read_time(), self._before
+        self._before = now
+        if (
+            now is None or now.processors != before.processors
+        ):  # those of now have been idle since they started
+            return
+        free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
+        wanted = choose_threads(min(free, self._quota), self._current, self._most)
+        if wanted != self._current:
+            logger.debug("%.1f processors are free: %d threads instead of %d", free, wanted, self._current)
+            torch.set_num_threads(wanted)
+            self._current = wanted
+
+
+def choose_threads(free: float, current: int, most: int) -> int:
+    """How many of at most `most` threads go on where so many processors are free."""
+    kept = min(current, int(free + 1 - KEPT_AT))
+    return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
+
+
+def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
+    """How many processors' time the cgroups around this process let it use; infinity without a limit.
+
+    As of a container with a limit of CPUs, which sees all processors of its machine.
+    """
+    quotas = [math.inf]
+    for group in cgroups_of("cpu", proc, cgroup_root):
+        numbers = group.read("cpu.max").split()
+        if group.version == 1:
+            numbers = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # not "max", nor -1
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas)
+
+
+def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
+    """Read the processors' times; None outside Linux, which has /proc/stat. Source: proc_stat(5)."""
+    try:
+        lines = (proc / "stat").read_text().splitlines()
+        ticks = os.sysconf("SC_CLK_TCK")
+        allowed = frozenset(f"cpu{number}" for number in os.sched_getaffinity(0))
+    except (OSError, AttributeError, ValueError):
+        return None
+    rows = [fields for fields in map(str.split, lines) if fields and fields[0] in allowed]
+    idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # of which some waits for disks
+    return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks, allowed) if rows else None

@@ -1,0 +1,157 @@
+"""Which device a configuration's name stands for on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+
+#: Written by NVIDIA's driver where one is loaded.
+DRIVER = Path("/proc/driver/nvidia/version")
+#: Where each GPU has a file.
+DEVICES = Path("/dev")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn "auto" or a device string into a device.
+
+    Raises ConfigError if it cannot be used, and for "auto" where there is a GPU that torch does not find: a
+    CPU would take a hundred times as long.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if sign := sign_of_gpu():
+            raise ConfigError(
+                f"there is a GPU ({sign}), and torch {torch.__version__} cannot use it "
+                f"({_problem_of_torch()}); install a torch whose CUDA the driver knows (nvidia-smi names the "
+                "newest), give the container the GPU (--gpus all), correct CUDA_VISIBLE_DEVICES, or set "
+                "device=cpu to compute on the CPU all the same"
+            )
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
+    return device
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device, with the number of the thread's current GPU where none is named."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the thread's current one meanwhile: Triton launches there, whatever its arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def overlaps(async_scheduling: bool | None, device: str) -> bool:
+    """Whether a step is scheduled while the one before runs: None does so on GPUs."""
+    if async_scheduling is not None:
+        return async_scheduling
+    return resolve_device(device).type == "cuda"
+
+
+def sign_of_gpu() -> str:
+    """What shows that this machine has a GPU of NVIDIA's, "" if nothing does or it is hidden on purpose."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if DRIVER.exists():
+        return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
+    if file := next(DEVICES.glob("nvidia[0-9]*"), None):
+        return str(file)
+    if command := shutil.which("nvidia-smi"):
+        try:
+            listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if listed.stdout.startswith("GPU "):
+            return f"nvidia-smi: {listed.stdout.splitlines()[0]}"
+    return ""
+
+
+def _problem_of_torch() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return "it finds none"
+
+
+# Allocations are rounded up to segments of 2 MiB, and a driver keeps something for modules loaded later.
+SPARE_BYTES = 64 * 2**20
+
+
+class GpuMemory:
+    """One device's memory as the driver and torch's allocator count it, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def used_bytes(self) -> int:
+        """What is taken, by this process and by others, once torch has given back what it only keeps."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """What `run` makes torch reserve at most beyond what it has before: fragments count as taken."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - before
+
+
+@dataclass(frozen=True)
+class PoolRoom:
+    """What is left for the pool, and what steps take at most beside it, in bytes."""
+
+    pool_bytes: int
+    step_bytes: int
+
+
+def measure_room(
+    memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]
+) -> PoolRoom:
+    """What of `share` of the memory is left beside the largest step, the graphs, and all that is taken now.
+
+    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. Both
+    take what they need of a pool from what has been allocated for them; it counts as taken here, so free it
+    and add its size to the result.
+    """
+    step_bytes = memory.peak_bytes(warm_up)
+    before = memory.used_bytes()
+    graphs = capture()
+    graph_bytes = memory.used_bytes() - before
+    del graphs
+    taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES
+    return PoolRoom(int(memory.total_bytes * share) - taken, step_bytes)
+
+
+def fits(memory: GpuMemory, share: float, room: PoolRoom) -> bool:
+    """Whether the largest step still fits, now that pool and graphs are in place."""
+    return memory.used_bytes() + room.step_bytes <= int(memory.total_bytes * share)

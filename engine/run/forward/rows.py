@@ -1,0 +1,228 @@
+"""StaticRows: the memory behind the rows that graphs read, and how the host writes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, write_rows
+from engine.kernels.upload import ALIGNMENT
+from engine.run.forward.runner import Sampled
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.step_batch import StepBatch
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """What to write before a step.
+
+    seqs: [written] int64, which sequences of the step are written, each to its row of `rows`.
+    padding: [left] int64, rows that belong to no sequence from now on.
+    table_rows, table_columns: [new] int64 and block_ids: [new] int32, entries of the block tables.
+    order: [max_num_seqs] int32, all rows, the longest contexts first and padding last; None where it is as it
+    was, since rows that advance together keep their order.
+    """
+
+    seqs: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    padding: NDArray[np.int64]
+    table_rows: NDArray[np.int64]
+    table_columns: NDArray[np.int64]
+    block_ids: NDArray[np.int32]
+    order: NDArray[np.int32] | None
+
+
+class BatchRows:
+    """What the device's rows hold, as far as the host knows: those of the last step first, then padding."""
+
+    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)  # that each computes next
+        self._num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of the rows: the next step writes them all."""
+        self._generations.fill(-1)
+        self._num_filled = len(self._generations)
+
+    def update(self, step: StepBatch) -> tuple[NDArray[np.int64], RowChanges]:
+        """The row of each of the step's sequences, [seqs] int64, and what to write; it counts as computed.
+
+        They are the first rows, in any order: a sequence stays where it is while it can.
+        """
+        num_seqs = len(step.slots)
+        rows = self._place(step)
+        is_new = self._generations[rows] != step.generations
+        written = np.flatnonzero(is_new | (self._positions[rows] != step.positions))
+        padding = np.arange(num_seqs, max(num_seqs, self._num_filled))
+        table_seqs, table_columns = self._new_blocks(step, np.where(is_new, 0, self._num_blocks[rows]))
+        changes = RowChanges(
+            seqs=written,
+            rows=rows[written],
+            padding=padding,
+            table_rows=rows[table_seqs],
+            table_columns=table_columns,
+            block_ids=step.block_tables[table_seqs, table_columns],
+            order=self._order(rows, step.context_lens) if len(written) or len(padding) else None,
+        )
+        self._generations[rows] = step.generations
+        self._positions[rows] = step.positions + 1
+        self._num_blocks[rows] = self._blocks_of(step)
+        self._generations[num_seqs:] = -1
+        self._num_filled = num_seqs
+        return rows, changes
+
+    def _place(self, step: StepBatch) -> NDArray[np.int64]:
+        """A row below the number of sequences for each: its own, or one that nobody has."""
+        rows: NDArray[np.int64] = self._row_of_slot[step.slots]
+        stays = (self._generations[rows] == step.generations) & (rows < len(rows))
+        if not stays.all():
+            is_free = np.ones(len(rows), np.bool_)
+            is_free[rows[stays]] = False
+            rows[~stays] = np.flatnonzero(is_free)
+            self._row_of_slot[step.slots] = rows
+        return rows
+
+    def _order(self, rows: NDArray[np.int64], context_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        order = np.arange(len(self._generations), dtype=np.int32)
+        order[: len(rows)] = rows[np.argsort(-context_lens, kind="stable")]
+        return order
+
+    def _new_blocks(
+        self, step: StepBatch, num_known: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sequence and column of each block that the device does not know. num_known: [seqs] int64."""
+        num_new = np.maximum(self._blocks_of(step) - num_known, 0)
+        seqs = np.repeat(np.arange(len(num_new)), num_new)
+        firsts = np.cumsum(num_new) - num_new
+        return seqs, np.arange(len(seqs)) + np.repeat(num_known - firsts, num_new)
+
+    def _blocks_of(self, step: StepBatch) -> NDArray[np.int64]:
+        return -(-step.context_lens // self._block_size)
+
+
+WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]
+
+NUM_WIDE, NUM_NARROW = 4, 4  # columns of 8 and of 4 bytes that the host writes
+NONE: NDArray[np.int64] = np.zeros(0, np.int64)
+NO_BLOCKS = NO_ORDER = np.zeros(0, np.int32)
+
+
+class StaticRows:
+    """max_num_seqs rows, all padding at first. What the host writes of a row lies in two tensors.
+
+    indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, of the rows, the longest contexts first; the
+    first n of it are of the first n rows, for every n from the number of sequences on.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        write_rows: WriteRows = write_rows,
+    ) -> None:
+        self._max_blocks, self._write_rows = max_blocks, write_rows
+        pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
+        wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
+        narrow = torch.zeros((NUM_NARROW, pitch), dtype=torch.int32, device=device)
+        inputs = torch.zeros((4, pitch), dtype=torch.int64, device=device)[:, :max_num_seqs]
+        next_token_ids, next_positions, seed, sample_index = wide[:, :max_num_seqs]
+        temperature, top_p, min_p = narrow[:3, :max_num_seqs].view(torch.float32)
+        sampling = SamplingRows(
+            temperature, top_p, min_p, narrow[3, :max_num_seqs], seed, sample_index, position=inputs[0]
+        )
+        self.state = DecodeState(
+            next_token_ids,
+            next_positions,
+            block_tables=torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device),
+            sampling=sampling,
+            token_ids=inputs[1],
+            positions=inputs[2],
+            slot_mapping=inputs[3],
+            context_lens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+            block_size=block_size,
+        )
+        self.indices = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+        self.order = torch.empty_like(self.indices)
+        self._memory = RowMemory(wide, narrow, self.state.block_tables, self.order)
+        self._fill_with_padding(max_num_seqs)
+
+    def _fill_with_padding(self, max_num_seqs: int) -> None:
+        """Write padding as steps write rows, so that the kernel is compiled before the first step."""
+        rows = np.arange(max_num_seqs)
+        wide, narrow = _padding(max_num_seqs)
+        none_sampled = np.full(max_num_seqs, -1)
+        order = rows.astype(np.int32)
+        self._write_rows(
+            self._memory, RowWrites(rows, wide, narrow, none_sampled, NONE, NO_BLOCKS, order), None
+        )
+
+    def write(
+        self, changes: RowChanges, step: StepBatch, sampling: SamplingBatch, last: Sampled | None
+    ) -> None:
+        """Write what has changed, in one transfer; nothing where nothing has.
+
+        last: what the step launched before has sampled, for the pending tokens among it.
+        """
+        if changes.order is None and not len(changes.block_ids):
+            return
+        wide, narrow = _values(changes, step, sampling)
+        writes = RowWrites(
+            np.concatenate((changes.rows, changes.padding)),
+            wide,
+            narrow,
+            _sampled_at(changes, step, last),
+            changes.table_rows * self._max_blocks + changes.table_columns,
+            changes.block_ids,
+            NO_ORDER if changes.order is None else changes.order,
+        )
+        self._write_rows(self._memory, writes, None if last is None else last.token_ids)
+
+
+def _sampled_at(changes: RowChanges, step: StepBatch, last: Sampled | None) -> NDArray[np.int64]:
+    """Where the step before has sampled the token of each row that is written; -1 where it is known."""
+    places = np.full(len(changes.seqs) + len(changes.padding), -1)
+    if len(step.pending_rows) and len(changes.seqs):
+        assert last is not None, "only a step that follows another has pending rows"
+        place_of_seq = np.full(len(step.slots), -1)
+        place_of_seq[step.pending_rows] = last.places[step.pending_samples]
+        places[: len(changes.seqs)] = place_of_seq[changes.seqs]
+    return places
+
+
+def _padding(num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """The wide and the narrow columns of rows that belong to no sequence."""
+    wide = np.zeros((NUM_WIDE, num_rows), np.int64)
+    wide[1] = PADDING
+    return wide, np.zeros((NUM_NARROW, num_rows), np.int32)
+
+
+def _values(
+    changes: RowChanges, step: StepBatch, sampling: SamplingBatch
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """What to write of each row, those of padding last: the wide columns, and the narrow ones."""
+    seqs = changes.seqs
+    values = sampling.values[seqs]
+    wide, narrow = _padding(len(seqs) + len(changes.padding))
+    wide[:, : len(seqs)] = (
+        step.token_ids[seqs],
+        step.positions[seqs],
+        values["seed"].view(np.int64),
+        values["sample_index"].view(np.int64),
+    )
+    narrow[:, : len(seqs)] = (
+        *(values[name].view(np.int32) for name in ("temperature", "top_p", "min_p")),
+        values["top_k"],
+    )
+    return wide, narrow

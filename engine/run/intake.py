@@ -1,0 +1,219 @@
+"""Requests as they come in: checked, numbered and seeded; what embeddings and scores ask of a prompt."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import Any
+
+from engine.checkpoint.pooling import Pooling
+from engine.errors import (
+    DuplicateRequest,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    ScoringFailed,
+    UnsupportedTask,
+)
+from engine.sampling.parameter_values import brief
+from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.outputs import Completion, LogLikelihood
+from engine.schedule.pooled import PooledStates
+from engine.schedule.score_tree import ends_needed, shape_of
+from engine.schedule.sequence import BlockKey, PreparedPrompt
+from engine.text.prompts import Prompt, PromptReader, Tail
+from engine.text.tokenizer import Tokenizer
+
+Request = tuple[str, Prompt, RequestParams]
+Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
+NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
+
+#: Of a prompt and what stands behind it, in all sequences of a request together: each holds the prompt's.
+MAX_TREE_TOKENS = 1 << 25
+
+
+def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
+    """Raise InvalidRequest for what can be no id, or no lane, DuplicateRequest for an unfinished id."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+    if request_id in unfinished:
+        raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
+    if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
+        raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
+
+
+def numbered(
+    prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None
+) -> Iterator[Request]:
+    """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
+    if isinstance(prompts, str):
+        raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
+    if params is None or isinstance(params, RequestParams):
+        for i, prompt in enumerate(prompts):
+            yield str(i), prompt, params or SamplingParams()
+        return
+    missing: Any = object()
+    for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
+        if prompt is missing or own is missing:
+            raise InvalidRequest(f"there are not as many prompts as params: one of them ended after {i}")
+        yield str(i), prompt, own
+
+
+def prepare_scores(
+    prompt: object,
+    params: ScoringParams,
+    prompts: PromptReader,
+    keys_of: Callable[[list[int]], list[BlockKey]],
+    end_token_ids: tuple[int, ...],
+) -> PreparedPrompt:
+    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong.
+
+    end_token_ids: those that end the model's texts.
+    """
+    token_ids, tails = prompts.continued(
+        prompt,
+        params.continuations,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        num_ends=int(params.score_end is not False),
+    )
+    ends = params.score_end
+    if ends == "auto":
+        _check_distinct(tails)
+        ends = ends_needed(tails)
+    if ends and not end_token_ids:
+        raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
+    shape = shape_of(tails, end_token_ids if ends else ())
+    num_tokens = sum(len(token_ids) + len(branch.token_ids) for branch in shape.branches)
+    if num_tokens > MAX_TREE_TOKENS:
+        raise InvalidPrompt(
+            f"the prompt stands before {len(shape.branches)} continuations that part, {num_tokens} tokens in "
+            f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
+        )
+    return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
+
+
+def _check_distinct(tails: tuple[Tail, ...]) -> None:
+    places: dict[Tail, int] = {}
+    for place, tail in enumerate(tails):
+        if places.setdefault(tail, place) != place:
+            raise InvalidPrompt(
+                f"continuations {places[tail]} and {place} are the same tokens: one of them is enough"
+            )
+
+
+class Scores:
+    """Pairs of a context and a continuation as requests, one for each context."""
+
+    def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
+        """Raises InvalidRequest or a subclass for the first pair that cannot be scored."""
+        self._groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+        self._asked = [self._group(*_read(place, pair, prompts)) for place, pair in enumerate(pairs)]
+
+    def _group(self, token_ids: list[int], score_from: int) -> Asked | None:
+        if score_from == len(token_ids):
+            return None
+        context, continuation = tuple(token_ids[:score_from]), tuple(token_ids[score_from:])
+        group = self._groups.setdefault(context, {})
+        return context, group.setdefault(continuation, len(group))
+
+    def requests(self) -> Iterator[Request]:
+        """Return requests in the order of their tokens, so that neighbours share the most."""
+        for number, context in enumerate(sorted(self._groups)):
+            yield str(number), list(context), ScoringParams(tuple(self._groups[context]))
+
+    def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
+        """One for each pair. Raises ScoringFailed for the first that has none."""
+        found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
+        return [
+            NOTHING if asked is None else _checked(place, found[asked[0]], asked[1])
+            for place, asked in enumerate(self._asked)
+        ]
+
+
+def _checked(place: int, found: Completion, number: int) -> LogLikelihood:
+    if found.loglikelihoods is None:
+        raise ScoringFailed(place, found.error or "the engine gave no reason")
+    return found.loglikelihoods[number]
+
+
+def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], int]:
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
+    try:
+        return prompts.pair(*pair)
+    except InvalidRequest as error:
+        raise type(error)(f"pair {place}: {error}") from error
+
+
+class Seeds:
+    """Draws them one after the other, or, where results shall depend on a request alone, from its prompt."""
+
+    def __init__(self, seed: int, *, from_prompts: bool) -> None:
+        self._seed, self._from_prompts = seed, from_prompts
+        self._drawn = random.Random(seed)
+
+    def draw(self, token_ids: Sequence[int]) -> int:
+        """A seed of 64 bits. token_ids: of the prompt."""
+        if not self._from_prompts:
+            return self._drawn.getrandbits(64)
+        digest = blake2b(f"{self._seed}:".encode(), digest_size=8)
+        digest.update(array("q", token_ids).tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+
+class Embedder:
+    """pooling: None for a checkpoint that says nothing of embeddings: each call is refused then."""
+
+    def __init__(
+        self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader
+    ) -> None:
+        self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
+        self.num_dimensions = 0 if pooling is None else hidden_size * len(pooling.modes)
+
+    def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
+        """Tokenize a text behind the checkpoint's prompt, cut as the checkpoint says; token ids stay.
+
+        Raises UnsupportedTask, InvalidSampling, InvalidPrompt or PromptTooLong.
+        """
+        pooling, most = self._checked(params), params.truncate_prompt_tokens
+        if not isinstance(prompt, str):
+            if params.prompt_name is not None:
+                raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
+            return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
+        name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
+        text = prompt if name is None else pooling.prompts[name] + prompt
+        longest = pooling.max_seq_length
+        cut = text if longest is None else self._tokenizer.encode_cut(text, longest)
+        return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
+
+    def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
+        """Return what collects a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
+        pooling = self._checked(params)
+        normalize = params.normalize
+        if normalize is None:
+            normalize = pooling.normalize or params.dimensions is not None
+        return PooledStates(pooling.modes, num_tokens, dimensions=params.dimensions, normalize=normalize)
+
+    def check(self, params: PoolingParams) -> None:
+        """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
+        self._checked(params)
+
+    def _checked(self, params: PoolingParams) -> Pooling:
+        pooling = self._pooling
+        if pooling is None:
+            raise UnsupportedTask(
+                "this checkpoint has no pooling configuration (modules.json beside its weights), so it gives "
+                "no embeddings; serve one that has, or set pooling"
+            )
+        if params.dimensions is not None and params.dimensions > self.num_dimensions:
+            raise InvalidSampling(
+                f"dimensions={params.dimensions}: this checkpoint's embeddings have {self.num_dimensions}"
+            )
+        if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
+            known = ", ".join(sorted(pooling.prompts)) or "none"
+            raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
+        return pooling

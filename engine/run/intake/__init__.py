@@ -1,1 +1,0 @@
-"""How a request becomes sequences."""

@@ -1,0 +1,121 @@
+"""NewSequences: what a request that has been checked becomes, one sequence for each of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.sampling.logit_edits import RequestEdits, SequenceEdits
+from engine.sampling.request_kinds import NO_NEW_TOKEN
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.pooled import PooledStates
+from engine.schedule.score_tree import ScoreTree
+from engine.schedule.sequence import PreparedPrompt, Sequence, SequenceStatus
+from engine.structured.grammars import Grammars
+from engine.structured.matcher import JumpAhead, Matcher
+from engine.text.reasoner import Reasoner
+from engine.text.stop_strings import StopStrings
+from engine.text.tokenizer import Tokenizer
+
+
+class NewSequences:
+    """Makes the sequences of a model. eos_token_ids: the ids that end its texts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._tokenizer, self._reasoner = tokenizer, reasoner
+        self.eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self.grammars = Grammars(tokenizer.backend, vocab_size, eos_token_ids)
+
+    def make(
+        self,
+        request_id: str,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        *,
+        lane: int,
+        seed: int,
+        continued: Collection[int] = (),
+    ) -> list[Sequence]:
+        """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer,
+        InvalidRequest for a completion that cannot go on."""
+        end_token_ids = frozenset(params.stop_token_ids).union(
+            () if params.ignore_eos else self.eos_token_ids
+        )
+        follows_text = self._tokenizer.has_text(prompt.token_ids)
+        edits = self._edits(params, prompt.token_ids)
+        seqs = [
+            Sequence(
+                request_id,
+                prompt.token_ids,
+                params,
+                index=index,
+                lane=lane,
+                seed=seed,
+                follows_text=follows_text,
+                stop_token_ids=end_token_ids,
+                stop_strings=self._stop_strings(params, follows_text, matcher),
+                edits=None if edits is None else SequenceEdits(edits),
+                forcing=self._reasoner.budget(
+                    params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
+                )
+                or JumpAhead.of(matcher, params),
+                matcher=matcher,
+                block_keys=prompt.block_keys,
+            )
+            for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
+        ]
+        for seq in seqs:
+            for token_id in continued:
+                seq.go_on_behind(token_id)
+        return seqs
+
+    def pooled(
+        self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int
+    ) -> list[Sequence]:
+        """The one whose hidden states are pooled."""
+        keys = prompt.block_keys
+        seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
+        seq.pool_alone(pooled)
+        return [seq]
+
+    def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
+        """Make the sequences that score a prompt's continuations; all but the first follow another one."""
+        assert prompt.continued is not None
+        tree = ScoreTree(prompt.token_ids, prompt.num_prompt_tokens, prompt.continued)
+        seqs: list[Sequence] = []
+        for index, branch in enumerate(tree.shape.branches):
+            seq = Sequence(
+                request_id,
+                [*prompt.token_ids, *branch.token_ids],
+                NO_NEW_TOKEN,
+                index=index,
+                lane=lane,
+                block_keys=prompt.block_keys,
+                targets=tree.targets(branch),
+                tree=tree,
+            )
+            if branch.parent is not None:
+                seq.status = SequenceStatus.HELD
+                seqs[branch.parent].followers.append(seq)
+            seqs.append(seq)
+        return seqs
+
+    def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
+        bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
+        return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
+
+    def _stop_strings(
+        self, params: SamplingParams, follows_text: bool, matcher: Matcher | None
+    ) -> StopStrings | None:
+        if not params.stop:
+            return None
+        return self._tokenizer.stop_strings(
+            params.stop,
+            min_tokens=params.min_tokens,
+            follows_text=follows_text,
+            include=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            may_end=None if matcher is None else matcher.accepts,
+        )

@@ -1,1 +1,0 @@
-"""What a request says of sampling, pooling and scoring, checked."""

@@ -1,0 +1,142 @@
+"""PoolingParams: the kind of request that asks for a text's embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from engine.errors import InvalidRequest, InvalidSampling
+from engine.sampling.parameter_values import MAX_COUNT, TOKEN_ID, Range, brief, check_switch
+from engine.sampling.sampling_params import RANGES, SamplingParams
+
+DIMENSIONS = Range(1, MAX_COUNT, integer=True)
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What to make of the vector that a text is pooled to. Raises InvalidSampling for a value that cannot be.
+
+    dimensions: the first so many of its numbers alone (for a model that was trained so, Matryoshka); None is
+        all of them.
+    normalize: to length 1, after the cut. None does so where the checkpoint's own embeddings have that
+        length, and where dimensions are given.
+    prompt_name: which of the checkpoint's prompts stands before the text, such as "query"; None is its
+        default one, if it has one. Not for prompts of token ids, before which none ever stands.
+    truncate_prompt_tokens: as of SamplingParams.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            DIMENSIONS.check("dimensions", self.dimensions)
+        if self.normalize is not None:
+            check_switch("normalize", self.normalize)
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise InvalidSampling("prompt_name must be a text", brief(self.prompt_name))
+
+        if self.truncate_prompt_tokens is not None:
+            RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", self.truncate_prompt_tokens)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidSampling(
+                    "truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits"
+                )
+
+    @property
+    def n(self) -> int:
+        """Completions that such a request gives."""
+        return 1
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> PoolingParams:
+        """Build from names and values that came from outside. Raises InvalidSampling for an unknown name."""
+        names = [field.name for field in fields(cls)]
+        for name in mapping:
+            if name not in names:
+                raise InvalidSampling(f"{brief(name)} says nothing of embeddings; use {', '.join(names)}")
+        return cls(**mapping)
+
+
+NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # what a sequence has that generates nothing
+NAMES = ("continuations", "score_end", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class ScoringParams:
+    """Ask how likely each continuation of a prompt is. Raises InvalidSampling for a value that cannot be.
+
+    continuations: texts, or lists of token ids, each behind the prompt.
+    score_end: score with each of them that the text ends behind it: the probability of all tokens that end
+        the model's texts. "auto": where one of them is the beginning of another, in tokens, so that none of
+        these answers holds another; then no two may be the same tokens.
+    truncate_prompt_tokens: only the last so many tokens of the prompt are read; -1 for as many as fit.
+    """
+
+    continuations: Sequence[str | Sequence[int]]
+    score_end: bool | Literal["auto"] = False
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.continuations, str) or not isinstance(self.continuations, (list, tuple)):
+            kind = type(self.continuations).__name__
+            raise InvalidSampling(
+                f"continuations must be a list of texts or of lists of token ids, got {kind}"
+            )
+        if not self.continuations:
+            raise InvalidSampling("continuations is empty: nothing is asked for")
+        read = tuple(_read(number, each) for number, each in enumerate(self.continuations))
+        object.__setattr__(self, "continuations", read)
+        if self.score_end is not True and self.score_end is not False and self.score_end != "auto":
+            raise InvalidSampling('score_end must be true, false or "auto"', brief(self.score_end))
+        if self.truncate_prompt_tokens is not None:
+            RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", self.truncate_prompt_tokens)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidSampling(
+                    "truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits"
+                )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ScoringParams:
+        """Read a mapping as SamplingParams.from_mapping does."""
+        for name in mapping:
+            if name not in NAMES:
+                raise InvalidSampling(
+                    f"{brief(name)} is nothing that scoring takes; it takes {', '.join(NAMES)}"
+                )
+        return cls(**{"continuations": (), **mapping})
+
+    @property
+    def n(self) -> int:
+        """Completions that such a request gives."""
+        return 1
+
+
+def _read(number: int, continuation: object) -> str | Sequence[int]:
+    if isinstance(continuation, str):
+        return continuation
+    if not isinstance(continuation, (list, tuple)):
+        raise InvalidSampling(
+            f"continuation {number} must be a text or a list of token ids, got {type(continuation).__name__}"
+        )
+    for token_id in continuation:
+        TOKEN_ID.check(f"a token id of continuation {number}", token_id)
+    return tuple(continuation)
+
+
+RequestParams = SamplingParams | ScoringParams | PoolingParams
+KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams] | type[PoolingParams]] = {
+    "generate": SamplingParams,
+    "score": ScoringParams,
+    "embed": PoolingParams,
+}
+
+
+def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
+    """What `Engine.add` takes for a request of a kind. Raises InvalidRequest or a subclass."""
+    if kind not in KINDS:
+        raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
+    return KINDS[kind].from_mapping(values)

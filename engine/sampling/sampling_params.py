@@ -1,0 +1,254 @@
+"""SamplingParams: how to choose tokens for one request and when to stop.
+
+Its fields are the table of sampling values. A row gives a name, a default, which changes nothing, and the
+least and the most the value may be, ends included. A `column` also has the dtype of the array that carries it
+to the sampler: slots, batches and warm-up take the columns from here (`sampling_batch`), so that a new one is
+a row here and a function in the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from engine.errors import InvalidSampling
+from engine.sampling import parameter_values
+from engine.sampling.parameter_values import (
+    MAX_COUNT,
+    Range,
+    StructuredOutputsParams,
+    brief,
+    check_switch,
+    structured_outputs,
+)
+
+MAX_NAME_CHARS = 64
+MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
+WHOLE_VOCABULARY = -1
+
+# Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
+NOT_BUILT = frozenset(
+    (
+        "best_of",
+        "detokenize",
+        "flat_logprobs",
+        "guided_decoding",
+        "length_penalty",
+        "logits_processors",
+        "response_format",
+        "stream",
+        "suffix",
+        "top_logprobs",
+        "use_beam_search",
+    )
+)
+
+
+def integer(default: int | None, low: int, high: int) -> Any:
+    """A field for an integer."""
+    return field(default=default, metadata={"range": Range(low, high, integer=True)})
+
+
+def number(default: float, low: float, high: float) -> Any:
+    """A field for a number."""
+    return field(default=default, metadata={"range": Range(low, high, integer=False)})
+
+
+def column(default: float, low: int, high: int, dtype: str) -> Any:
+    """A field that the sampler reads for each row. dtype: numpy's name; it holds every value in range."""
+    is_integer = dtype.startswith("int")
+    return field(default=default, metadata={"range": Range(low, high, is_integer), "dtype": dtype})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Names and meanings are vLLM's and OpenAI's. Raises InvalidSampling for a value that cannot be.
+
+    max_tokens: new tokens at most.
+    temperature: 0 is greedy: the highest logit, the lowest token id among equals.
+    top_p, top_k, min_p: cuts of the distribution, applied min_p, top_k, top_p; top_k of 0 or -1 is off.
+    seed: with the position and the sample's index it fixes every choice; None draws a fresh seed.
+    stop: text that ends the completion and is cut from it; one string or several.
+    stop_token_ids: token ids that end the completion, beside the model's own end tokens.
+    ignore_eos: go on past the model's end tokens.
+    min_tokens: new tokens before any end token, stop token or stop string may end the completion.
+    n: independent samples of the request.
+    logprobs: give each new token's log probability, and those of so many of the most likely ones: 0 to
+        MAX_LOGPROBS, or WHOLE_VOCABULARY; None gives none. They are of the model's own distribution, before
+        temperature and whatever else changes it.
+    prompt_logprobs: the same for each token of the prompt but the first. Of these the prefix cache spares no
+        computing.
+    presence_penalty, frequency_penalty: taken from the logit of each token that the completion has so far,
+        once, and as often as it is there.
+    repetition_penalty: divides the logit of each token that prompt or completion have, or multiplies a
+        negative one.
+    logit_bias: token id, also as text, to what is added to its logit. Before the penalties.
+    allowed_token_ids: no other token may be chosen; None allows all.
+    bad_words: texts that the completion may not hold, at its beginning or behind a space: the last token of
+        each is not chosen where those before it stand. They are split into tokens by themselves.
+    thinking_token_budget: tokens of a reasoning span at most; after so many its end mark is forced.
+    separate_reasoning: give what stands in a reasoning span apart from the text.
+    echo: give the prompt's text and its tokens too.
+    reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
+        tokens.
+    include_stop_str_in_output: leave the stop string that ends the completion at the end of its text.
+    skip_special_tokens: the text is without special tokens; stop strings are looked for in what it is.
+    spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
+        between two of them.
+    truncate_prompt_tokens: only the last so many tokens of the prompt are read, also of text and of a chat;
+        -1 for as many as leave room for one new token.
+    structured_outputs: what the text has to be. It ends only where that is whole, or by its length; where
+        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is parted from it.
+    """
+
+    max_tokens: int = integer(256, 1, MAX_COUNT)
+    temperature: float = column(1.0, 0, 1_000_000, "float32")
+    top_p: float = column(1.0, 0, 1, "float32")
+    top_k: int = column(-1, -1, MAX_COUNT, "int32")
+    min_p: float = column(0.0, 0, 1, "float32")
+    seed: int | None = integer(None, -(2**63), 2**64 - 1)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = integer(0, 0, MAX_COUNT)
+    n: int = integer(1, 1, 128)
+    logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    presence_penalty: float = number(0.0, -2, 2)
+    frequency_penalty: float = number(0.0, -2, 2)
+    repetition_penalty: float = number(1.0, 1e-6, 1_000_000)  # a logit stays finite
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    thinking_token_budget: int | None = integer(None, 0, MAX_COUNT)
+    separate_reasoning: bool = False
+    echo: bool = False
+    reasoning_marks: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = integer(None, -1, MAX_COUNT)
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                allowed.check(name, value)
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
+        if self.top_p == 0:
+            raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidSampling("truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(getattr(self, name)))
+        if self.structured_outputs is not None:
+            if self.thinking_token_budget is not None:
+                raise InvalidSampling(
+                    "structured_outputs hold for all of the text: no thinking_token_budget with them"
+                )
+            object.__setattr__(self, "separate_reasoning", False)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """Build from names and values that came from outside, such as a job's keyword arguments.
+
+        None is any name's default. Raises InvalidSampling for a name that is unknown or not built yet; none
+        is ever ignored.
+        """
+        for name in mapping:
+            if name not in _NAMES:
+                problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
+                raise InvalidSampling(f"{brief(name)} {problem}; {_names_to_use(name, sorted(_NAMES))}")
+        if None in mapping.values():
+            mapping = {name: value for name, value in mapping.items() if value is not None}
+        types = tuple(map(type, mapping.values()))
+        if _PLAIN.issuperset(types):
+            return _remembered(tuple(mapping.items()), types)
+        keys = tuple(map(_key, mapping.values()))
+        if None in keys:
+            return cls(**mapping)
+        return _remembered_lists(tuple(mapping), keys)
+
+
+def check_params(params: object, vocab_size: int) -> None:
+    """Raise InvalidSampling unless params are SamplingParams that fit a vocabulary of that size."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidSampling(f"stop token id {token_id} is outside the vocabulary of {vocab_size}")
+    for name, token_ids in (
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        if token_ids and (highest := max(token_ids)) >= vocab_size:
+            raise InvalidSampling(f"token id {highest} of {name} is outside the vocabulary of {vocab_size}")
+
+
+_NAMES = frozenset(each.name for each in fields(SamplingParams))
+RANGES: dict[str, Range] = {
+    each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
+}
+#: Name and numpy's dtype of what the sampler reads for each row.
+COLUMNS: dict[str, str] = {
+    each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
+}
+_SWITCHES = tuple(each.name for each in fields(SamplingParams) if isinstance(each.default, bool))
+OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
+_READERS: dict[str, Callable[[object], object]] = {
+    "stop": parameter_values.stop_strings,
+    "stop_token_ids": parameter_values.stop_token_ids,
+    "bad_words": parameter_values.bad_words,
+    "allowed_token_ids": parameter_values.allowed_token_ids,
+    "logit_bias": parameter_values.logit_bias,
+    "reasoning_marks": parameter_values.reasoning_marks,
+    "structured_outputs": structured_outputs,
+}
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+MAX_KEY_ITEMS = 1000  # of a list that is remembered
+
+
+@lru_cache(maxsize=256)
+def _remembered(items: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> SamplingParams:
+    """Thousands of jobs have the same few values. types: 1, 1.0 and True are one key, but not all allowed."""
+    return SamplingParams(**dict(items))
+
+
+def _key(value: object) -> tuple[tuple[Any, ...], tuple[type, ...]] | None:
+    """The parts of a value and their types, its own first; None for what is not remembered."""
+    parts: tuple[Any, ...] = (value,)
+    if isinstance(value, (list, tuple, dict)):
+        if len(value) > MAX_KEY_ITEMS:
+            return None
+        parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+    types = tuple(map(type, parts))
+    return (parts, (type(value), *types)) if _PLAIN.issuperset(types) else None
+
+
+@lru_cache(maxsize=256)
+def _remembered_lists(names: tuple[str, ...], keys: tuple[Any, ...]) -> SamplingParams:
+    """As `_remembered`, with values that hold several. keys: what `_key` gives for each."""
+    values = (_value(parts, types[0]) for parts, types in keys)
+    return SamplingParams(**dict(zip(names, values, strict=True)))
+
+
+def _value(parts: tuple[Any, ...], kind: type) -> Any:
+    """The value of these parts."""
+    if issubclass(kind, dict):
+        middle = len(parts) // 2
+        return dict(zip(parts[:middle], parts[middle:], strict=True))
+    return list(parts) if issubclass(kind, (list, tuple)) else parts[0]
+
+
+def _names_to_use(name: object, accepted: Sequence[str]) -> str:
+    """Name the parameter that a misspelt one is nearest to, or all of them."""
+    near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
+    hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
+    return f"{hint}accepted are {', '.join(accepted)}"

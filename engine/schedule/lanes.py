@@ -1,0 +1,178 @@
+"""WaitingLanes: the sequences that hold neither slot nor blocks, lane by lane."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.sequence import Sequence
+
+
+class WaitingLanes(dict[int, deque[Sequence]]):
+    """The waiting sequences: in each lane the first to arrive is the first to go."""
+
+    @property
+    def num_seqs(self) -> int:
+        """All of them."""
+        return sum(map(len, self.values()))
+
+    def append(self, seq: Sequence) -> None:
+        """Put the latest arrival at the end of its lane."""
+        self.setdefault(seq.lane, deque()).append(seq)
+
+    def put_back(self, seq: Sequence) -> None:
+        """Put a sequence that arrived before into its lane, in order of arrival."""
+        queue = self.setdefault(seq.lane, deque())
+        position = next((i for i, other in enumerate(queue) if other.arrival > seq.arrival), len(queue))
+        queue.insert(position, seq)
+
+    def drop_empty(self) -> None:
+        """Forget lanes in which nobody waits."""
+        for lane in [lane for lane, queue in self.items() if not queue]:
+            del self[lane]
+
+
+@dataclass(frozen=True)
+class SlotGroup:
+    """Some running sequences, in order.
+
+    seqs: not to be changed.  slots: [seqs] int64, the slot of each.
+    """
+
+    seqs: list[Sequence]
+    slots: NDArray[np.int64]
+
+    def select(self, wanted: NDArray[np.bool_]) -> SlotGroup:
+        """Return the members that `wanted`, [seqs] bool, names."""
+        if wanted.all():
+            return self
+        return SlotGroup([self.seqs[i] for i in np.flatnonzero(wanted).tolist()], self.slots[wanted])
+
+
+class RunningList:
+    """Running sequences by (lane, arrival): the last one is the first to be preempted.
+
+    From one step to the next it seldom changes: what is asked of all of a lane is kept until it does.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[Sequence] = []
+        self._lanes: dict[int, SlotGroup] | None = {}  # None: not known since a change
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs)
+
+    @property
+    def last(self) -> Sequence:
+        """The least urgent."""
+        return self._seqs[-1]
+
+    @property
+    def lanes(self) -> dict[int, SlotGroup]:
+        """All of them by lane, the most urgent lane first."""
+        if self._lanes is None:
+            by_lane: dict[int, list[Sequence]] = {}
+            for seq in self._seqs:
+                by_lane.setdefault(seq.lane, []).append(seq)
+            self._lanes = {
+                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64))
+                for lane, seqs in by_lane.items()
+            }
+        return self._lanes
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence that has its slot in its place."""
+        insort(self._seqs, seq, key=_urgency)
+        self._lanes = None
+
+    def remove(self, gone: Iterable[Sequence]) -> None:
+        """Take out some of them; all must be there."""
+        for seq in gone:
+            self._seqs.remove(seq)
+        self._lanes = None
+
+    def pop(self) -> Sequence:
+        """Take out the least urgent."""
+        self._lanes = None
+        return self._seqs.pop()
+
+    def clear(self) -> None:
+        """Take out all."""
+        self._seqs, self._lanes = [], {}
+
+    def move(self, seq: Sequence, lane: int) -> None:
+        """Move one of them to another lane."""
+        self._seqs.remove(seq)
+        seq.lane = lane
+        self.add(seq)
+
+
+def _urgency(seq: Sequence) -> tuple[int, int]:
+    return seq.lane, seq.arrival
+
+
+MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
+
+
+class Overtakes(Counter[int]):
+    """Admissions of more urgent lanes since a lane's own last one, by lane."""
+
+    def count_admission(self, lane: int, others: Iterable[int]) -> None:
+        """Count one admission from `lane` against those of `others` that are less urgent."""
+        self.update({other for other in others if other > lane})
+
+    def take_due(self, lane: int) -> list[int]:
+        """The lanes overtaken too often that are less urgent than `lane`; they are counted anew."""
+        due = [other for other, n in self.items() if other > lane and n >= MAX_OVERTAKES]
+        for other in due:
+            del self[other]
+        return due
+
+
+LEFT_SHARE = 16  # places are given together when one in so many of the running sequences has left
+MAX_HELD_STEPS = 16  # and at the latest after so many steps
+
+
+class AdmissionGate:
+    """Closed to a lane, and to less urgent ones, by a sequence of it that finds no room.
+
+    It opens when a sixteenth of the running sequences has left, so that fewer than sixteen never wait for
+    more than one to leave, and after sixteen steps in any case. More urgent lanes never wait for it.
+    """
+
+    def __init__(self, *, batches: bool) -> None:
+        """batches: whether to hold anyone at all."""
+        self._batches = batches
+        self._lane: int | None = None  # the most urgent lane that it is closed to
+        self._num_left = 0
+        self._num_steps = 0
+
+    def close(self, lane: int) -> None:
+        """A sequence that waits in this lane finds no room."""
+        if not self._batches:
+            return
+        if self._lane is None:
+            self._num_left = self._num_steps = 0
+        self._lane = lane if self._lane is None else min(lane, self._lane)
+
+    def count_left(self, num_seqs: int) -> None:
+        """So many running sequences have ended."""
+        self._num_left += num_seqs
+
+    def begin_step(self, num_running: int) -> None:
+        """A step is about to be scheduled: it may open for it."""
+        self._num_steps += 1
+        if self._num_left * LEFT_SHARE >= num_running or self._num_steps > MAX_HELD_STEPS:
+            self._lane = None
+
+    def holds(self, lane: int) -> bool:
+        """Whether a sequence of this lane, which may take no room from others, goes on waiting."""
+        return self._lane is not None and lane >= self._lane

@@ -1,0 +1,71 @@
+"""Log probabilities of tokens: as they come from a step, and as completions give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.parameter_values import MAX_COUNT
+from engine.sampling.sampling_params import WHOLE_VOCABULARY
+from engine.schedule.outputs import Logprob
+
+NOT_WANTED = -1  # in the place of how many of the most likely tokens are wanted
+
+
+def num_top(wanted: int | None) -> int:
+    """How many of the most likely tokens a value of logprobs or prompt_logprobs asks for, or NOT_WANTED."""
+    if wanted is None:
+        return NOT_WANTED
+    return MAX_COUNT if wanted == WHOLE_VOCABULARY else wanted
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """What rows of a step say of one token each, and of the most likely ones.
+
+    logprobs: [rows] float32.  ranks: [rows] int64.  starts: [rows + 1] int64.
+    top_ids: int32 and top_logprobs: float32, of the most likely tokens: row i has those from starts[i] to
+    starts[i + 1], the likeliest first.
+    """
+
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+    def rows(self, first: int, end: int) -> RowLogprobs:
+        """A copy of some of the rows."""
+        top = slice(self.starts[first], self.starts[end])
+        return RowLogprobs(
+            self.logprobs[first:end].copy(),
+            self.ranks[first:end].copy(),
+            self.starts[first : end + 1] - self.starts[first],
+            self.top_ids[top].copy(),
+            self.top_logprobs[top].copy(),
+        )
+
+
+def as_dicts(
+    known: Sequence[RowLogprobs], token_ids: Sequence[int], num_top: int, text_of: Callable[[int], str]
+) -> list[dict[int, Logprob]]:
+    """For each token the log probabilities by token id, its own first, then those of the likeliest ones.
+
+    known: in the order of the tokens; more of them are left out.  text_of: a token's text.
+    """
+    dicts: list[dict[int, Logprob]] = []
+    for part in known:
+        starts, ends = part.starts[:-1].tolist(), part.starts[1:].tolist()
+        own = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
+        for token_id, (logprob, rank, start, end) in zip(token_ids[len(dicts) :], own, strict=False):
+            top = slice(start, min(end, start + num_top))
+            found = {token_id: Logprob(logprob, rank, text_of(token_id))}
+            likeliest = zip((-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True)
+            for place, (negative, other) in enumerate(sorted(likeliest), start=1):
+                if other != token_id:
+                    found[other] = Logprob(-negative, place, text_of(other))
+            dicts.append(found)
+    return dicts

@@ -1,0 +1,133 @@
+"""ScheduledBatch: the scheduler's choice for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.block_manager import Block, BlockCopy
+from engine.schedule.lanes import SlotGroup
+from engine.schedule.sequence import Sequence, SequenceStatus
+
+
+@dataclass
+class ScheduledBatch:
+    """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
+
+    A sequence of which every token is then computed samples its next one, if it generates: each of `decodes`,
+    and `prefills[i]` where this is its last chunk, which `prefill_samples[i]` says. num_decode_tokens: those
+    of `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can
+    be hit from this step on.
+    copies: what is to be copied for sequences that are admitted, before anything is computed.
+    refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
+    decode_slots: [decodes] int64, the slots of `decodes`.
+    launched: whether `advance` has counted it. What follows is known once it is.
+    generations: [samples] int64, of the slots of those that sample: see SlotTable.
+    scored: sequences, and how many tokens of each it scores.  pooled: the same of rows that are pooled.
+    ending: sequences that have nothing else to do.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[Sequence] = field(default_factory=list)
+    prefill_lens: list[int] = field(default_factory=list)
+    prefill_samples: list[bool] = field(default_factory=list)
+    num_tokens: int = 0
+    num_decode_tokens: int = 0
+    decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    published: list[Block] = field(default_factory=list)
+    copies: list[tuple[Sequence, BlockCopy]] = field(default_factory=list)
+    ending: list[Sequence] = field(default_factory=list)
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    pooled: list[tuple[Sequence, int]] = field(default_factory=list)
+    refused: tuple[Sequence, Exception] | None = None
+    launched: bool = False
+
+    def add_decodes(self, group: SlotGroup, *, num_generated: int) -> None:
+        """Compute one token of each of `group`; num_generated of these are no prompt's last."""
+        self.decodes += group.seqs
+        self.decode_slots = np.concatenate((self.decode_slots, group.slots))
+        self.num_tokens += len(group.seqs)
+        self.num_decode_tokens += num_generated
+
+    def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
+        """Compute the next `num_new_tokens` tokens of `seq`."""
+        self.prefills.append(seq)
+        self.prefill_lens.append(num_new_tokens)
+        is_last = seq.num_computed_tokens + num_new_tokens == seq.num_tokens
+        self.prefill_samples.append(is_last and seq.generates)
+        self.num_tokens += num_new_tokens
+
+    def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
+        """Two steps that do the same, before it is launched. The first must run first.
+
+        A block that is hit in the very step that computes it is hit by sequences after the one it belongs to.
+        """
+        middle = len(self.seqs) // 2
+        cut = max(0, middle - len(self.decodes))
+        first, second = (
+            ScheduledBatch(
+                self.decodes[decodes],
+                self.prefills[prefills],
+                self.prefill_lens[prefills],
+                self.prefill_samples[prefills],
+                decode_slots=self.decode_slots[decodes],
+                num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
+                num_decode_tokens=sum(
+                    seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]
+                ),
+            )
+            for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
+        )
+        for seq, copy in self.copies:
+            (first if seq in first.prefills else second).copies.append((seq, copy))
+        own = {block_id for seq in first.seqs for block_id in seq.block_table}
+        for block in self.published:
+            (first if block.block_id in own else second).published.append(block)
+        return first, second
+
+    @cached_property
+    def seqs(self) -> list[Sequence]:
+        """All sequences of the step, decodes first. Once it is scheduled, as the properties that follow."""
+        return self.decodes + self.prefills
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """[seqs] int64, the slot of each while this step is built and launched."""
+        return np.concatenate((self.decode_slots, np.array([seq.slot for seq in self.prefills], np.int64)))
+
+    @cached_property
+    def num_new_tokens(self) -> NDArray[np.int64]:
+        """[seqs] int64, the tokens to compute for each."""
+        return np.concatenate((np.ones_like(self.decode_slots), np.array(self.prefill_lens, np.int64)))
+
+    @cached_property
+    def samples(self) -> NDArray[np.bool_]:
+        """[seqs] bool, whether each samples its next token: the one place that says so."""
+        samples = np.ones(len(self.seqs), np.bool_)
+        samples[len(self.decodes) :] = self.prefill_samples
+        return samples
+
+    @cached_property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that sample, in the order of `seqs` and so of the step's tokens when they arrive."""
+        return self.decodes + [seq for seq, _, samples in self.each_prefill() if samples]
+
+    @cached_property
+    def sampling_slots(self) -> NDArray[np.int64]:
+        """[samples] int64, the slots of `sampling` when the step is launched."""
+        return self.slots[self.samples]
+
+    def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
+        """Each of `prefills`, the tokens to compute, and whether it samples then."""
+        return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)
+
+    @property
+    def num_dropped(self) -> int:
+        """Generated tokens that this step has computed for sequences that are gone."""
+        gone = [seq for seq in self.decodes if seq.status is SequenceStatus.FINISHED]
+        return sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)

@@ -1,0 +1,191 @@
+"""ScoreTree: continuations of one prompt; tokens that several share are computed and scored once.
+
+What the continuations share is a node of a tree; a sequence for each way through it computes what no other
+does. The token behind a node is scored by the row of the node's last token, and is not computed for that: of
+labels of one token each the prompt is all that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.outputs import LogLikelihood
+from engine.text.prompts import Tail
+
+Scored = tuple[int, int]  # the node before a token, and the token
+MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
+
+
+class Targets:
+    """The tokens that a sequence is there to score, in the order of their places: several may share one.
+
+    places, token_ids: [targets] int64. A place is that behind as many tokens of the sequence.
+    next: how many of them are known, or being computed.
+    """
+
+    __slots__ = ("next", "places", "token_ids")
+
+    def __init__(self, places: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        self.places, self.token_ids, self.next = places, token_ids, 0
+
+    @classmethod
+    def of_prompt(cls, token_ids: Sequence[int], score_from: int) -> Targets:
+        """Make the targets of a text from a place on; the last token is no part of the sequence."""
+        return cls(np.arange(score_from, len(token_ids)), np.array(token_ids[score_from:], np.int64))
+
+    def until(self, num_tokens: int) -> slice:
+        """Return the targets that so many computed tokens make known, and that were not before."""
+        return slice(self.next, int(np.searchsorted(self.places, num_tokens, side="right")))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way through the tree, as a sequence: its tokens, and what it scores.
+
+    parent: the branch that computes what this one shares with those before it.
+    places: as of Targets, counted behind what all share.
+    """
+
+    token_ids: tuple[int, ...]
+    parent: int | None
+    places: NDArray[np.int64]
+    scored_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What is the same for all prompts with the same tails behind them.
+
+    found: of each tail its scored tokens, as a branch and a place among that branch's targets; the last entry
+    has several where its end is scored, one for each token that may end it.
+    """
+
+    branches: tuple[Branch, ...]
+    found: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
+
+def shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
+    """The tree of the tails. end_token_ids: what is scored behind each of them; () for nothing."""
+    if sum(len(token_ids) for token_ids, _ in tails) > MAX_KEPT_TOKENS:
+        return _Nodes().shape(tails, end_token_ids)
+    return _kept_shape(tails, end_token_ids)
+
+
+@lru_cache(maxsize=256)
+def _kept_shape(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
+    return _Nodes().shape(tails, end_token_ids)
+
+
+def ends_needed(tails: Iterable[Tail]) -> bool:
+    """Whether one of them is the beginning of another."""
+    ways = sorted(token_ids for token_ids, _ in tails)
+    return any(after[: len(way)] == way for way, after in pairwise(ways))
+
+
+class _Nodes:
+    """A tree as it grows, by numbered nodes: what stands before a token. Node 0 stands before all of them."""
+
+    def __init__(self) -> None:
+        self._children: dict[Scored, int] = {}
+        self._depths, self._owners = [0], [0]
+
+    def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
+        """The longest go first, so that none is the beginning of a later one."""
+        ways = [token_ids if end_token_ids else token_ids[:-1] for token_ids, _ in tails]
+        branches: list[tuple[tuple[int, ...], int | None]] = []
+        for way in sorted(ways, key=len, reverse=True):
+            parent = self._add(way, len(branches))
+            if not branches or parent is not None:
+                branches.append((way, parent))
+        scored = [self._scored(tail, end_token_ids) for tail in tails]
+        wanted = {each for entries in scored for entry in entries for each in entry}
+        targets: list[list[Scored]] = [[] for _ in branches]
+        found: dict[Scored, tuple[int, int]] = {}
+        for node, token_id in sorted(wanted, key=lambda each: (self._depths[each[0]], each)):
+            own = targets[self._owners[node]]
+            found[node, token_id] = self._owners[node], len(own)
+            own.append((node, token_id))
+        return TreeShape(
+            tuple(
+                Branch(
+                    way,
+                    parent,
+                    np.array([self._depths[node] for node, _ in own], np.int64),
+                    np.array([token_id for _, token_id in own], np.int64),
+                )
+                for (way, parent), own in zip(branches, targets, strict=True)
+            ),
+            tuple(tuple(tuple(found[each] for each in entry) for entry in entries) for entries in scored),
+        )
+
+    def _add(self, way: tuple[int, ...], branch: int) -> int | None:
+        """The branch that a new one parts from; None if it has no node of its own, or is the first."""
+        node, parent = 0, None
+        for depth, token_id in enumerate(way, start=1):
+            child = self._children.get((node, token_id))
+            if child is None:
+                if parent is None:
+                    parent = self._owners[node]
+                child = self._children[node, token_id] = len(self._depths)
+                self._depths.append(depth)
+                self._owners.append(branch)
+            node = child
+        return parent if branch else None
+
+    def _scored(self, tail: Tail, end_token_ids: tuple[int, ...]) -> list[list[Scored]]:
+        """Its tokens from its place on, each with the node before it; then what may end it."""
+        token_ids, first = tail
+        node, scored = 0, []
+        for place, token_id in enumerate(token_ids):
+            if place >= first:
+                scored.append([(node, token_id)])
+            node = self._children.get((node, token_id), -1)  # none behind the last one
+        return scored + ([[(node, end) for end in end_token_ids]] if end_token_ids else [])
+
+
+@dataclass
+class ScoreTree:
+    """The tree of one request, and what is known of it. shared: the tokens that stand before all tails."""
+
+    shared: list[int]
+    num_prompt_tokens: int
+    shape: TreeShape
+    num_cached_tokens: int = 0
+    _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
+
+    def targets(self, branch: Branch) -> Targets:
+        """What the branch's sequence scores."""
+        return Targets(branch.places + len(self.shared), branch.scored_ids)
+
+    def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:
+        """A branch's targets are known; whether all are."""
+        self._known[branch] = logprobs, ranks
+        return len(self._known) == len(self.shape.branches)
+
+    def results(self) -> list[LogLikelihood]:
+        """One for each tail, once all is known."""
+        return [self._of(entries) for entries in self.shape.found]
+
+    def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
+        logprobs = tuple(
+            _either([self._known[branch][0][place] for branch, place in entry]) for entry in entries
+        )
+        is_greedy = tuple(
+            any(self._known[branch][1][place] == 1 for branch, place in entry) for entry in entries
+        )
+        return LogLikelihood.of(logprobs, is_greedy)
+
+
+def _either(logprobs: list[float]) -> float:
+    """The log of the probability that one of several tokens comes."""
+    if len(logprobs) == 1:
+        return logprobs[0]
+    highest = max(logprobs)
+    return highest + log(sum(exp(each - highest) for each in logprobs)) if highest > -np.inf else highest

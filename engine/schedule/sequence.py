@@ -1,0 +1,301 @@
+"""Sequence: one prompt with the tokens generated for it so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from engine.errors import InvalidRequest, NoToken
+from engine.sampling.logit_edits import SequenceEdits
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
+from engine.schedule.outputs import FinishReason, RequestProgress
+from engine.schedule.pooled import PooledStates
+from engine.schedule.score_tree import ScoreTree, Targets
+from engine.structured.matcher import Matcher
+from engine.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from engine.schedule.score_tree import TreeShape
+
+
+class BlockKey(NamedTuple):
+    """Identity of one full block of a sequence: the hash of its whole prefix, and its own tokens."""
+
+    hash: int
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
+
+    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached. continued: the
+    tree of the continuations that stand behind these tokens, where those are to be scored; then
+    num_prompt_tokens are the prompt's own.
+    """
+
+    token_ids: list[int]
+    block_keys: list[BlockKey]
+    continued: TreeShape | None = None
+    num_prompt_tokens: int = 0
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. Only the scheduler changes it."""
+
+    HELD = auto()  # until another one of its request, which computes its first tokens, is finished
+    WAITING = auto()
+    RUNNING = auto()
+    ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
+    FINISHED = auto()
+
+
+class Forcing(Protocol):
+    """Says of one sequence which tokens must come next. It is told of each token once, in order."""
+
+    def first(self) -> Iterable[int]:
+        """Return the tokens that must come first."""
+
+    def after(self, token_id: int) -> Iterable[int]:
+        """Return the tokens that must follow this one, which was sampled or forced itself."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Sequence:
+    """State of one sample of one request.
+
+    `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
+    tokens behind them, which steps that are launched and have not come back sample. The first
+    `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
+    launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
+    there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
+    orders sequences of one lane. `num_waits` counts the steps it was left for what others compute. `forced`
+    must come next, whatever was sampled; of the samples on their way the first `num_stale` are dropped, as
+    other tokens stand in their places. `slot` is the row in the runner's arrays while running. The scheduler
+    owns status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+
+    The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
+    neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
+    those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
+    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
+    `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
+    `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
+    with the request. Or its hidden states are `pooled`. `arrived_at`, `first_token_at`: monotonic seconds.
+
+    follows_text: the prompt holds text, and not special tokens alone.
+    stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+    edits: of its logits, None if there are none but bans for min_tokens.
+    forcing: says which tokens must come next; None where none ever must.
+    matcher: what its text must follow, None if that is free.
+    block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
+    targets: score these, and generate nothing.  tree: of which they are a part.
+    """
+
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    index: int = 0
+    lane: int = 0
+    arrival: int = 0
+    seed: int = 0
+    follows_text: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = None
+    edits: SequenceEdits | None = None
+    forcing: Forcing | None = None
+    matcher: Matcher | None = None
+    block_keys: list[BlockKey] = field(default_factory=list)
+    targets: Targets | None = None
+    tree: ScoreTree | None = None
+
+    token_ids: list[int] = field(init=False)
+    num_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    generates: bool = field(init=False)
+    forced: deque[int] = field(init=False)
+    sample_top: int = field(init=False)
+    score_top: int = field(init=False)
+    score_end: int = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_stale: int = field(default=0, init=False)
+    num_continued: int = field(default=0, init=False)
+    num_cached_tokens: int | None = field(default=None, init=False)
+    num_published_blocks: int = field(default=0, init=False)
+    num_waits: int = field(default=0, init=False)
+    next_scored: int = field(default=1, init=False)
+    block_table: list[int] = field(default_factory=list, init=False)
+    slot: int = field(default=-1, init=False)
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    arrived_at: float = field(default=0.0, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    text: str = field(default="", init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
+    pooled: PooledStates | None = field(default=None, init=False)
+    followers: list[Sequence] = field(default_factory=list, init=False)
+
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+        self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
+        self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
+        self.generates = self.targets is None
+        self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
+        self.forced = deque(() if self.forcing is None else self.forcing.first())
+        self.sample_top = num_top(self.params.logprobs)
+        # one sample speaks for all
+        self.score_top = (
+            num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
+        )
+        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
+
+    def go_on_behind(self, token_id: int) -> None:
+        """Learn a token of a completion that was cut, before it is scheduled: max_tokens come behind it.
+
+        Raises InvalidRequest where the completion has ended, or cannot be, with it.
+        """
+        self.max_len += 1
+        try:
+            ends = self.append(token_id) is not None
+        except Exception as error:
+            raise InvalidRequest(f"the completion cannot go on behind token {token_id}: {error}") from error
+        if ends:
+            raise InvalidRequest("the completion cannot go on: it has ended with the tokens that it has")
+        self.num_continued += 1
+        self.num_tokens += 1
+
+    def pool_alone(self, pooled: PooledStates) -> None:
+        """The prompt's hidden states go there, and nothing is generated. Before it is queued."""
+        self.pooled, self.generates, self.max_len = pooled, False, self.num_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, index={self.index}, lane={self.lane}, {self.status.name}, "
+            f"{self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+        )
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are being computed; their ids are not known."""
+        return self.num_tokens - len(self.token_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities of any of its tokens are wanted."""
+        return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether its blocks are for others too. Who needs all hidden states of a prompt finds none in them,
+        and would only push out what others do find."""
+        return self.pooled is None or not self.pooled.needs_all
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens that need not be computed where their keys and values are there: the last one must be, and
+        what has the distribution of a token that is scored."""
+        last = self.num_tokens - 1
+        if self.pooled is not None:
+            return min(last, self.pooled.next)
+        if self.targets is not None:
+            return min(last, int(self.targets.places[self.targets.next]) - 1)
+        return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
+
+    def forget_scored(self) -> None:
+        """What is being computed will not come: the first token not known is the next to be scored."""
+        num_known = sum(len(part.ranks) for part in self.prompt_logprobs)
+        if self.targets is not None:
+            self.targets.next = num_known
+        else:
+            self.next_scored = 1 + num_known
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        """The completion so far, as a new list."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def fail(self, error: Exception) -> None:
+        """Nothing can go on with this sequence, and nothing else is the matter."""
+        self.finish_reason, self.error = "error", error
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Learn the first pending token; return why the sequence ends with it, or None if it goes on.
+
+        Where one is forced, it is that one. Raises NoToken for a negative one, or GrammarFailed, and whatever
+        decoding the text raises.
+        """
+        if self.forced:
+            token_id = self.forced.popleft()
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+        if token_id < 0:
+            raise NoToken("no token could be chosen: the model's logits are no finite numbers, or all banned")
+        self.token_ids.append(token_id)
+        num_known = len(self.token_ids)
+        text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
+        if (
+            text_stops
+            or (
+                token_id in self.stop_token_ids
+                and num_known - self.num_prompt_tokens > self.params.min_tokens
+                and (self.matcher is None or self.matcher.may_end)
+            )
+            or (self.matcher is not None and self.matcher.must_end)
+        ):
+            self.finish_reason = "stop"
+        elif num_known >= self.max_len:
+            self.finish_reason = "length"
+        elif self.forcing is not None:
+            self.forced += self.forcing.after(token_id)
+        return self.finish_reason
+
+    def end_scored(self) -> None:
+        """All of it is scored, or pooled, and it was there for nothing else."""
+        self.finish_reason = "stop"
+        if self.pooled is not None and not self.pooled.is_finite:
+            self.fail(NoToken("no embedding can be told: the model's hidden states are no finite numbers"))
+        if any(np.isnan(part.logprobs).any() for part in self.prompt_logprobs):
+            self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
+
+    def ends_with(self, token_id: int) -> bool:
+        """Learn the first pending token; whether that ends it. What its text raises is its end alone."""
+        try:
+            return self.append(token_id) is not None
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self.fail(error)
+            return True
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether its logits may be changed before a token is chosen, but for the bans of min_tokens."""
+        if self.matcher is not None:
+            return True
+        return self.edits is not None or (self.forcing is not None and self.sample_top != NOT_WANTED)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each of its tokens must be looked at: one may end it by its text, or force others."""
+        return any(watch is not None for watch in (self.stop_strings, self.forcing, self.matcher))
+
+
+def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
+    """Return by request id how far each is. running: the sequences in the batch.
+
+    Samples of one request have the same prompt: it counts once, as far as the first of them is.
+    """
+    found: dict[str, RequestProgress] = {}
+    for seq in running:
+        prompt, known = seq.num_prompt_tokens, found.get(seq.request_id)
+        computed = min(seq.num_computed_tokens, prompt) if known is None else known.prompt_tokens
+        earlier = 0 if known is None else known.generation_tokens
+        generated = earlier + len(seq.token_ids) - prompt
+        found[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
+    return found

@@ -1,1 +1,0 @@
-"""A sequence: its tokens, its progress, what it returns."""

@@ -1,0 +1,166 @@
+"""SlotTable: the running sequences' state as arrays, one row per slot, updated in place.
+
+A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or
+tokens; nothing is rebuilt per token in Python. They are a copy: the Sequence rules, and what the
+scheduler changes of one that runs it changes here in the same call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.sampling_batch import neutral_rows, sampling_row
+from engine.schedule.logprobs import NOT_WANTED
+from engine.schedule.sequence import Sequence
+
+NO_TOKEN = -1
+
+
+class SlotTable:
+    """Arrays of max_num_seqs rows. The scheduler writes them, it and `step_batch` read.
+
+    token_ids: [slots, max_model_len] int32, prompt and completion as far as they are known.
+    block_tables: [slots, max_blocks] int32.
+    num_tokens, num_computed: [slots] int64, with pending tokens and launched steps counted in.
+    num_known: [slots] int64, tokens whose id is in token_ids.
+    sample_place: [slots] int64, which of the samples of the last step it sampled in is the sequence's.
+    num_prompt: [slots] int64, tokens of the prompt.
+    min_len: [slots] int64, tokens before which no end token may come.
+    max_len: [slots] int64, tokens with which the sequence ends.
+    end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
+    is_watched: [slots] bool, whether text may end it too, or a token force others.
+    is_edited: [slots] bool, whether the sequence has edits of its logits.  num_edited: running ones that do.
+    num_constrained: running ones that follow a grammar, whose tokens must be known before the next step.
+    generations: [slots] int64, a number of its own for each time that a slot was given, or written anew:
+    where it is the same as before, so is the sequence, its tokens are those that were sampled, and its blocks
+    are those of before with new ones after them; -1 in a free slot.
+    sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
+    sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
+    num_alone: [slots] int64, how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a
+    sequence that does not generate.
+    num_pooled: how many of the sequences with a slot are pooled.
+    num_wanting: how many of the sequences with a slot want log probabilities; nobody looks while it is 0.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        # zeros, not empty: the rows cost no memory before they are touched
+        self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_known: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.sample_place: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.max_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
+        self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.num_edited = 0
+        self.num_constrained = 0
+        self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
+        self.sampling = neutral_rows(max_num_seqs)
+        self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
+        self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
+        self.next_scored: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.score_end: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
+        self.num_wanting = self.num_pooled = 0
+        self.block_size = block_size
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._num_given = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots no sequence holds."""
+        return len(self._free)
+
+    def assign(self, seq: Sequence) -> None:
+        """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
+        assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
+        slot = seq.slot = self._free.pop()
+        self.num_wanting += seq.wants_logprobs
+        self.num_pooled += seq.pooled is not None
+        self.token_ids[slot, : seq.num_tokens] = seq.token_ids
+        self.num_alone[slot] = int(seq.generates)
+        self.block_tables[slot, : len(seq.block_table)] = seq.block_table
+        self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
+        self.num_computed[slot] = seq.num_computed_tokens
+        self.num_prompt[slot] = seq.num_prompt_tokens
+        self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
+        self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
+        self.max_len[slot] = seq.max_len
+        self._write_end_token_ids(slot, seq.stop_token_ids)
+        self.is_watched[slot] = seq.is_watched
+        self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
+        self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
+        self.is_edited[slot] = seq.is_edited
+        self.num_edited += seq.is_edited
+        self.num_constrained += seq.matcher is not None
+        self._give(slot)
+
+    def rewrite(self, seq: Sequence) -> None:
+        """Write the tokens of `seq` anew, none of them pending: launched steps have sampled others."""
+        slot = seq.slot
+        self.token_ids[slot, : seq.num_tokens] = seq.token_ids
+        self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
+        self.num_computed[slot] = seq.num_computed_tokens
+        self._give(slot)
+
+    def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots] bool: whether several tokens are to be computed, of a prompt or forced ones."""
+        num_left = self.num_tokens[slots] - self.num_computed[slots]
+        several: NDArray[np.bool_] = num_left > self.num_alone[slots]
+        return several
+
+    def _give(self, slot: int) -> None:
+        self.generations[slot] = self._num_given
+        self._num_given += 1
+
+    def release(self, seq: Sequence) -> None:
+        """Take the slot of `seq` back."""
+        self._free.append(seq.slot)
+        self.num_edited -= int(self.is_edited[seq.slot])
+        self.is_edited[seq.slot] = False
+        self.num_constrained -= seq.matcher is not None
+        self.generations[seq.slot] = -1
+        self.num_wanting -= seq.wants_logprobs
+        self.num_pooled -= seq.pooled is not None
+        seq.slot = -1
+
+    def add_block(self, seq: Sequence) -> None:
+        """Write the block that was just appended to the table of `seq`."""
+        self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
+
+    def advance(
+        self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]
+    ) -> None:
+        """Count what a launched step computes for these slots, and a pending token where it samples."""
+        self.num_computed[slots] += num_new_tokens
+        sampling = slots[samples]
+        self.num_tokens[sampling] += 1
+        self.sample_place[sampling] = np.arange(len(sampling))
+
+    def add_known(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Write the first pending token of each of these slots."""
+        self.token_ids[slots, self.num_known[slots]] = token_ids
+        self.num_known[slots] += 1
+
+    def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots] bool: whether a sequence may end with this token of it; it must be looked at then.
+
+        token_ids: [slots] int64, the first pending token of each.
+        """
+        is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
+        is_last = self.num_known[slots] + 1 >= self.max_len[slots]
+        may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
+        return may_end
+
+    def _write_end_token_ids(self, slot: int, token_ids: frozenset[int]) -> None:
+        num_more = len(token_ids) - self.end_token_ids.shape[1]
+        if num_more > 0:
+            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
+        self.end_token_ids[slot, : len(token_ids)] = list(token_ids)
+        self.end_token_ids[slot, len(token_ids) :] = NO_TOKEN

@@ -1,0 +1,261 @@
+"""StepBatch: a step's tokens as host arrays, cut out of the slot table, and how its rows are to be sampled.
+
+Numpy alone: it becomes a ForwardBatch where the model is, in the same process or in each rank of a
+tensor-parallel engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.logit_edits import EditParts, LogitEdits
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.logprobs import NOT_WANTED
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scored_tokens import find_scored, sample_tops
+from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.slots import NO_TOKEN, SlotTable
+from engine.structured.matcher import Matcher, StepMasks
+
+
+@dataclass(frozen=True)
+class PooledRows:
+    """of: the sequences, and how many rows of each.  rows: [pooled] int64, in the order of `of`."""
+
+    of: list[tuple[Sequence, int]]
+    rows: NDArray[np.int64]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[seqs] int64, how many rows of each."""
+        return np.array([count for _, count in self.of], np.int64) if self.of else self.rows
+
+
+NONE_POOLED = PooledRows([], np.zeros(0, np.int64))
+
+
+def find_pooled(batch: ScheduledBatch, slots: SlotTable) -> PooledRows:
+    """The rows that a step pools which is not launched yet; NONE_POOLED if there are none."""
+    if not slots.num_pooled:
+        return NONE_POOLED
+    of, rows = [], []
+    first_row = len(batch.decodes)
+    for seq, num_new, _ in batch.each_prefill():
+        if seq.pooled is not None:
+            own = seq.pooled.until(seq.num_computed_tokens + num_new)
+            if own:
+                of.append((seq, len(own)))
+                rows.append(np.arange(own.start, own.stop) + first_row - seq.num_computed_tokens)
+        first_row += num_new
+    return PooledRows(of, np.concatenate(rows)) if of else NONE_POOLED
+
+
+def count_pooled(batch: ScheduledBatch, slots: SlotTable) -> None:
+    """The step is launched, and its computed tokens are not counted yet: count those that it pools."""
+    batch.pooled = find_pooled(batch, slots).of
+    for seq, count in batch.pooled:
+        assert seq.pooled is not None
+        seq.pooled.next += count
+
+
+def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
+    """Hand each sequence that is still there its row of what a step has pooled."""
+    for vector, (seq, count) in zip(pooled, batch.pooled, strict=True):
+        if seq.status is not SequenceStatus.FINISHED and seq.pooled is not None:
+            seq.pooled.add(vector, count)
+
+
+def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
+    """Hand its first pending token to a sequence that has a Forcing; whether it ends with that.
+
+    All that is forced then is appended. If it goes on with others than launched steps have sampled, what they
+    computed behind the last right one does not count, and its slot is as given anew.
+    """
+    num_known, num_forced = len(seq.token_ids), len(seq.forced)
+    is_other = num_forced > 0 and seq.forced[0] != token_id
+    ends = seq.ends_with(token_id)
+    if not num_forced and not seq.forced:
+        return ends  # most tokens
+    while seq.forced and not ends and not _is_sampled(seq):
+        ends = seq.ends_with(seq.forced[0])
+    if ends:
+        return True
+    num_ahead, num_masked = seq.num_tokens - num_known - 1, max(num_forced - 1, 0)
+    if is_other or len(seq.token_ids) > num_known + 1 or len(seq.forced) > num_masked < num_ahead:
+        seq.num_stale += num_ahead
+        seq.num_tokens = len(seq.token_ids)
+        num_right = num_known if is_other else num_known + 1
+        seq.num_computed_tokens = min(seq.num_computed_tokens, num_right, seq.num_tokens - 1)
+        if seq.slot >= 0:
+            slots.rewrite(seq)
+    return False
+
+
+def sampled_as(seq: Sequence) -> int | None:
+    """Return the only token that a sequence may sample next, or None if it is free."""
+    place = seq.num_pending_tokens
+    return seq.forced[place] if place < len(seq.forced) and _is_sampled(seq) else None
+
+
+def _is_sampled(seq: Sequence) -> bool:
+    """Whether forced tokens are sampled too, from themselves alone: their log probabilities are wanted."""
+    return seq.sample_top != NOT_WANTED
+
+
+#: Added to a logit, leaves no other token any weight at any temperature.
+CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
+NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
+    """Collect the edits of the sequences that sample in this step; None if there are none.
+
+    The second: the masks of grammars among them, which are still to be computed; None where there are none.
+    """
+    sampling = batch.sampling_slots
+    early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
+    edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
+    if not len(early) and not len(edited):
+        return None, None
+    rows = np.union1d(early, edited) if len(early) else edited
+    parts = EditParts()
+    matchers: list[Matcher] = []
+    for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
+        seq = batch.sampling[row]
+        only = sampled_as(seq) if seq.forced else None
+        if only is not None:
+            parts.biased.append((place, np.array([only], np.int64)))
+            parts.biases.append(CERTAIN)
+        elif seq.edits is not None:
+            pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
+            seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
+        if seq.matcher is not None and only is None:
+            assert not seq.num_pending_tokens, f"{seq!r}: a grammar goes on from tokens that are known"
+            parts.later.append(place)
+            matchers.append(seq.matcher)
+    end_token_ids = slots.end_token_ids[sampling[early]]
+    for place, row, own in zip(
+        np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
+    ):
+        if sampled_as(batch.sampling[row]) is None:
+            parts.banned.append((place, own[own != NO_TOKEN]))
+    if not matchers:
+        return parts.joined(rows), None
+    edits = parts.joined(rows, matchers[0].vocabulary.num_words)
+    return edits, StepMasks(matchers, edits.token_masks[len(parts.masks) :])
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The tokens of one step, sequence after sequence, as numpy arrays.
+
+    token_ids: [tokens] int64.  positions: [tokens] int64, each token's place in its sequence.
+    slot_mapping: [tokens] int64, block_id * block_size + offset, where its keys and values go.
+    sample_rows: [samples] int64, the rows whose logits are wanted.
+    block_tables: [seqs, max_blocks] int32.  context_lens, query_lens: [seqs] int64, the tokens each sequence
+    has once this step is computed, and how many of them are in it.
+    pending_rows, pending_samples: [pending] int64, the rows whose token was not known when the step was
+    built, and which sample of the step launched before is that token. token_ids holds anything there.
+    slots, generations: [seqs] int64, the slot of each sequence and the number of its giving, as in SlotTable;
+    empty in steps that are no scheduler's.
+    sample_tops: [samples] int64, how many of the most likely tokens' log probabilities are wanted beside that
+    of each sampled one, NOT_WANTED where none is; empty if none is of any.
+    copy_from, copy_to: [copied] int64, slots whose keys and values are copied first; none is in both.
+    scored_rows, scored_token_ids, scored_tops: [scored] int64, rows whose distribution says how likely the
+    given token was, and the same of it.
+    pooled_rows: [pooled] int64, rows whose hidden states are pooled, those of a sequence one after another.
+    pooled_counts: [pooled seqs] int64, how many of each.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    sample_rows: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    context_lens: NDArray[np.int64]
+    query_lens: NDArray[np.int64]
+    pending_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sample_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pooled_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pooled_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    copy_from: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    copy_to: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any are."""
+        return len(self.sample_tops) > 0 or len(self.scored_rows) > 0
+
+    @property
+    def gives_tokens_alone(self) -> bool:
+        """Whether it is to say nothing more: no log probabilities, no pooled states."""
+        return not self.wants_logprobs and not len(self.pooled_rows)
+
+
+def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
+    """Cut the scheduled tokens out of the slot table."""
+    rows, num_new = batch.slots, batch.num_new_tokens
+    context_lens = slots.num_computed[rows] + num_new
+    ends = np.cumsum(num_new)
+    token_rows, positions = rows, context_lens - 1
+    if batch.prefills:
+        token_rows = np.repeat(rows, num_new)
+        positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
+    blocks = slots.block_tables[token_rows, positions // slots.block_size]
+    max_blocks = -(-int(context_lens.max()) // slots.block_size)
+    scored, pooled = find_scored(batch, slots), find_pooled(batch, slots)
+    copy_from, copy_to = _copied_slots(batch, slots.block_size)
+    is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
+    return StepBatch(
+        token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
+        sample_rows=ends[batch.samples] - 1,
+        block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
+        context_lens=context_lens,
+        query_lens=num_new,
+        pending_rows=ends[is_pending] - 1,
+        pending_samples=slots.sample_place[rows[is_pending]],
+        slots=rows,
+        generations=slots.generations[rows],
+        sample_tops=sample_tops(batch, slots),
+        scored_rows=scored.rows,
+        scored_token_ids=scored.token_ids,
+        scored_tops=scored.tops,
+        pooled_rows=pooled.rows,
+        pooled_counts=pooled.counts,
+        copy_from=copy_from,
+        copy_to=copy_to,
+    )
+
+
+def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if not batch.copies:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    copies = np.array([(copy.source, copy.target, copy.num_tokens) for _, copy in batch.copies], np.int64)
+    counts = copies[:, 2]
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    sources, targets = (np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T)
+    return sources, targets
+
+
+def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
+    """Cut the sampling values of the sequences that sample in this step out of the slot table."""
+    rows = batch.sampling_slots
+    position = slots.num_tokens[rows]
+    edits, masks = build_logit_edits(batch, slots)
+    return SamplingBatch(
+        values=slots.sampling.take(rows),  # of a structured array a tenth of indexing's time
+        position=position.astype(np.uint64),
+        edits=edits,
+        masks=masks,
+    )
