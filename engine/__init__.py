@@ -49,7 +49,7 @@ from engine.sampling.parameter_values import StructuredOutputsParams
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams, request_params
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
-from engine.schedule.sequence import PreparedPrompt
+from engine.schedule.prepared_prompt import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -28,8 +28,9 @@ from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringP
 from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
+from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import PreparedPrompt, Sequence, request_progress
+from engine.schedule.sequence import Sequence, request_progress
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner

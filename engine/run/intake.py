@@ -23,8 +23,8 @@ from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringP
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
 from engine.schedule.pooled import PooledStates
+from engine.schedule.prepared_prompt import BlockKey, PreparedPrompt
 from engine.schedule.score_tree import ends_needed, shape_of
-from engine.schedule.sequence import BlockKey, PreparedPrompt
 from engine.text.prompts import Prompt, PromptReader, Tail
 from engine.text.tokenizer import Tokenizer
 

@@ -8,8 +8,9 @@ from engine.sampling.logit_edits import RequestEdits, SequenceEdits
 from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.pooled import PooledStates
+from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.score_tree import ScoreTree
-from engine.schedule.sequence import PreparedPrompt, Sequence, SequenceStatus
+from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
 from engine.text.reasoner import Reasoner

@@ -26,7 +26,8 @@ from struct import Struct
 import xxhash
 
 from engine.errors import BlockAccountingError, OutOfBlocks
-from engine.schedule.sequence import BlockKey, Sequence
+from engine.schedule.prepared_prompt import BlockKey
+from engine.schedule.sequence import Sequence
 
 TOKEN_BYTES = 4
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,34 +16,13 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason, RequestProgress
 from engine.schedule.pooled import PooledStates
+from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from engine.schedule.score_tree import TreeShape
-
-
-class BlockKey(NamedTuple):
-    """Identity of one full block of a sequence: the hash of its whole prefix, and its own tokens."""
-
-    hash: int
-    tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
-
-    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached. continued: the
-    tree of the continuations that stand behind these tokens, where those are to be scored; then
-    num_prompt_tokens are the prompt's own.
-    """
-
-    token_ids: list[int]
-    block_keys: list[BlockKey]
-    continued: TreeShape | None = None
-    num_prompt_tokens: int = 0
+    pass
 
 
 class SequenceStatus(Enum):

@@ -1,0 +1,31 @@
+"""PreparedPrompt: what is made of a request beside the engine's thread. It needs neither torch nor numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.schedule.score_tree import TreeShape
+
+
+class BlockKey(NamedTuple):
+    """Identity of one full block of a sequence: the hash of its whole prefix, and its own tokens."""
+
+    hash: int
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
+
+    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached. continued: the
+    tree of the continuations that stand behind these tokens, where those are to be scored; then
+    num_prompt_tokens are the prompt's own.
+    """
+
+    token_ids: list[int]
+    block_keys: list[BlockKey]
+    continued: TreeShape | None = None
+    num_prompt_tokens: int = 0
