@@ -38,7 +38,6 @@ JobsError
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
     ├── RunCancelled           `tokenmill cancel` was called
     ├── UnknownRun             neither Redis nor a folder has such a run
-    ├── RunKeyDamaged          a key of a run in Redis is not what is kept there
     ├── RunResubmitted         a run was submitted again while it was being cancelled
     ├── TrialFailed            rows of a run could not be tried beforehand, or again
     ├── CannotVerify           a run's rows cannot be compared with what they are now
@@ -384,15 +383,6 @@ class UnknownRun(RunError):
     message = (
         "this Redis knows no run {0!r}, and it is no run's output folder: name the folder, "
         "or submit again, which resumes a run"
-    )
-
-
-class RunKeyDamaged(RunError):
-    """Raised when a key of a run is of another type than is kept there: (key, its type, the expected one)."""
-
-    message = (
-        "the key {0} is a {1} in this Redis, expected a {2}: somebody else wrote it; `redis-cli DEL {0}`, "
-        "then submit the run again, which finds its finished parts"
     )
 
 

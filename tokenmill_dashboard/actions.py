@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 from redis import Redis
 
-from jobs.errors import RunBusy, RunKeyDamaged, RunResubmitted, UnknownRun
+from jobs.errors import RunBusy, RunResubmitted, UnknownRun
 from jobs.runs.control import cancel_run as cancel
 from jobs.runs.plans.names import is_run_id
 from jobs.watch.cancel_job import JobCancel
@@ -48,7 +48,7 @@ def cancel_run(connection: Redis, form: dict[str, str]) -> str:
         raise Refused("norun")
     try:
         cancelled = cancel(connection, run, RUN_WAIT_S)
-    except (UnknownRun, RunKeyDamaged):
+    except UnknownRun:
         raise Refused("norun") from None
     except RunBusy:
         raise Refused("busy") from None

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from redis import Redis
-from redis.exceptions import ResponseError
 from starlette.requests import Request
 
 from jobs.common import stored
 from jobs.common.display import safe_name
-from jobs.common.keys import run_key
-from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.obstacles import obstacles
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_shards, read_run
-from jobs.watch.strange_keys import is_wrong_type, strange_keys
 from tokenmill_dashboard import display
 from tokenmill_dashboard.watcher import Watcher
 
@@ -94,10 +90,7 @@ def overview(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     """The failed jobs of a queue. Parameters: queue (the one with most, where not given), page."""
     connection = watcher.connection
-    try:
-        counted = count_queues(connection, queue_names(connection)[:200])
-    except ResponseError as error:
-        raise _missing_by(connection, error) from None
+    counted = count_queues(connection, queue_names(connection)[:200])
     counts = {safe_name(each.name): each.counts["failed"] or 0 for each in counted}
     names = {safe_name(each.name): each.name for each in counted}
     most = max(counts, key=lambda name: counts[name], default="")
@@ -105,15 +98,11 @@ def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     if queue not in names and queue:
         raise Missing("There is no queue of this name.")
     first, page = _page(request, "page", counts.get(queue, 0), PAGE_ROWS)
-    try:
-        jobs = failed_page(connection, names[queue], first, PAGE_ROWS) if queue else []
-    except ResponseError:
-        raise Missing("The list of this queue's failed jobs is not what RQ keeps there.") from None
     return {
         "queues": {name: count for name, count in counts.items() if count or name == queue},
         "queue": queue,
         "total": counts.get(queue, 0),
-        "jobs": jobs,
+        "jobs": failed_page(connection, names[queue], first, PAGE_ROWS) if queue else [],
         "page": page,
         "pages": _pages(counts.get(queue, 0), PAGE_ROWS),
     }
@@ -132,11 +121,6 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
         waits = obstacles(watcher.connection, detail.snapshot)
     except UnknownRun:
         raise Missing("Redis does not know this run, or no longer.") from None
-    except RunKeyDamaged as error:
-        raise Missing(safe_name(str(error), 500)) from None
-    except ResponseError as error:
-        queue: Any = watcher.connection.hget(run_key(name), "queue")
-        raise _missing_by(watcher.connection, error, [queue or b""]) from None
     return {
         "run": detail.summary,
         "reasons": detail.reasons,
@@ -171,13 +155,6 @@ def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each for each in (overview, failed, run, job, missing)
 }
-
-
-def _missing_by(connection: Redis, error: ResponseError, queues: Sequence[bytes] = ()) -> Exception:
-    """Return what names the key of another type; `error` itself where Redis refused for another reason."""
-    strange = strange_keys(connection, queues) if is_wrong_type(error) else []
-    told = " ".join(f"It cannot be shown: {each.problem}. {each.mend}." for each in strange)
-    return Missing(told) if told else error
 
 
 def _page(request: Request, name: str, num_rows: int, rows: int) -> tuple[int, int]:

@@ -9,17 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
-from jobs.common.keys import RUNS_KEY
-from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.errors import UnknownRun
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
-from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
+from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_runs
 from jobs.watch.samples import WorkerSample, read_points, read_samples, worker_names
-from jobs.watch.strange_keys import StrangeKey, is_wrong_type, listed, strange_keys
 from jobs.watch.workers import WorkerSeen, list_workers
 from tokenmill_dashboard.history import History
 
@@ -73,11 +71,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Look:
-    """What Redis said at one moment.
-
-    runs_problem: why runs could not be listed, "" where they could. strange: keys of another type, because of
-    which something else is missing.
-    """
+    """What Redis said at one moment."""
 
     at: float
     queues: tuple[QueueCounts, ...] = ()
@@ -85,10 +79,7 @@ class Look:
     workers: tuple[WorkerRow, ...] = ()
     num_workers: int = 0
     runs: tuple[RunSummary, ...] = ()
-    runs_problem: str = ""
     failed: tuple[FailedJob, ...] = ()
-    set_aside: int | None = None
-    strange: tuple[StrangeKey, ...] = ()
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
@@ -132,12 +123,11 @@ class Watcher:
 
     def _look(self) -> Look:
         now = self.clock()
-        all_queues, all_workers = (listed(read, self.connection) for read in (queue_names, worker_names))
+        all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
         samples = read_samples(self.connection, names)
         self._remember(now, samples, queues)
-        runs, problem = self._runs()
         # Only where there are any: most of the time there is nothing to read.
         with_failed = [queue.name for queue in queues if queue.counts["failed"]]
         return Look(
@@ -146,37 +136,21 @@ class Watcher:
             num_queues=len(all_queues),
             workers=self._rows(names, samples),
             num_workers=len(all_workers),
-            runs=runs,
-            runs_problem=problem,
+            runs=self._runs(),
             failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
-            set_aside=num_set_aside(self.connection),
-            strange=self._strange(queues, is_empty=not (all_queues and all_workers)),
         )
 
-    def _strange(self, queues: Sequence[QueueCounts], *, is_empty: bool) -> tuple[StrangeKey, ...]:
-        """Look for the keys because of which nothing is listed, or nothing counted of some queues."""
-        uncounted = [queue.name for queue in queues if None in queue.counts.values()]
-        found = strange_keys(self.connection, uncounted) if is_empty or uncounted else []
-        return tuple(each for each in found if each.key != RUNS_KEY)  # which runs_problem tells
-
-    def _runs(self) -> tuple[tuple[RunSummary, ...], str]:
-        try:
-            runs = list_runs(self.connection, MAX_RUNS)
-            timed = [run for run in runs if run.state == "running" and (run.shards or 0) <= MAX_TIMED_SHARDS]
-            left = {run.run: self._left_s(run.run) for run in timed[:MAX_TIMED]}
-            return tuple(replace(run, left_s=left.get(run.run)) for run in runs), ""
-        except RunKeyDamaged as error:
-            return (), safe_name(str(error), 500)
+    def _runs(self) -> tuple[RunSummary, ...]:
+        runs = list_runs(self.connection, MAX_RUNS)
+        timed = [run for run in runs if run.state == "running" and (run.shards or 0) <= MAX_TIMED_SHARDS]
+        left = {run.run: self._left_s(run.run) for run in timed[:MAX_TIMED]}
+        return tuple(replace(run, left_s=left.get(run.run)) for run in runs)
 
     def _left_s(self, run: str) -> float | None:
         try:
             return read_snapshot(self.connection, run).left_s
-        except (RunKeyDamaged, UnknownRun):  # since it was listed
+        except UnknownRun:  # since it was listed
             return None
-        except ResponseError as error:  # a key of its queue
-            if is_wrong_type(error):
-                return None
-            raise
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history

@@ -17,7 +17,6 @@ from jobs.doctor.installation import check_installation
 from jobs.doctor.permissions import check_permissions
 from jobs.doctor.redis_server import NotReached, reach, secrets_of
 from jobs.doctor.server_settings import check_server
-from jobs.doctor.shared_keys import check_shared_keys
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}
@@ -83,7 +82,6 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
     with server.client:
         yield from check_server(server)
         yield from check_permissions(server, "worker" if role == "worker" else "producer")
-        yield from check_shared_keys(server.client)
 
 
 def _without(secrets: list[str], each: Finding) -> Finding:

@@ -9,8 +9,7 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
-from jobs.common.keys import QUARANTINE
-from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
+from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.watch.workers import WorkerSeen, list_workers
 
@@ -37,8 +36,6 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
                 click.echo(_queue_line(counts))
         for worker in list_workers(connection):
             click.echo(_worker_line(worker))
-        if set_aside := num_set_aside(connection):
-            click.echo(f"quarantine: {set_aside} entries or keys that no worker could use, in {QUARANTINE}")
         if missing:
             others = f": there are {_ids(known)}" if known else ": there is none"
             raise click.ClickException(f"no queue is named {_ids(missing)}{others}")

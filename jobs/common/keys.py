@@ -26,8 +26,6 @@ tokenmill:removed:<execution>  string: id of a job that ended and was not to be 
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:maintenance-stock:<queue>  string: that one looks for jobs there that RQ's own workers left, in this
                                period
-tokenmill:quarantine           stream: what could not be used: the worker that found it, key, entry, reason
-tokenmill:quarantine:<key>     any type: the whole of such a key, for a week
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
 """
@@ -74,10 +72,6 @@ WORKER_STATS_TTL_S = 3600
 
 #: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
 SILENT_S = 10
-
-
-#: What workers have set aside, because nobody could use it (worker/store/lua/quarantine.lua).
-QUARANTINE = f"{OWN}:quarantine"
 
 
 def worker_key(name: str) -> str:

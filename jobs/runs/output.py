@@ -13,7 +13,6 @@ from jobs.errors import JobsError, PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import PinnedModel, Plan
-from jobs.runs.redis_state.key_types import wrong_types_told
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -50,8 +49,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
         output = _read_output(name)
     except UnknownRun:
         key = run_folder_key(real_path(run_path(name)))
-        with wrong_types_told(connection, {key: "string"}):
-            found: Any = connection.get(key)
+        found: Any = connection.get(key)
         run = stored.text(found or b"")
         if not is_run_id(run):
             raise

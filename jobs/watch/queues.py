@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ResponseError
-
-from jobs.common.keys import QUARANTINE, RQ
+from jobs.common.keys import RQ
 from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY
 
 if TYPE_CHECKING:
@@ -64,11 +62,3 @@ def count_due(connection: Redis, names: Sequence[bytes]) -> list[int | None]:
         for name in names:
             pipe.zcount(f"{RQ}:scheduled:".encode() + name, "-inf", moment)
         return [None if isinstance(each, Exception) else each for each in pipe.execute(False)]
-
-
-def num_set_aside(connection: Redis) -> int | None:
-    """Count what workers have set aside in the quarantine; None where this user may not look there."""
-    try:
-        return int(connection.xlen(QUARANTINE))
-    except ResponseError:
-        return None

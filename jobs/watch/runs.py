@@ -15,7 +15,7 @@ from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import run_key, run_parts_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
-from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.errors import UnknownRun
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state.part_reasons import recorded_reasons
 from jobs.runs.redis_state.run_index import newest_runs
@@ -160,7 +160,7 @@ class ShardSeen:
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSummary]:
     """Return the runs that were submitted last, at most `limit`, the last one first.
 
-    states: only those among them. Raises RunKeyDamaged where the index is of another type, or RedisError.
+    states: only those among them. Raises RedisError.
     """
     listed = newest_runs(connection, limit)
     read = _read_facts(connection, listed)
@@ -186,7 +186,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
         queue = queues.get(facts["queue"], NO_QUEUE)
         snapshot = _snapshot(run, facts, done, queue, running[run], statuses.get(run))
         if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
-            with suppress(UnknownRun, RunKeyDamaged):  # jobs of it are held by a worker, or gone
+            with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = read_snapshot(connection, run)
         found.append(_summary(snapshot, facts, progress[run], _submitted_at(facts) or submitted_at))
     return [each for each in found if not states or each.state in states]
@@ -195,7 +195,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
 def read_run(connection: Redis, run: str) -> RunDetail:
     """Return one run, counted from its parts, or the one that was planned for it.
 
-    Raises UnknownRun, RunKeyDamaged, or RedisError.
+    Raises UnknownRun or RedisError.
     """
     snapshot = read_planned(connection, run)
     facts = RunState(connection, snapshot.run).facts()
@@ -225,7 +225,7 @@ def read_run(connection: Redis, run: str) -> RunDetail:
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return shards of a planned run by number. Raises UnknownRun, RunKeyDamaged, or RedisError."""
+    """Return shards of a planned run by number. Raises UnknownRun or RedisError."""
     state = RunState(connection, run)
     facts = state.facts()
     is_cancelled = _is_open(facts) and "cancelled" in facts

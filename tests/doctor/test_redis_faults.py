@@ -17,7 +17,6 @@ from jobs.doctor.findings import Finding, Level
 from jobs.doctor.permissions import Role, check_permissions
 from jobs.doctor.redis_server import NotReached, Server, reach
 from jobs.doctor.server_settings import check_server
-from jobs.doctor.shared_keys import check_shared_keys
 from tests.doctor.conftest import set_up
 from tests.rq_workers import ROOT
 
@@ -52,9 +51,8 @@ def test_a_server_that_is_set_up_well_has_neither_fault_nor_warning(redis: Redis
     Queue("bulk", connection=redis, serializer=JSONSerializer).enqueue("jobs.complete", "a")
     server = quick(redis_url)
     found = [*check_server(server), *check_permissions(server, "worker")]
-    found += check_shared_keys(server.client)
     assert {each.level for each in found} == {Level.OK}
-    assert {"redis", "durability", "permissions", "keys"} == {each.subject for each in found}
+    assert {"redis", "durability", "permissions"} == {each.subject for each in found}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,6 @@ def test_the_rules_that_we_document_are_enough(redis: Redis, redis_url: str, rol
     url = as_user(redis, redis_url, role, rules_of(role))
     server = quick(url)
     found = [*check_server(server), *check_permissions(server, role)]
-    found += check_shared_keys(server.client)
     assert {each.level for each in found} == {Level.OK}
     assert redis.dbsize() == 0, "it has written"
 
@@ -154,21 +151,3 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
     url = redis_url.replace("unix://", f"unix://{role}:{PASSWORD.replace(':', '%3A')}@")
     assert bad(check_permissions(reach(url), role)) == [], "what it says to do does not do"
     assert redis.dbsize() == 0
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"), [("rq:queues", "set"), ("rq:queue:bulk", "list"), ("tokenmill:held:bulk", "hash")]
-)
-def test_a_shared_key_of_another_type_is_one_fault_that_names_it(
-    redis: Redis, redis_url: str, key: str, expected: str
-) -> None:
-    queue = Queue("bulk", connection=redis, serializer=JSONSerializer)
-    queue.enqueue("jobs.complete", "a")
-    redis.delete(key)
-    redis.set(key, "text")
-    server = quick(redis_url)
-    (finding,) = bad(check_shared_keys(server.client))
-    assert f"the key {key} is of type string, expected {expected}" in finding.found
-    assert f"`redis-cli DEL {key}`" in finding.mend
-    redis.delete(key)
-    assert bad(check_shared_keys(server.client)) == []

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.keys import RUN_TTL_S, run_errors_key
-from jobs.runs.redis_state.key_types import key_types, wrong_types_told
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ MAX_OF_PART, MAX_PARTS = 5, 1000
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
     """Keep a part's reasons; without any, forget what was kept of an earlier one."""
     key = run_errors_key(run)
-    with wrong_types_told(connection, key_types(run)), connection.pipeline() as pipe:
+    with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
         pipe.hlen(key)
         _, length = pipe.execute()
@@ -31,6 +30,5 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
     """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
-    with wrong_types_told(connection, key_types(run)):
-        found: Any = connection.hgetall(run_errors_key(run))
+    found: Any = connection.hgetall(run_errors_key(run))
     return read_reasons(islice(found.values(), 2 * MAX_PARTS))

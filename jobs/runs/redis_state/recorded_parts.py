@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_failed_key, run_key, run_parts_key
-from jobs.runs.redis_state.key_types import key_types, wrong_types_told
 from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.state_values import PartCount
 from jobs.runs.redis_state.totals import PARTS, TOTALS, add_part, store_totals
@@ -69,7 +68,7 @@ class RecordedParts:
         is killed in between leaves a part uncounted, until they are
         counted anew.
         """
-        with self._told(), self._redis.pipeline() as pipe:
+        with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
@@ -129,8 +128,7 @@ class RecordedParts:
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
-        with self._told():
-            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
         records = {}
         for field, record in found.items():
             with suppress(ValueError):  # `total` is none
@@ -145,15 +143,13 @@ class RecordedParts:
         """Return what is recorded of these shards' parts, as `parts` does."""
         if not shards:
             return {}
-        with self._told():
-            found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
     def each_part(self) -> Iterator[PartStats]:
         """Yield the recorded parts, which are read a thousand at a time: those of a long run take many MiB at
         once. One that is recorded meanwhile may not be among them."""
-        with self._told():
-            fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
         shards = _shards(fields)
         for start in range(0, len(shards), MAX_LOOKED):
             yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
@@ -172,13 +168,12 @@ class RecordedParts:
         part whose worker was killed as it recorded it, until planning or the run's end counts anew. Where
         they lack many, as of workers that kept none or where somebody broke them, all parts are read.
         """
-        with self._told():
-            if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
-                return SeenParts.of(self.parts())
-            with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hkeys(self._parts_key)
-                pipe.hmget(self._key, PARTS, *TOTALS)
-                fields, totals = pipe.execute()
+        if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
+            return SeenParts.of(self.parts())
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hkeys(self._parts_key)
+            pipe.hmget(self._key, PARTS, *TOTALS)
+            fields, totals = pipe.execute()
         shards = set(_shards(fields))
         known = [stored.count(stored.text(each or b"")) for each in totals]
         counted, *counts = [each for each in known if each is not None] or [0]
@@ -192,12 +187,7 @@ class RecordedParts:
         return self._transact(change, *watched)
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        with self._told():
-            return transact(self._redis, change, *watched)
-
-    def _told(self) -> AbstractContextManager[None]:
-        """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
-        return wrong_types_told(self._redis, key_types(self.run))
+        return transact(self._redis, change, *watched)
 
 
 def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:

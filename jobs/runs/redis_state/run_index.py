@@ -14,7 +14,6 @@ from redis.exceptions import ResponseError
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, RUNS_KEY
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.redis_state.key_types import wrong_types_told
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -40,11 +39,7 @@ def list_in_index(connection: Redis, run: str) -> None:
 
 
 def newest_runs(connection: Redis, limit: int) -> dict[str, float]:
-    """Return the runs that were submitted last, and when, in Unix seconds; the last one first.
-
-    Raises RunKeyDamaged where somebody has put another type into the index's place.
-    """
-    with wrong_types_told(connection, {RUNS_KEY: "zset"}):
-        found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
+    """Return the runs that were submitted last, and when, in Unix seconds; the last one first."""
+    found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
     named = ((stored.text(run), score / 1000) for run, score in found)
     return {run: submitted_at for run, submitted_at in named if is_run_id(run)}

@@ -24,7 +24,6 @@ from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, NO_CALLS, EndCalls
 from jobs.runs.redis_state.error_limit import DEFAULT_LIMIT, ErrorLimit
-from jobs.runs.redis_state.key_types import check_lock
 from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import RecordedParts, part_count
 from jobs.runs.redis_state.state_values import End, PartCount, Verdict
@@ -46,10 +45,7 @@ LOCK_WAIT_S = 120
 
 
 class RunState(RecordedParts):
-    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it.
-
-    Every method raises RunKeyDamaged where somebody else has put another type into the place of a key.
-    """
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         super().__init__(connection, run)
@@ -84,8 +80,7 @@ class RunState(RecordedParts):
 
         Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
         """
-        with self._told():
-            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
@@ -99,14 +94,12 @@ class RunState(RecordedParts):
         return self._submission(self._redis)
 
     def _submission(self, client: Redis) -> int:
-        with self._told():
-            return _number(client.hget(self._key, "submission"))
+        return _number(client.hget(self._key, "submission"))
 
     def cancelled_submission(self) -> int:
         """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
         will be, whenever that reaches them."""
-        with self._told():
-            return _number(self._redis.hget(self._key, "cancelled_submission"))
+        return _number(self._redis.hget(self._key, "cancelled_submission"))
 
     def submit(
         self,
@@ -203,7 +196,7 @@ class RunState(RecordedParts):
 
     def begin(self, moment: float) -> None:
         """Note when work on the submission began, if nobody has. Raises as check_not_cancelled."""
-        with self._told(), self._redis.pipeline() as pipe:
+        with self._redis.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
             pipe.hsetnx(self._key, "began_at", str(moment))
             is_cancelled, _ = pipe.execute()
@@ -211,13 +204,11 @@ class RunState(RecordedParts):
             raise RunCancelled(self.run)
 
     def is_cancelled(self) -> bool:
-        with self._told():
-            return bool(self._redis.hexists(self._key, "cancelled"))
+        return bool(self._redis.hexists(self._key, "cancelled"))
 
     def judge(self) -> Verdict | None:
         """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
-        with self._told():
-            fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
+        fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
@@ -246,8 +237,7 @@ class RunState(RecordedParts):
         return self._change(record, self._parts_key)
 
     def end(self) -> End:
-        with self._told():
-            found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
+        found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
         return _end(found)
 
     def mark_finished(self, seen: End) -> bool:
@@ -292,10 +282,8 @@ class RunState(RecordedParts):
     def lock(self, wait_s: float = LOCK_WAIT_S) -> Iterator[RunLock]:
         """Hold the run for planning or cancelling; call `keep` on it between long steps.
 
-        Raises RunBusy when it cannot be had within wait_s, or was lost to another before the body ended,
-        and RunKeyDamaged at once where nobody ever could have it.
+        Raises RunBusy when it cannot be had within wait_s, or was lost to another before the body ended.
         """
-        check_lock(self._redis, self.run)
         lock = RunLock(
             self._redis,
             run_lock_key(self.run),
@@ -304,7 +292,7 @@ class RunState(RecordedParts):
             raise_on_release_error=False,  # `keep` has told while it mattered
         )
         try:
-            with self._told(), lock:
+            with lock:
                 yield lock
         except LockError:
             raise RunBusy(self.run) from None

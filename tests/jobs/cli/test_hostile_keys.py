@@ -1,4 +1,4 @@
-"""Keys in Redis that hold something else: they are passed over, or fail one run by name."""
+"""Jobs' fields that hold something else: they are passed over."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import pytest
 from redis import Redis
 
 from jobs.cli import waiting
-from jobs.common.keys import run_key, run_lock_key
-from jobs.errors import RunKeyDamaged
+from jobs.common.keys import run_key
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state import state as run_state
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -43,12 +40,11 @@ def run(runs: Runs, submit: Callable[[], str]) -> str:
 
 def spoil_workers(redis: Redis, run: str) -> None:
     redis.lpush("rq:queue:bulk", ODD)
-    for name in (ODD, b"text", b"list", b"typed"):
+    for name in (ODD, b"text", b"list"):
         redis.sadd("rq:workers:bulk", b"rq:worker:" + name)
         redis.hset(b"rq:worker:" + name, mapping={"queues": ODD, "state": ODD})
     redis.set("tokenmill:worker:text", ODD)
     redis.set("tokenmill:worker:list", '{"models": [["m"], 3]}')
-    redis.rpush("tokenmill:worker:typed", "x")
 
 
 def spoil_jobs(redis: Redis, run: str) -> None:
@@ -92,40 +88,6 @@ def test_what_unpacks_to_far_more_than_it_has_stays_packed_and_keeps_no_run_from
     assert tracemalloc.get_traced_memory()[1] < 32 << 20
     tracemalloc.stop()
     assert len(runs.jobs) == 1 + SHARDS
-
-
-@pytest.mark.parametrize(
-    ("key_of", "told"),
-    [
-        (run_key, "a string in this Redis, expected a hash"),
-        (run_lock_key, "a string without an end in this Redis, expected a string that ends"),
-    ],
-)
-def test_a_runs_key_of_another_type_fails_that_run_at_once_by_name(
-    redis: Redis,
-    runs: Runs,
-    invoke: Invoke,
-    submit: Callable[[], str],
-    run: str,
-    monkeypatch: pytest.MonkeyPatch,
-    key_of: Callable[[str], str],
-    told: str,
-) -> None:
-    monkeypatch.setattr(run_state, "LOCK_WAIT_S", 0.01)  # nobody waits for such a lock
-    key = key_of(run)
-    redis.delete(key)
-    redis.set(key, "x")
-    names = f"the key {key} is {told}"
-    assert names in submit()
-    assert names in invoke("cancel", run).output
-    with pytest.raises(RunKeyDamaged, match=names):
-        runs.plan(rows_per_shard=1)
-    redis.delete(key)
-    submit()
-    for _ in range(2):
-        runs.work()
-    assert read_snapshot(redis, run).finished
-    assert [row["completion"] for row in runs.rows()] == [*"ABCD"]
 
 
 def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, runs: Runs, run: str) -> None:

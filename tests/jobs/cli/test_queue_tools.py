@@ -41,12 +41,6 @@ def failed_jobs(queue: Queue, *job_ids: str, **options: Any) -> list[Job]:
     return jobs
 
 
-def test_info_counts_what_workers_have_set_aside(redis: Redis, redis_url: str) -> None:
-    assert "quarantine" not in tokenmill(redis_url, "info").stdout
-    redis.xadd("tokenmill:quarantine", {"key": "rq:wip:bulk", "entry": b"\xff", "reason": "no text"})
-    assert "quarantine: 1 entries or keys" in tokenmill(redis_url, "info").stdout
-
-
 def test_a_pickle_written_as_a_job_does_not_run(
     redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
 ) -> None:
