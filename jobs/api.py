@@ -194,7 +194,7 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """Tell a host of a run's end; enqueued where a run was submitted with a webhook.
 
-    The errors are those of jobs.runs.post_end.post_run_end.
+    The errors are those of jobs.runs.end_notices.post_run_end.
     """
     return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
 

@@ -32,7 +32,7 @@ JobsError
     │   ├── DiskFull
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
-    ├── StoreError             of an object store; see jobs.parquet.files.store_errors
+    ├── StoreError             of an object store; see jobs.parquet.files.filesystem
     ├── PathSwapped            a folder or file was swapped for a link, or moved, while a run used it
     ├── RunOfAnotherModel      a run's rows are another model's than the one served here
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned

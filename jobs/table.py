@@ -16,7 +16,7 @@ from jobs.parquet.shards.shard_task import VerifyTask, shard_task
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
-from jobs.runs.post_end import post_run_end
+from jobs.runs.end_notices import post_run_end
 from jobs.tasks import Task
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {

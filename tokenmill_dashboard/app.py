@@ -26,12 +26,18 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
-from jobs.doctor.server_settings import troubles
+from jobs.doctor.redis_server import troubles
 from tokenmill_dashboard import display
-from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, retry_all, retry_one
-from tokenmill_dashboard.connections import TriesInTurn
-from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
-from tokenmill_dashboard.notices import notice
+from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, notice, retry_all, retry_one
+from tokenmill_dashboard.guard import (
+    METRICS_PATH,
+    SESSION_COOKIE,
+    SESSION_S,
+    Guard,
+    Hosts,
+    Sessions,
+    TriesInTurn,
+)
 from tokenmill_dashboard.pages import PAGES, Missing, Name, job_path, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
 from tokenmill_dashboard.watcher import IDLE_S, Watcher

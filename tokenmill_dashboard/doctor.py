@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from jobs.doctor.findings import Examination, Finding, fault, ok
-from jobs.doctor.installation import missing
+from jobs.doctor.findings import Examination, Finding, fault, missing, ok
 from tokenmill_dashboard.serve import TOKEN_VARIABLE, NotServed, check_token
 
 LIMIT_S = 30.0

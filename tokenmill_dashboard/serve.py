@@ -13,9 +13,9 @@ import uvicorn
 from redis import Redis
 from starlette.types import ASGIApp
 
-from jobs.common.log_format import AUTO, VARIABLE, checked_format, handle_all, is_json
+from jobs.common.plain_log import AUTO, VARIABLE, checked_format, handle_all, is_json
 from tokenmill_dashboard.app import Dashboard, Options
-from tokenmill_dashboard.connections import TimedConnection
+from tokenmill_dashboard.guard import TimedConnection
 
 #: With which a browser logs in. Asked for wherever it is set.
 TOKEN_VARIABLE = "TOKENMILL_DASHBOARD_TOKEN"

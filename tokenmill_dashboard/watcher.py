@@ -17,8 +17,7 @@ from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_runs
-from jobs.watch.samples import WorkerSample, read_points, read_samples, worker_names
-from jobs.watch.workers import WorkerSeen, list_workers
+from jobs.watch.samples import WorkerSample, WorkerSeen, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.

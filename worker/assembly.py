@@ -11,11 +11,10 @@ from redis import Redis
 
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.context.answer_memo import AnswerMemo
-from jobs.context.checks.processes import Checks
-from jobs.context.prompt_meter import PromptMeter
-from jobs.context.served_model import ServedModel
-from jobs.context.shard_bytes import ShardBytes
+from jobs.context.answers import AnswerMemo
+from jobs.context.check_processes import Checks
+from jobs.context.served_model import PromptMeter, ServedModel
+from jobs.context.shared_files import ShardBytes
 from jobs.installed import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_like import EngineLike

@@ -25,7 +25,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
-from jobs.common.log_format import AUTO, VARIABLE, give_up_handlers
+from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError

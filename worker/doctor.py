@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 from engine import ConfigError, check_up
-from jobs.doctor.findings import Examination, Finding, Level, fault, ok, told, warning
-from jobs.doctor.installation import missing
+from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told, warning
 from jobs.doctor.places import check_places
 from jobs.runs.plans.paths import split_roots
 from worker.errors import StartupError

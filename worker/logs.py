@@ -15,8 +15,7 @@ from typing import Any
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.logutils import ColorizingStreamHandler, setup_loghandlers
 
-from jobs.common.log_format import AUTO, JSON, VARIABLE, handle_all, is_json
-from jobs.common.plain_log import keep_plain
+from jobs.common.plain_log import AUTO, JSON, VARIABLE, handle_all, is_json, keep_plain
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import SettingsError
 

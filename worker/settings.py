@@ -14,12 +14,12 @@ from dotenv import dotenv_values
 from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from jobs.common.log_format import AUTO, checked_format
+from jobs.common.plain_log import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES
-from jobs.context.answer_memo import DEFAULT_BYTES
-from jobs.context.checks.processes import DEFAULT_LIMIT_S
+from jobs.context.answers import DEFAULT_BYTES
+from jobs.context.check_processes import DEFAULT_LIMIT_S
 from jobs.context.served_model import MAX_MODEL_CHARS, ServedModel
-from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
+from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
 from jobs.errors import JobsError
 from jobs.runs.plans.paths import is_stored, run_path, split_roots
 from jobs.table import ALLOWED_FUNCTIONS

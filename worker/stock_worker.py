@@ -17,9 +17,9 @@ from rq import get_current_job
 from rq.job import Job
 
 from jobs.context import JobContext
-from jobs.context.checks.processes import Checks
-from jobs.context.prompt_meter import PromptMeter
-from jobs.context.shard_bytes import ShardBytes
+from jobs.context.check_processes import Checks
+from jobs.context.served_model import PromptMeter
+from jobs.context.shared_files import ShardBytes
 from jobs.errors import InvalidJob, JobsError
 from jobs.installed import check_sampling
 from jobs.table import own_function, task_of

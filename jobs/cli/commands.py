@@ -11,15 +11,13 @@ import redis
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options.check_options import check_arguments
-from jobs.cli.options.run_options import check_options, input_options, output_options, prompt_options
-from jobs.cli.options.submit_options import run_arguments
+from jobs.cli.options import check_arguments, run_arguments
 from jobs.cli.queue_commands import info, requeue_command
-from jobs.cli.report_command import report
+from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
+from jobs.cli.run_options import check_options, input_options, output_options, prompt_options
 from jobs.cli.status_text import gone_text, status_text, tell_failures
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
-from jobs.cli.verify_command import verify
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import (
     json_option,

@@ -12,11 +12,8 @@ import click
 
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.version import code_version
-from jobs.doctor.findings import Examination, Finding, Level, examine, fault
-from jobs.doctor.installation import check_installation
-from jobs.doctor.permissions import check_permissions
-from jobs.doctor.redis_server import NotReached, reach, secrets_of
-from jobs.doctor.server_settings import check_server
+from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
+from jobs.doctor.redis_server import NotReached, check_permissions, check_server, reach, secrets_of
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}

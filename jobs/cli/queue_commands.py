@@ -9,9 +9,9 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
+from jobs.watch.job_actions import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
-from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
-from jobs.watch.workers import WorkerSeen, list_workers
+from jobs.watch.samples import WorkerSeen, list_workers
 
 #: Ids shown of jobs that were not requeued; the rest are counted.
 MAX_SHOWN = 5

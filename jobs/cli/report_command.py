@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.errors import InputNotFound, InvalidJob
+from jobs.common.display import safe_name
+from jobs.errors import CannotVerify, InputNotFound, InvalidJob
 from jobs.runs.output import named_run
-from jobs.runs.plans.names import MANIFEST, REPORT
+from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
+from jobs.runs.watching.snapshot import read_planned
+from jobs.runs.watching.trials import Trial, try_job
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FolderReader
@@ -68,3 +72,50 @@ def _stored(folder: str) -> FolderReader:
         return FolderReader(folder)
     except ImportError as error:
         raise InvalidJob(f"{folder} is in a store, and there is no {error.name} here to read it") from None
+
+
+#: Exit codes: some row differs; nothing could be compared.
+DIFFERENT, NOT_VERIFIED = 1, 2
+
+_COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
+equal      {rows_equal:,}
+different  {rows_different:,}
+left out   {rows_not_compared:,}, which the run has an error for"""
+
+
+@click.command()
+@click.argument("run")
+@click.option("--sample", default="1%", show_default=True, help="How many: a share of the rows, or a number.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another one takes other rows.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole.")
+@click.pass_obj
+def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json: bool) -> None:
+    """Compute rows of a finished run again, and compare.
+
+    RUN is its id or its output folder. A worker of the run's queue that serves its model asks a sample of the
+    rows once more and compares texts, reasons and counts of tokens with what the run's parts hold; nothing is
+    written. Exits with 0 where all are equal, 1 where some differ, 2 where that cannot be said. Differences
+    may come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both, run and verify.
+    """
+    try:
+        with errors_told():
+            planned = read_planned(connection, named_run(connection, run)[0])
+            if planned.state != "finished":
+                raise CannotVerify(planned.run, f"it is not finished, but {planned.state}")
+            if planned.workers and planned.awaited_model is not None:
+                raise CannotVerify(planned.run, f"no worker here serves its model {planned.awaited_model}")
+            facts = RunState(connection, planned.run).facts()
+            arguments = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
+            trial = Trial("jobs.verify_rows", {**arguments, "sample": sample, "seed": seed})
+            found = try_job(connection, planned.queue, trial, facts.get("model"))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(NOT_VERIFIED)
+    told = [_COUNTS.format(**found)]
+    for each in found["differences"]:
+        told.append(f"row {each['row']}, column {each['column']}")
+        for name in ("recorded", "computed"):
+            told.append(f"  {name}   {safe_name(json.dumps(each[name], ensure_ascii=False))}")
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else "\n".join(told))
+    nothing = found["rows_not_compared"] and not found["rows_checked"]
+    sys.exit(DIFFERENT if found["rows_different"] else NOT_VERIFIED if nothing else 0)

@@ -15,16 +15,15 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.text_table import table
+from jobs.cli.status_text import table
 from jobs.cli.waiting import wait_for_end
 from jobs.cli.watch_commands import json_option
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.json_text import to_json
+from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, UnknownRun
 from jobs.runs.control import retry_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.paths import is_stored
-from jobs.runs.redis_state.part_reasons import recorded_reasons
+from jobs.runs.redis_state.recorded_parts import recorded_reasons
 from jobs.runs.refusals import RunNotHere
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons

@@ -13,8 +13,8 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options.run_options import input_options, prompt_options
-from jobs.cli.options.submit_options import run_arguments
+from jobs.cli.options import run_arguments
+from jobs.cli.run_options import input_options, prompt_options
 from jobs.common.display import safe_name
 from jobs.context.served_model import parse_model
 from jobs.runs.plans.embedding_options import EMBED

@@ -8,8 +8,7 @@ import time
 import click
 import redis
 
-from jobs.cli.progress import progress
-from jobs.cli.status_text import awaits, status_text, tell_failures
+from jobs.cli.status_text import awaits, progress, status_text, tell_failures
 from jobs.runs.watching.follow import End, Followed, follow
 from jobs.runs.watching.obstacles import listened_queues, obstacles
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, plan_result, read_planned

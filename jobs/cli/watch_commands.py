@@ -12,9 +12,9 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.text_table import ago, left_cut, rate, table
+from jobs.cli.status_text import ago, left_cut, rate, table
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.doctor.server_settings import troubles
+from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import named_run
 from jobs.watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run

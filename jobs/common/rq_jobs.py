@@ -6,7 +6,9 @@ on the way, which only workers should do, and unpack whatever anybody wrote.
 
 from __future__ import annotations
 
+import binascii
 import json
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,11 +35,13 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
+from jobs.common import stored
 from jobs.common.keys import RQ
 
 if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
+
 
 #: A set of the keys of all queues, and what such a key begins with.
 QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix
@@ -190,3 +194,40 @@ def retries(most: int) -> Retry:
 def prepared_job(function: str, **options: Any) -> EnqueueData:
     """Return a job for JobQueue.enqueue_many. options: those of RQ's Queue.prepare_data."""
     return Queue.prepare_data(function, **options)
+
+
+#: Of an error's text, unpacked; a worker writes far less.
+MAX_ERROR_BYTES = 1 << 20
+
+
+def last_error(connection: Redis, job_id: str) -> str:
+    """Return the text of a job's last error; "" where it left none that can be read."""
+    return error_text(_last_entry(connection, job_id))
+
+
+def error_text(entry: Mapping[bytes, bytes]) -> str:
+    """Return the error in an entry of a job's results; "" where it has none that can be read."""
+    return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
+
+
+def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
+    """Return the object that a job returned last; {} where it returned none that can be read."""
+    return stored.json_object(last_result(connection, job_id))
+
+
+def last_result(connection: Redis, job_id: str) -> bytes:
+    """Return the JSON of what a job returned last, of any size; b"" where it returned nothing."""
+    return _decoded(_last_entry(connection, job_id), b"return_value")
+
+
+def _last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
+    entries: Any = connection.xrevrange(results_key(job_id), count=1)
+    return entries[0][1] if entries else {}
+
+
+def _decoded(entry: Mapping[bytes, bytes], field: bytes) -> bytes:
+    """Return a field of a job's result, as it was before RQ coded it as text."""
+    try:
+        return b64decode(entry.get(field) or b"")
+    except binascii.Error:
+        return b""

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jobs.context.answer_memo import AnswerMemo
-from jobs.context.checks.processes import Checks
-from jobs.context.prompt_meter import PromptMeter
-from jobs.context.served_model import ServedModel
-from jobs.context.shard_bytes import ShardBytes
-from jobs.context.shared_files import SharedFiles
+from jobs.context.answers import AnswerMemo
+from jobs.context.check_processes import Checks
+from jobs.context.served_model import PromptMeter, ServedModel
+from jobs.context.shared_files import ShardBytes, SharedFiles
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.context.checks.options import RepairOptions
-from jobs.context.checks.processes import Checks
+from jobs.context.check_options import RepairOptions
+from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import Completion, Logprob, Request
 

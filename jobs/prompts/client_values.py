@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.answers.response_format import with_structured_outputs
+from jobs.prompts.response_options import with_structured_outputs
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

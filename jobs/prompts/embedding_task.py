@@ -12,11 +12,11 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.answers.responses import Answers, usage
 from jobs.prompts.arguments import Unusable, parse_prompts
 from jobs.prompts.client_values import without_neutral
 from jobs.prompts.labels import parse_truncation
 from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
 from jobs.tasks import Completion, Request
 
 ENCODINGS = ("float", "base64")

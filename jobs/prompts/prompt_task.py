@@ -9,21 +9,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from jobs.context import JobContext
-from jobs.context.checks.options import NO_REPAIRS, RepairOptions, split_repair_options
+from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
 from jobs.errors import InvalidJob, ResultTooLarge
-from jobs.prompts.answers.response_options import chat_response_options, completion_options
-from jobs.prompts.answers.responses import (
-    Answers,
-    FailedCompletion,
-    chat_completion,
-    check_answers,
-    text_completion,
-)
 from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
-from jobs.prompts.chat_options import refuse_chat_options, split_chat_options
-from jobs.prompts.messages import parse_messages
+from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
+from jobs.prompts.response_options import chat_response_options, completion_options
+from jobs.prompts.responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 from jobs.prompts.templated_task import TemplatedTask
 from jobs.tasks import Completion, OpenTask, Request, Task
 

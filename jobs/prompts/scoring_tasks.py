@@ -9,13 +9,12 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed
-from jobs.prompts.answers.responses import Answers, usage
 from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
-from jobs.prompts.chat_options import NAMES as CHAT_NAMES
-from jobs.prompts.chat_options import split_chat_options
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
-from jobs.prompts.messages import parse_messages
+from jobs.prompts.messages import NAMES as CHAT_NAMES
+from jobs.prompts.messages import parse_messages, split_chat_options
 from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import TemplatedTask
 from jobs.tasks import Completion, Request, Task
 

@@ -23,8 +23,7 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import MAX_SHARDS
 from jobs.runs.plans.spec import RunSpec, check_queue_name
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
-from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls
-from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit
 from jobs.runs.redis_state.executions import Holder, holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common import stored
 from jobs.common.display import printable, safe_name
-from jobs.common.job_results import error_text
 from jobs.common.rq_jobs import (
     JOB_PREFIX,
     JobStatus,
     dependency_ids,
+    error_text,
     job_status,
     queue_keys,
     relatives_keys,
@@ -23,7 +23,7 @@ from jobs.common.rq_jobs import (
 )
 from jobs.errors import fault_line
 from jobs.runs.watching.snapshot import error_line
-from jobs.watch.cancel_job import CANCELLABLE
+from jobs.watch.job_actions import CANCELLABLE
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -17,7 +17,7 @@ from jobs.common.keys import run_key, run_parts_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state.part_reasons import recorded_reasons
+from jobs.runs.redis_state.recorded_parts import recorded_reasons
 from jobs.runs.redis_state.run_index import newest_runs
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.redis_state.totals import FIELDS, Totals
@@ -31,7 +31,7 @@ from jobs.runs.watching.snapshot import (
     shards_of,
     too_many_errors,
 )
-from jobs.watch.run_queues import NO_QUEUE, RunQueue, read_queues
+from jobs.watch.queues import NO_QUEUE, RunQueue, read_queues
 
 if TYPE_CHECKING:
     from redis import Redis

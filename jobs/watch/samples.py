@@ -20,6 +20,7 @@ from jobs.common.stored import count, json_object, text
 if TYPE_CHECKING:
     from redis import Redis
 
+
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 
@@ -213,3 +214,34 @@ def _counts(value: object) -> dict[str, int]:
     found = value if isinstance(value, dict) else {}
     each = ((safe_name(name), count(number)) for name, number in list(found.items())[:_MAX_ITEMS])
     return {name: number for name, number in each if number is not None}
+
+
+#: What is read of a worker's hash.
+_FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
+
+
+@dataclass(frozen=True)
+class WorkerSeen:
+    """A worker's name and the fields of its hash, as they are in Redis."""
+
+    name: bytes
+    fields: dict[str, bytes]
+
+
+def list_workers(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSeen]:
+    """Return the workers that live, by name: all, or those of `names`. What cannot be read is left out."""
+    if names is None:
+        members: Any = connection.smembers(WORKERS_KEY)
+        keys = sorted(members)
+    else:
+        keys = [f"{WORKER_PREFIX}{name}".encode(errors="surrogatepass") for name in names]
+    with connection.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.hmget(key, _FIELDS)
+        replies = pipe.execute(raise_on_error=False)
+    prefix = WORKER_PREFIX.encode()
+    return [
+        WorkerSeen(key.removeprefix(prefix), {k: v for k, v in zip(_FIELDS, reply, strict=True) if v})
+        for key, reply in zip(keys, replies, strict=True)
+        if not isinstance(reply, Exception) and any(reply)
+    ]

@@ -14,9 +14,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.doctor import redis_server
 from jobs.doctor.findings import Finding, Level
-from jobs.doctor.permissions import Role, check_permissions
-from jobs.doctor.redis_server import NotReached, Server, reach
-from jobs.doctor.server_settings import check_server
+from jobs.doctor.redis_server import NotReached, Role, Server, check_permissions, check_server, reach
 from tests.doctor.conftest import set_up
 from tests.rq_workers import ROOT
 

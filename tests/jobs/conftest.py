@@ -15,7 +15,7 @@ from redis import Redis
 
 from jobs.cli import commands as cli
 from jobs.context import JobContext
-from jobs.context.checks.processes import Checks
+from jobs.context.check_processes import Checks
 from tests import slow_files
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs.context.checks import processes
-from jobs.context.checks.options import repair_options
-from jobs.context.checks.processes import Checks
+from jobs.context import check_processes
+from jobs.context.check_options import repair_options
+from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
@@ -63,13 +63,13 @@ SLOW = [{"json": {"allOf": [True] * 170_000}}, {"regex": "(?:a|b)*" * 130_000}] 
 def test_what_takes_long_to_compile_is_refused(
     checks: Checks, check: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "COMPILE_LIMIT_S", 0.2)
+    monkeypatch.setattr(check_processes, "COMPILE_LIMIT_S", 0.2)
     with pytest.raises(InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"):
         checks.reason(repair_options(check=check), {}, "1")
 
 
 def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "COMPILE_LIMIT_S", 600.0)
+    monkeypatch.setattr(check_processes, "COMPILE_LIMIT_S", 600.0)
     checks, ended = Checks(), SimpleQueue[Exception]()
 
     def ask() -> None:

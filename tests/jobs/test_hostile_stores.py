@@ -14,8 +14,8 @@ pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
 from jobs.parquet.files import object_requests
+from jobs.parquet.files.filesystem import StoreRefused
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.files.store_errors import StoreRefused
 from tests.jobs.s3_server import CREDENTIALS, use_environment
 
 ROOT = "s3://bucket/data"

@@ -17,9 +17,9 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
 from jobs.parquet.prompts import jinja_source
-from jobs.prompts.templates import jinja_texts
-from jobs.prompts.templates.jinja_environment import render as render_texts
-from jobs.prompts.templates.jinja_texts import JinjaTexts, TemplateProblem
+from jobs.prompts import template_texts
+from jobs.prompts.jinja_environment import render as render_texts
+from jobs.prompts.template_texts import JinjaTexts, TemplateProblem
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
@@ -189,7 +189,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("template", BOMBS.values(), ids=BOMBS)
 def test_no_template_runs_away(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_texts, "LIMIT_S", 0.5)
+    monkeypatch.setattr(template_texts, "LIMIT_S", 0.5)
     with pytest.raises(TemplateProblem, match=r"memory|more than 0\.5 s|limit"):
         JinjaTexts([template]).render({})
 

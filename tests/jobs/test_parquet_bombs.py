@@ -17,7 +17,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.context.shared_files import NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.parquet.tables.row_reader import READERS

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from jobs.context.shard_bytes import NoRoomYet
+from jobs.context.shared_files import NoRoomYet
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.pool_calls import TRY_AGAIN_S, Place, PoolCall, PoolCalls, RoomLine
 

@@ -23,7 +23,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
-from jobs.doctor.permissions import commands_of
+from jobs.doctor.redis_server import commands_of
 from tests.forking import ForkedWorkers
 from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
 from tests.worker.secure_redis import PRODUCER_PASSWORD, WORKER_PASSWORD, SecureRedis, running_secure_redis

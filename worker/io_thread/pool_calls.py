@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jobs.context import JobContext
-from jobs.context.shard_bytes import NoRoomYet
+from jobs.context.shared_files import NoRoomYet
 from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
 from worker.io_thread.faults import is_fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -14,10 +15,27 @@ import pyarrow as pa
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.confined import entered, is_link, links_refused, root_of
-from jobs.parquet.files.exclusive_rename import rename_exclusively
-from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
-from jobs.parquet.files.store_errors import NotExclusive
+from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem, NotExclusive
 from jobs.runs.plans.paths import run_path
+
+#: Of linux/fs.h.
+_RENAME_NOREPLACE = 1
+
+
+def rename_exclusively(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Rename a file in one step that fails where the new name is taken (renameat2 of Linux).
+
+    Raises FileExistsError, or OSError with ENOSYS, ENOTSUP or EINVAL where kernel or filesystem cannot.
+    """
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target) from None
+    done = rename(src_dir_fd, os.fsencode(source), dst_dir_fd, os.fsencode(target), _RENAME_NOREPLACE)
+    if done != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
 
 #: How filesystems say that they have no links, or no rename that replaces nothing.
 _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

@@ -18,17 +18,51 @@ from typing import Any
 
 import obstore
 import pyarrow as pa
+from obstore import exceptions
 
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
-from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
-from jobs.parquet.files.object_listings import listed
+from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem, StoreRefused, StoreUnfit
 from jobs.parquet.files.object_requests import Requests, opened_store
 from jobs.parquet.files.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
-from jobs.parquet.files.store_errors import StoreRefused, StoreUnfit
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
+from sandbox import ChildFailed, Limits, Pool
+
+_TASK = "jobs.parquet.files.listing_child:list_prefix"
+
+#: What a listing may take: some thousand bytes for each object.
+MEMORY_BYTES = 512 << 20
+
+#: What obstore reads of the environment.
+_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+
+
+#: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
+_pool = Pool()
+
+
+def listed(kind: str, folder: str, timeout_s: float) -> Any:
+    """Return what a listing of a kind tells of a prefix, a path as run_path returns it.
+
+    Raises what obstore does, and StoreRefused for a listing without an end.
+    """
+    scheme, _, rest = folder.partition("://")
+    bucket, _, key = rest.partition("/")
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    question = {
+        "kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s,
+        "environment": variables,
+    }  # fmt: skip
+    try:
+        reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
+    except ChildFailed as error:
+        raise StoreRefused(folder, f"its listing {error}") from None
+    if "raised" in reply:
+        raise getattr(exceptions, reply["raised"], ValueError)(reply["text"])
+    return reply["found"]
+
 
 #: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30

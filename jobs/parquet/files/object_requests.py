@@ -22,7 +22,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from jobs.errors import PathSwapped
-from jobs.parquet.files.store_errors import BucketNotFound, StoreRefused, StoreUnreachable
+from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnreachable
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.kinds import Kind

@@ -17,12 +17,13 @@ import pyarrow.parquet as pq
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import OWN_KEYS
-from jobs.parquet.tables.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading, look_at
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.reasons import Reasons
 
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
@@ -221,3 +222,19 @@ def _field(value: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:
+    """Yield each row that has an error, counted over the whole input, with its reason. Raises PartDamaged."""
+    name = f"{plan.spec.output_prefix}error"
+    for row, values in part_rows(storage, plan, shard, [name]):
+        if values[name] is not None:
+            yield row, str(values[name])
+
+
+def part_reasons(storage: Storage, plan: Plan, shard: int) -> Reasons:
+    """Return why rows of a part have errors. Raises PartDamaged."""
+    reasons = Reasons()
+    for row, reason in failed_rows(storage, plan, shard):
+        reasons.add(reason, [row])
+    return reasons

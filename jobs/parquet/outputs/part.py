@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.common.version import code_version
-from jobs.context.answer import Answer
+from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.errors import (
     ColumnConflict,
@@ -26,8 +26,8 @@ from jobs.parquet.tables.table_reading import Contents, look_at
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.statistics.lengths import count_lengths
 from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.run_statistics import count_lengths
 
 #: What the output adds to the input's columns; always these types, also when a part holds only nulls.
 OUTPUT_FIELDS = (

@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.parquet.outputs.failed_rows import failed_rows
-from jobs.parquet.outputs.output_file import open_part
+from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan, write_text
 from jobs.parquet.prompts.sources import read_source

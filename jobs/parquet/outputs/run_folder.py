@@ -19,14 +19,11 @@ from contextlib import suppress
 from itertools import islice
 
 from jobs.errors import PartDamaged, RunError, RunResubmitted
-from jobs.parquet.files.replacing import replace_file
-from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.files.storage import Storage, replace_file, writing
 from jobs.parquet.formats.converted_inputs import remove_converted
-from jobs.parquet.outputs.failed_rows import part_reasons
-from jobs.parquet.outputs.manifest import manifest_of
-from jobs.parquet.outputs.output_file import write_output
+from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
-from jobs.parquet.outputs.plan_file import load_plan, write_text
+from jobs.parquet.outputs.plan_file import load_plan, manifest_of, write_text
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_end, tell_shards_failed
 from jobs.runs.plans.names import (
@@ -45,10 +42,9 @@ from jobs.runs.plans.names import (
     temporary_name,
 )
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.part_reasons import MAX_PARTS, record_reasons, recorded_reasons
+from jobs.runs.redis_state.recorded_parts import MAX_PARTS, PartCount, record_reasons, recorded_reasons
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.redis_state.state_values import PartCount
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
@@ -182,7 +178,7 @@ class RunFolder:
         return self.replace_part(temporary, shard, lambda: not self.has_whole_part(shard))
 
     def replace_part(self, temporary: str, shard: int, may: Callable[[], bool]) -> bool:
-        """Put a written part over the one that is there; see jobs.parquet.files.replacing. temporary: this
+        """Put a written part over the one that is there; see jobs.parquet.files.storage. temporary: this
         execution's temporary_replacement."""
         path, of = self.part_path(shard), replacement_name(part_name(shard))
         return replace_file(self.storage, temporary, path, of, may)

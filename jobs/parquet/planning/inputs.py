@@ -19,7 +19,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
-from jobs.parquet.tables.added_columns import with_added_fields
+from jobs.parquet.tables.columns import with_added_fields
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns

@@ -39,8 +39,7 @@ from jobs.runs.plans.names import PLAN, plan_job_id
 from jobs.runs.plans.option_checks import check_extend
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
 from jobs.runs.plans.spec import RunSpec, check_queue_name
-from jobs.runs.redis_state.end_calls import NO_CALLS, EndCalls
-from jobs.runs.redis_state.error_limit import DEFAULT_LIMIT, ErrorLimit
+from jobs.runs.redis_state.end_calls import DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState

@@ -15,7 +15,7 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.shard_work import check_model, trusted_plan
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import CannotRetry

@@ -12,7 +12,7 @@ from jobs.errors import RunError
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.inputs import Inputs
 from jobs.parquet.prompts.prompt_source import PromptSource
-from jobs.parquet.tables.column_choice import ColumnChoice
+from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.plan import Plan

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.context import JobContext
-from jobs.context.prompt_meter import PromptMeter
+from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
@@ -20,8 +20,8 @@ from jobs.parquet.planning.planner import check_columns, new_plan
 from jobs.parquet.prompts.prompt_source import PromptSource
 from jobs.parquet.prompts.row_sampling import split
 from jobs.parquet.prompts.sources import prompt_source
-from jobs.parquet.shards.rendered import rendered_shards
 from jobs.parquet.shards.shard_labels import content_free
+from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.shards.shard_work import row_seed
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.embedding_options import EMBED

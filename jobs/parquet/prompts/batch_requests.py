@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.context.answer import Answer, failed_answer
+from jobs.context.answers import Answer, failed_answer
 from jobs.errors import JobsError
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.tables.row_values import RowProblem

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.tables.row_values import RowProblem, python_rows
-from jobs.prompts.templates.jinja_environment import render
-from jobs.prompts.templates.jinja_texts import TemplateProblem
+from jobs.prompts.jinja_environment import render
+from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
 #: Characters of the texts that are sent together.

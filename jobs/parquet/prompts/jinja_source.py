@@ -17,10 +17,8 @@ from jobs.parquet.prompts.prompt_source import (
     checked_chat,
     checked_text,
 )
-from jobs.parquet.tables.nested_values import holds_bytes
-from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.templates.jinja_texts import LIMIT_S, JinjaTexts
-from jobs.prompts.templates.template_texts import template_texts
+from jobs.parquet.tables.row_values import RowProblem, holds_bytes
+from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, template_texts
 from sandbox import ChildFailed, Limits
 
 _TASK = "jobs.parquet.prompts.jinja_rows:render_rows"

@@ -9,12 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.common.json_text import to_json
-from jobs.context.answer import Answer
+from jobs.common.display import to_json
+from jobs.context.answers import Answer
 from jobs.errors import ColumnConflict, WrongColumnType
 from jobs.parquet.prompts.prompt_source import TEXT_FORMS, RowSource, TemplateSource, check_defaults
-from jobs.parquet.tables.nested_values import holds_bytes
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.row_values import RowProblem, holds_bytes
 from jobs.runs.plans.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS, PromptStep
 from jobs.tasks import Request
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.common.display import brief
-from jobs.common.json_text import to_json
+from jobs.common.display import brief, to_json
 from jobs.errors import InvalidValue, WrongColumnType
-from jobs.parquet.tables.column_types import is_list, is_text
-from jobs.parquet.tables.nested_values import holds_bytes
-from jobs.parquet.tables.row_values import RowProblem, python_rows
+from jobs.parquet.tables.columns import is_list, is_text
+from jobs.parquet.tables.row_values import RowProblem, holds_bytes, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import UnusableMessages, normal_messages
-from jobs.runs.plans.template import Template
+from jobs.runs.plans.prompt_steps import Template
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
@@ -199,3 +197,25 @@ def checked_chat(messages: Any) -> str:
         return json.dumps(normal_messages(messages))
     except UnusableMessages as problem:
         raise RowProblem(str(problem)) from None
+
+
+class CheckedSource(PromptSource):
+    """Another source's prompts with the rows' values behind them, so that a text still identifies what is
+    asked. `row_sampling.split` takes them apart.
+
+    columns: what the function gets beside the columns that the prompt is made of.
+    """
+
+    def __init__(self, source: PromptSource, columns: Sequence[str]) -> None:
+        self.columns = tuple(dict.fromkeys((*source.columns, *columns)))
+        self.is_chat = source.is_chat
+        self._source = source
+
+    def check(self, schema: pa.Schema) -> None:
+        self._source.check(schema)
+        for column in self.columns:
+            if holds_bytes(schema.field(column).type):
+                raise WrongColumnType(column, schema.field(column).type, TEXT_FORMS)
+
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        return render_behind(self._source, self.columns, rows, to_json)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.parquet.prompts.prompt_source import PromptSource, render_behind
-from jobs.parquet.tables.column_types import is_list, is_text
+from jobs.parquet.tables.columns import is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.arguments import NOT_TEXT
 

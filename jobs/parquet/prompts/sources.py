@@ -7,14 +7,19 @@ from typing import Any
 
 from jobs.context import accept_any_sampling
 from jobs.parquet.prompts.batch_requests import BatchSource
-from jobs.parquet.prompts.checked_source import CheckedSource
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.prompt_chain import ChainSource
-from jobs.parquet.prompts.prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
+from jobs.parquet.prompts.prompt_source import (
+    CheckedSource,
+    MessagesColumn,
+    PromptColumn,
+    PromptSource,
+    TemplateSource,
+)
 from jobs.parquet.prompts.row_sampling import SampledSource
 from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.prompt_steps import Template
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.plans.template import Template
 
 
 def prompt_source(

@@ -19,11 +19,10 @@ import pyarrow.compute as pc
 
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.context.answer import Answer
+from jobs.context.answers import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.failed_rows import failed_rows
-from jobs.parquet.outputs.output_file import PartRows, open_part
+from jobs.parquet.outputs.output_file import PartRows, failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.rows_task import RowsTask

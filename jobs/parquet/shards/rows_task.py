@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from jobs.context import JobContext
-from jobs.context.answer_memo import AnswerMemo
+from jobs.context.answers import AnswerMemo
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.prompts.sources import read_source
-from jobs.parquet.shards.rendered import rendered_shards
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.shards.shard_texts import ShardTexts
+from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.parquet.shards.shard_work import check_model, shard_requests
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Completion, OpenTask, Request

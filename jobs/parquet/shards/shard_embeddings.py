@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jobs.context.answer import Answer, failed_answer
+from jobs.context.answers import Answer, failed_answer
 from jobs.prompts.embedding_task import pooling_values
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.spec import RunSpec

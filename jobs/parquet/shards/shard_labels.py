@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.context.answer import Answer, failed_answer
+from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.parquet.prompts.prompt_source import MessagesColumn, PromptSource
 from jobs.parquet.tables.row_values import RowProblem

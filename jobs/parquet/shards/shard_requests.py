@@ -10,17 +10,16 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
-from jobs.context.answer import Answer, failed_answer
-from jobs.context.answer_memo import AnswerMemo
-from jobs.context.checks.options import NO_REPAIRS, RepairOptions
-from jobs.context.checks.processes import Checks
+from jobs.context.answers import Answer, AnswerMemo, failed_answer
+from jobs.context.check_options import NO_REPAIRS, RepairOptions
+from jobs.context.check_processes import Checks
 from jobs.parquet.prompts.prompt_chain import Chain
 from jobs.parquet.prompts.row_sampling import split
 from jobs.parquet.shards.shard_embeddings import ShardEmbeddings
 from jobs.parquet.shards.shard_labels import ShardLabels
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.answers.tool_calls import parse_tool_calls, with_ids
 from jobs.prompts.attempts import Attempted, Attempts, num_generated
+from jobs.prompts.responses import parse_tool_calls, with_ids
 from jobs.tasks import Completion, Request
 
 #: What is asked of prompts for which nothing is generated.

@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.context.answer import Answer
-from jobs.context.answer_memo import AnswerMemo
+from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.served_model import ServedModel, model_text
 from jobs.context.shared_files import ReaderKey, SharedFiles
 from jobs.errors import PlanDamaged, RunError, RunOfAnotherModel
@@ -34,8 +33,7 @@ from jobs.parquet.shards.shard_embeddings import ShardEmbeddings
 from jobs.parquet.shards.shard_labels import ShardLabels
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
-from jobs.parquet.tables.added_columns import with_added_fields, with_added_values
-from jobs.parquet.tables.column_choice import ColumnChoice, kept
+from jobs.parquet.tables.columns import ColumnChoice, kept, with_added_fields, with_added_values
 from jobs.parquet.tables.line_problems import split_problems
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem

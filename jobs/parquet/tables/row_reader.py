@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from jobs.context import never_interrupted
-from jobs.context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.context.shared_files import NoRoomYet, ShardBytes
 from jobs.errors import CorruptParquet, ShardTooLarge
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.tables.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.plan import Shard
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import JobsError
 from jobs.parquet.files.storage import reading
-from jobs.parquet.tables.column_choice import ColumnChoice
+from jobs.parquet.tables.columns import ColumnChoice
 from sandbox.child import Body, Worker
 
 #: What a batch may take that the worker gets, where it has more than one row.

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context.children import CHILDREN
-from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.line_problems import without_problems
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.checks.options import split_repair_options
+from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.arguments import text_problem
 

@@ -12,22 +12,20 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.checks.options import DEFAULT_MAX_ATTEMPTS, RepairOptions
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.answers.response_options import refuse_response_options
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
-from jobs.prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
-from jobs.prompts.templates.template_texts import template_texts
-from jobs.runs.plans import embedding_options, label_options, option_checks
-from jobs.runs.plans.embedding_options import GENERATE, check_embeddings
+from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
+from jobs.prompts.response_options import refuse_response_options
+from jobs.prompts.template_texts import template_texts
+from jobs.runs.plans import embedding_options, option_checks
+from jobs.runs.plans.embedding_options import GENERATE, check_embeddings, check_labels
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
-from jobs.runs.plans.label_options import check_labels
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.option_checks import column_name
 from jobs.runs.plans.paths import real_path, run_path
-from jobs.runs.plans.prompt_steps import PromptStep, make_steps, parse_prompts
-from jobs.runs.plans.template import Template, jinja_hint
+from jobs.runs.plans.prompt_steps import PromptStep, Template, jinja_hint, make_steps, parse_prompts
 
 #: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
@@ -268,8 +266,8 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "task": (task := embedding_options.task(given("task"))),
         **embedding_options.embedding_values(task, options),
         "model_alias": option_checks.model_alias(given("model_alias"), is_batch),
-        "labels": label_options.labels(given("labels")),
-        "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
+        "labels": embedding_options.labels(given("labels")),
+        "calibrate": embedding_options.calibrate(given("calibrate"), given("labels") is not None),
         **option_checks.repairs(options),
     }
 

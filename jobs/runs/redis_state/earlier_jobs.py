@@ -6,13 +6,15 @@ A few KB that anybody wrote there unpack to gigabytes, and one field that it can
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jobs.common import stored
 from jobs.common.keys import RQ
 from jobs.common.rq_jobs import (
+    JobQueue,
     JobStatus,
     execution_key,
     executions_key,
@@ -21,10 +23,12 @@ from jobs.common.rq_jobs import (
     queue_keys,
     relatives_keys,
 )
+from jobs.runs.plans.names import job_shard
 
 if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
+
 
 #: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
 MAX_PAYLOAD_BYTES = 4 << 20
@@ -92,3 +96,35 @@ def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[byte
     return EarlierJob(
         job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions))
     )
+
+
+#: Entries that are read at once: Redis is busy with them for about a millisecond.
+PAGE = 5000
+
+
+class WaitingJobs:
+    """Those of one run, as they stood when they were first asked for.
+
+    What moves meanwhile may be missed: of a job that is not among them, look again.
+    """
+
+    def __init__(self, queue: JobQueue, run: str) -> None:
+        self.queue, self._run = queue, run
+
+    def among(self, job_ids: Collection[str]) -> set[str]:
+        """Return those of these jobs that were on the queue, or taken from it by a worker of RQ's own."""
+        return self._found & set(job_ids)
+
+    @cached_property
+    def _found(self) -> set[str]:
+        found: set[str] = set()
+        for key in (self.queue.keys.waiting, self.queue.keys.popped):
+            start = 0
+            while page := self._page(key, start):
+                start += PAGE
+                found.update(job_id for job_id in page if job_shard(self._run, job_id) is not None)
+        return found
+
+    def _page(self, key: str, start: int) -> list[str]:
+        entries: Any = self.queue.connection.lrange(key, start, start + PAGE - 1)
+        return [stored.text(entry) for entry in entries]

@@ -58,3 +58,65 @@ class EndCalls:
 
 
 NO_CALLS = EndCalls()
+
+
+#: Fewer finished rows say nothing of a share.
+MIN_JUDGED_ROWS = 100
+
+
+@dataclass(frozen=True)
+class ErrorLimit:
+    """Either rows, or a share of the rows that are finished: 0 to 1."""
+
+    rows: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> ErrorLimit:
+        """Read a number of rows, a share like "5%", or None for the default. Raises InvalidValue."""
+        if value is None:
+            return DEFAULT_LIMIT
+        text = str(value).strip() if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+        try:
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+                if 0 <= share <= 1:
+                    return cls(share=share)
+            elif text.isascii() and text.isdigit() and len(text) < 16:
+                return cls(rows=int(text))
+        except ValueError:
+            pass
+        raise InvalidValue(
+            "max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value)
+        )
+
+    def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
+        """Say whether a run is to stop. rows: finished ones; errors: those among them with an error.
+
+        is_whole: these are all of the run's rows, of which some have to succeed, however few they are, unless
+        the limit is 100%.
+        """
+        if is_whole and 0 < rows == errors:
+            return self.share != 1
+        if self.rows is not None:
+            return errors > self.rows
+        assert self.share is not None
+        return rows >= MIN_JUDGED_ROWS and errors > self.share * rows
+
+    def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
+        """Say how rows pass the limit, or return None while they do not."""
+        if not self.is_passed(rows, errors, is_whole):
+            return None
+        if is_whole and errors == rows:
+            return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
+        return (
+            f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
+            "`error` of its parts"
+        )
+
+    def __str__(self) -> str:
+        return str(self.rows) if self.share is None else f"{self.share * 100:g}%"
+
+
+#: A run of which nearly every row fails is one with a wrong column, template or model.
+DEFAULT_LIMIT = ErrorLimit(share=0.9)

@@ -6,18 +6,79 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, run_failed_key, run_key, run_parts_key
+from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
 from jobs.runs.redis_state.lock import transact
-from jobs.runs.redis_state.state_values import PartCount
 from jobs.runs.redis_state.totals import PARTS, TOTALS, add_part, store_totals
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
 
 if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
+
+
+#: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
+MAX_OF_PART, MAX_PARTS = 5, 1000
+
+
+def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
+    """Keep a part's reasons; without any, forget what was kept of an earlier one."""
+    key = run_errors_key(run)
+    with connection.pipeline() as pipe:
+        pipe.hdel(key, str(shard))
+        pipe.hlen(key)
+        _, length = pipe.execute()
+        if reasons.rows and length < MAX_PARTS:
+            pipe.hset(key, str(shard), reasons_text(reasons, MAX_OF_PART))
+            pipe.expire(key, RUN_TTL_S)
+            pipe.execute()
+
+
+def recorded_reasons(connection: Redis, run: str) -> Reasons:
+    """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
+    found: Any = connection.hgetall(run_errors_key(run))
+    return read_reasons(islice(found.values(), 2 * MAX_PARTS))
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys.
+    failed: shards whose jobs have failed for good, where that is kept (RunState.record_failed)."""
+
+    done: int
+    total: int | None
+    failed: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each shard has a part."""
+        return self.total is not None and self.done >= self.total
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing is left to run, and some of it has failed."""
+        return self.total is not None and self.failed > 0 and self.done + self.failed >= self.total
+
+
+@dataclass(frozen=True)
+class End:
+    """Whether a run is marked finished, and how often such a mark was withdrawn."""
+
+    finished: bool
+    withdrawals: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run is to be stopped, and the submission whose limit says so."""
+
+    reason: str
+    submission: int
+
 
 T = TypeVar("T")
 

@@ -15,9 +15,8 @@ from jobs.common.rq_jobs import JobQueue, JobStatus, executions_key, job_key, pr
 from jobs.context import JobContext
 from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.earlier_jobs import read_earlier
+from jobs.runs.redis_state.earlier_jobs import WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.redis_state.waiting_jobs import WaitingJobs
 
 if TYPE_CHECKING:
     from redis.client import Pipeline

@@ -22,11 +22,9 @@ from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.end_calls import ASKED_FOR, NO_CALLS, EndCalls
-from jobs.runs.redis_state.error_limit import DEFAULT_LIMIT, ErrorLimit
+from jobs.runs.redis_state.end_calls import ASKED_FOR, DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
 from jobs.runs.redis_state.lock import RunLock
-from jobs.runs.redis_state.recorded_parts import RecordedParts, part_count
-from jobs.runs.redis_state.state_values import End, PartCount, Verdict
+from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from math import isfinite
 from typing import Any
 
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.runs.statistics.lengths import BOUNDS
 from jobs.runs.statistics.part_stats import outcome_text
+from jobs.runs.statistics.run_statistics import BOUNDS
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --page: #fff;

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.job_results import last_error, last_value
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, queue_keys
+from jobs.common.rq_jobs import (
+    WORKER_PREFIX,
+    JobStatus,
+    job_key,
+    job_status,
+    last_error,
+    last_value,
+    queue_keys,
+)
 from jobs.errors import FAULT_PREFIX, InvalidValue
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.plans.plan import MAX_SHARDS
-from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.executions import num_held, silent_workers
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.statistics.part_stats import outcome_text

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from jobs.common import stored
-from jobs.common.job_results import last_error, last_result
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, queue_keys, results_key
+from jobs.common.rq_jobs import (
+    JobQueue,
+    JobStatus,
+    job_key,
+    job_status,
+    last_error,
+    last_result,
+    queue_keys,
+    results_key,
+)
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text

@@ -21,8 +21,8 @@ from jobs.cli import commands as cli
 from jobs.common.keys import held_key
 from jobs.errors import RunCancelled
 from jobs.runs.plans.names import part_name, shard_job_id
-from jobs.watch import cancel_job as module
-from jobs.watch.cancel_job import JobCancel, cancel_job
+from jobs.watch import job_actions as module
+from jobs.watch.job_actions import JobCancel, cancel_job
 from tests.forking import ForkedWorkers
 from tests.jobs.answering import score_parquet
 from tests.jobs.conftest import Invoke, MakeContext

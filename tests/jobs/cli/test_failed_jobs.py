@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.watch.failed_jobs import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
-from jobs.watch.requeue import requeue
+from jobs.watch.job_actions import requeue
 
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
 

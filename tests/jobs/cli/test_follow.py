@@ -14,7 +14,7 @@ from rq import Queue
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from jobs.cli.progress import LINE_EVERY_S, Bar, Lines
+from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot

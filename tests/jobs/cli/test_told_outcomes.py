@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 import jobs
 from jobs.context import Lease
-from jobs.context.checks.processes import Checks
+from jobs.context.check_processes import Checks
 from jobs.runs.end_notices import tell_failed
 from jobs.runs.refusals import RunFailed
 from jobs.watch.runs import list_runs, list_shards, read_run

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.tables.line_problems import PROBLEM

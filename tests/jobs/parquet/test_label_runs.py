@@ -15,7 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.context.answer_memo import AnswerMemo
+from jobs.context.answers import AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.parquet.shards.shard_labels import ShardLabels
 from jobs.parquet.shards.shard_requests import ShardRequests

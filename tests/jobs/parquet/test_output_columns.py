@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.context.shard_bytes import ShardBytes
+from jobs.context.shared_files import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
 from jobs.parquet.outputs.part import OUTPUT_FIELDS
 from jobs.runs.plans.plan import cut_shards

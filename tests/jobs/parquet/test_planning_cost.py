@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from jobs import errors
 from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.planning import folder_search as walk
-from jobs.parquet.planning.find_files import find_files
-from jobs.parquet.planning.folder_search import Walk
+from jobs.parquet.planning import find_files as walk
+from jobs.parquet.planning.find_files import Walk, find_files
 from jobs.parquet.planning.local_check import check_columns_here
+from jobs.runs.plans.prompt_steps import MAX_SHARD_PIECES
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.plans.template import MAX_SHARD_PIECES
 from tests.jobs.answering import run_task, score_parquet
 from tests.jobs.local_runs import Runs
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.context.answer import Answer
-from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
+from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout

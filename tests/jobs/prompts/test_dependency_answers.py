@@ -16,7 +16,7 @@ from rq.serializers import JSONSerializer
 from jobs.common.rq_jobs import NO_JSON_VALUE
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob
-from jobs.prompts.dependency_answers import TOGETHER, answer_of
+from jobs.prompts.templated_task import TOGETHER, answer_of
 from jobs.table import task_of
 from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task
 

@@ -12,10 +12,10 @@ import jobs
 from jobs import errors
 from jobs.context import JobContext
 from jobs.installed import check_sampling
-from jobs.prompts.answers.responses import text_completion
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, MAX_PROMPTS, Unusable
 from jobs.prompts.messages import MAX_MESSAGES
 from jobs.prompts.prompt_task import PROGRESS_AFTER_S, PROGRESS_EVERY_S, PromptTask
+from jobs.prompts.responses import text_completion
 from jobs.table import ALLOWED_FUNCTIONS, own_function, task_of
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, opened_task, refuse, run_task, shout

@@ -12,9 +12,9 @@ import pytest
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.answer_memo import AnswerMemo
-from jobs.context.checks.options import CHAT_REPAIR, PROMPT_REPAIR
-from jobs.context.checks.processes import Checks
+from jobs.context.answers import AnswerMemo
+from jobs.context.check_options import CHAT_REPAIR, PROMPT_REPAIR
+from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.prompts.attempts import attempt_seed
 from jobs.tasks import Request

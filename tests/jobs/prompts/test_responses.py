@@ -20,8 +20,8 @@ from engine import Engine, EngineConfig, SamplingParams
 from jobs import errors
 from jobs.context import JobContext
 from jobs.installed import check_sampling
-from jobs.prompts.answers.tool_calls import parse_tool_calls
 from jobs.prompts.messages import normal_messages
+from jobs.prompts.responses import parse_tool_calls
 from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.jobs.answering import FakeCompletion, opened_task, run_task

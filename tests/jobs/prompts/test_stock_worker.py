@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs.context import JobContext
-from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import InvalidJob
 from tests.jobs.answering import MODEL, opened_task
 from worker import stock_worker

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.context.prompt_meter import PromptMeter
+from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.runs.watching.dry_run import NUM_TRIED, estimate
 from jobs.runs.watching.trials import Trial, Tried

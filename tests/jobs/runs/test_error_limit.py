@@ -11,7 +11,7 @@ from redis import Redis
 import jobs
 from jobs.cli import waiting
 from jobs.errors import InvalidValue
-from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs

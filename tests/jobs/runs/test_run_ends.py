@@ -20,11 +20,10 @@ from jobs.common.rq_jobs import executions_key
 from jobs.context import Lease
 from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled
 from jobs.parquet.outputs import run_folder
-from jobs.runs import post_end
+from jobs.runs import end_notices
 from jobs.runs.control import submit_run
-from jobs.runs.end_notices import tell_failed
+from jobs.runs.end_notices import PAUSES_S, post_run_end, tell_failed
 from jobs.runs.plans.names import plan_job_id, shard_job_id
-from jobs.runs.post_end import PAUSES_S, post_run_end
 from jobs.runs.redis_state.end_calls import EndCalls
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
 from jobs.table import own_function
@@ -232,7 +231,7 @@ def test_a_webhook_is_posted_until_it_is_taken(
 ) -> None:
     def post(*statuses: int) -> tuple[Any, list[float]]:
         answers, pauses = iter(statuses), list[float]()
-        monkeypatch.setattr(post_end, "call_webhook", lambda *_, **__: next(answers))
+        monkeypatch.setattr(end_notices, "call_webhook", lambda *_, **__: next(answers))
         return post_run_end(make_context(), WEBHOOK, {"run": "x"}, pauses.append), pauses
 
     assert post(503, 429, 204) == ({"status": 204}, list(PAUSES_S[:2]))

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.common.json_text import to_json
+from jobs.common.display import to_json
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli import verify_command
-from jobs.context.checks.processes import Checks
+from jobs.cli import report_command
+from jobs.context.check_processes import Checks
 from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
 from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.runs.watching.trials import Trial
@@ -182,7 +182,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[Trial]:
         except JobsError as error:
             raise TrialFailed(str(error)) from None
 
-    monkeypatch.setattr(verify_command, "try_job", try_job)
+    monkeypatch.setattr(report_command, "try_job", try_job)
     return seen
 
 

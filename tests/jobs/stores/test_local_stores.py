@@ -19,8 +19,8 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import local_files
+from jobs.parquet.files.filesystem import NotExclusive
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.files.store_errors import NotExclusive
 from jobs.parquet.outputs.part import part_stats, write_part
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec

@@ -26,7 +26,7 @@ from obstore.store import MemoryStore
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.files import object_files, store_errors
+from jobs.parquet.files import filesystem, object_files
 from jobs.parquet.files.listing_child import listing
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
@@ -190,10 +190,10 @@ def test_a_store_that_fails_for_moments_costs_nothing(
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
-        ("403", store_errors.StoreRefused, "in.parquet refuses it .AccessDenied"),
-        ("expired", store_errors.StoreRefused, r"refuses it .ExpiredToken\)"),
-        ("503", store_errors.StoreUnreachable, "503 Service Unavailable"),
-        ("cut", store_errors.StoreUnreachable, "TOKENMILL_FILE_TIMEOUT_S"),
+        ("403", filesystem.StoreRefused, "in.parquet refuses it .AccessDenied"),
+        ("expired", filesystem.StoreRefused, r"refuses it .ExpiredToken\)"),
+        ("503", filesystem.StoreUnreachable, "503 Service Unavailable"),
+        ("cut", filesystem.StoreUnreachable, "TOKENMILL_FILE_TIMEOUT_S"),
     ],
 )
 def test_a_store_that_goes_on_failing_fails_the_run_by_name(
@@ -209,7 +209,7 @@ def test_a_store_that_goes_on_failing_fails_the_run_by_name(
 def test_a_bucket_that_is_not_there_is_told(s3: S3, context: JobContext) -> None:
     elsewhere = replace(context, data_roots=("s3://no-such-bucket", ROOT))
     spec = spec_of("s3://no-such-bucket/in.parquet")
-    with pytest.raises(store_errors.BucketNotFound, match="NoSuchBucket"):
+    with pytest.raises(filesystem.BucketNotFound, match="NoSuchBucket"):
         plan_run(elsewhere, Storage.of(elsewhere), spec, Submission("bulk"))
 
 
@@ -220,7 +220,7 @@ def test_a_store_that_overwrites_what_is_there_is_refused(
     monkeypatch.setattr(object_files, "_fit", set())
     copy = obstore.copy
     monkeypatch.setattr(object_files.obstore, "copy", lambda *each, overwrite=True: copy(*each))
-    with pytest.raises(store_errors.StoreUnfit, match="If-None-Match"):
+    with pytest.raises(filesystem.StoreUnfit, match="If-None-Match"):
         plan_run(context, Storage.of(context), spec_of(f"{ROOT}/in.parquet"), Submission("bulk"))
     assert s3.names("data/out") == []
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from engine import Completion
-from jobs.context.checks.processes import Checks
+from jobs.context.check_processes import Checks
 from jobs.tasks import OpenTask
 from worker.engine_thread.orders import Abort, Add, Order
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState

@@ -14,9 +14,9 @@ from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jobs.common.json_text import to_json
+from jobs.common.display import to_json
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
-from jobs.prompts.templates.jinja_texts import TemplateProblem
+from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
 #: What has a text.

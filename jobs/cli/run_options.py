@@ -7,10 +7,7 @@ from typing import Any
 
 import click
 
-from jobs.cli.options.check_options import CHECK_OPTIONS
-from jobs.cli.options.json_option import json_value
-from jobs.cli.options.sampling_options import sampling_options
-from jobs.cli.options.submit_options import assignments, column_list, label_list
+from jobs.cli.options import CHECK_OPTIONS, assignments, column_list, json_value, label_list, sampling_options
 from jobs.runs.plans.embedding_options import TASKS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from jobs.context.checks.options import RepairOptions
+from jobs.context.check_options import RepairOptions
 from jobs.errors import InvalidJob
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
@@ -20,7 +20,7 @@ DEFAULT_LIMIT_S = 5.0
 #: The same of importing a function, and of compiling a schema or a pattern.
 BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
 
-_TASK = "jobs.context.checks.child:check"
+_TASK = "jobs.context.check_child:check"
 
 
 class Checks:

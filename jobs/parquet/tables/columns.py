@@ -1,0 +1,85 @@
+"""Kinds of columns that several of Arrow's types are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from jobs.parquet.tables.line_problems import PROBLEM
+from jobs.runs.plans.partitions import AddedColumn
+from jobs.runs.plans.spec import RunSpec
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are texts; a column of nulls alone may be meant as one."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_null(kind)
+    )
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return is_bytes(kind.value_type)
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+class ColumnChoice(NamedTuple):
+    """Columns by name, or (`names` is None) all of a file but some."""
+
+    names: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+
+    def of(self, found: Sequence[str]) -> list[str] | None:
+        """Return those of a file's columns that are chosen; None for all."""
+        if self.names is not None:
+            return [*self.names, *(name for name in found if name == PROBLEM)]
+        return [name for name in found if name not in self.without] if self.without else None
+
+
+ALL_COLUMNS = ColumnChoice()
+
+
+def kept(spec: RunSpec, added: Collection[str]) -> ColumnChoice:
+    """Return what parts hold of a file. added: columns that are in none, which come behind the files' own."""
+    if spec.keep is not None:
+        return ColumnChoice(tuple(name for name in spec.keep if name not in added))
+    return ColumnChoice(without=tuple(name for name in spec.drop or () if name not in added))
+
+
+_TYPES = {"int64": pa.int64(), "string": pa.string()}
+
+
+def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
+    """Return a file's schema and metadata with the added columns behind its own."""
+    fields = [pa.field(column.name, _TYPES[column.type]) for column in columns]
+    return pa.schema([*schema, *fields], metadata=schema.metadata)
+
+
+def with_added_values(
+    batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]
+) -> pa.RecordBatch:
+    """Append a file's values to a batch of its rows."""
+    if not columns:
+        return batch
+    schema = with_added_fields(batch.schema, columns)
+    added = [
+        pa.repeat(pa.scalar(value, _TYPES[column.type]), batch.num_rows)
+        for column, value in zip(columns, values, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)

@@ -1,1 +1,0 @@
-"""OpenAI's response objects, made of completions."""

@@ -1,0 +1,339 @@
+"""OpenAI's response shapes, built from completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from jobs.errors import RequestFailed
+from jobs.prompts.attempts import Attempted, num_generated
+from jobs.prompts.response_options import ResponseOptions
+from jobs.tasks import Completion, Logprob
+
+#: What stands for minus infinity, which JSON has not; vLLM's.
+LOWEST = -9999.0
+
+#: What a token that is a part of a character is shown as.
+INCOMPLETE = "\ufffd"
+
+TokenLogprobs = Mapping[int, Logprob]
+
+
+def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
+    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none.
+
+    `text_offset` counts the characters of the tokens before.
+    """
+    rows: list[tuple[str, TokenLogprobs | None]] = []
+    if echo:
+        of_prompt = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
+        rows += zip(sample.prompt_tokens or (), of_prompt, strict=True)
+    if not prompt_only:
+        rows += [(_own(row).decoded_token, row) for row in sample.logprobs or ()]
+    offsets, length = [], 0
+    for token, _ in rows:
+        offsets.append(length)
+        length += len(token)
+    return {
+        "tokens": [token for token, _ in rows],
+        "token_logprobs": [None if row is None else _shown(_own(row)) for _, row in rows],
+        "top_logprobs": [None if row is None else _by_text(row.values()) for _, row in rows],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    """`logprobs` of a chat.completion's choice, with so many of the likeliest tokens beside each."""
+    return {
+        "content": [
+            {
+                **_entry(_own(row)),
+                "top_logprobs": [
+                    _entry(each)
+                    for each in sorted(row.values(), key=lambda each: each.rank)
+                    if each.rank <= num_top
+                ],
+            }
+            for row in rows
+        ],
+        "refusal": None,
+    }
+
+
+def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs` of a choice: for each token of the prompt, by token id."""
+    return [
+        None
+        if row is None
+        else {
+            str(token_id): {"logprob": _shown(each), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token_id, each in row.items()
+        }
+        for row in rows
+    ]
+
+
+def _own(row: TokenLogprobs) -> Logprob:
+    """Of the token that stands there: the engine names it first."""
+    return next(iter(row.values()))
+
+
+def _shown(each: Logprob) -> float:
+    return max(each.logprob, LOWEST)
+
+
+def _by_text(entries: Iterable[Logprob]) -> dict[str, float]:
+    """By the tokens' texts; of several with one text the likeliest."""
+    found: dict[str, float] = {}
+    for each in sorted(entries, key=lambda each: each.rank):
+        found.setdefault(each.decoded_token, _shown(each))
+    return found
+
+
+def _entry(each: Logprob) -> dict[str, Any]:
+    token = each.decoded_token
+    return {
+        "token": token,
+        "logprob": _shown(each),
+        "bytes": None if INCOMPLETE in token else list(token.encode()),
+    }
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+LLAMA_TAG = "<|python_tag|>"
+
+_DECODER = json.JSONDecoder()
+
+
+def parse_tool_calls(text: str) -> tuple[list[dict[str, Any]], str]:
+    """The functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
+    calls, content = _hermes(text)
+    if calls:
+        return calls, content.strip()
+    calls = _llama(text)
+    return (calls, "") if calls else ([], text)
+
+
+def with_ids(calls: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
+    """OpenAI's `tool_calls`. seed: names the answer, so that ids are the same whenever it is given."""
+    return [
+        {
+            "id": "call_" + blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest(),
+            "type": "function",
+            "function": function,
+        }
+        for number, function in enumerate(calls)
+    ]
+
+
+def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
+    calls, kept, at = [], [], 0
+    while (place := text.find(OPEN, at)) >= 0:
+        kept.append(text[at:place])
+        found = _value_at(text, place + len(OPEN))
+        function = None if found is None else _function(found[0])
+        at = place + len(OPEN)
+        if found is not None and function is not None:
+            rest = text[found[1] :]
+            behind = len(rest) - len(rest.lstrip())
+            if rest.startswith(CLOSE, behind) or behind == len(rest):
+                calls.append(function)
+                at = min(len(text), found[1] + behind + len(CLOSE))
+                continue
+        kept.append(OPEN)
+    return calls, "".join((*kept, text[at:]))
+
+
+def _llama(text: str) -> list[dict[str, Any]]:
+    """All calls of a text that holds nothing else; none of any other."""
+    text = text.strip().removeprefix(LLAMA_TAG).strip()
+    calls, at = [], 0
+    while at < len(text):
+        found = _value_at(text, at)
+        if found is None:
+            return []
+        value, at = found
+        for each in value if isinstance(value, list) else [value]:
+            function = _function(each)
+            if function is None:
+                return []
+            calls.append(function)
+        while at < len(text) and (text[at].isspace() or text[at] == ";"):
+            at += 1
+    return calls
+
+
+def _value_at(text: str, at: int) -> tuple[Any, int] | None:
+    """The JSON value that stands there, behind blanks, and where it ends."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _function(call: Any) -> dict[str, Any] | None:
+    """A function's name and its arguments as JSON; None for what is no call."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        found = _value_at(arguments, 0)
+        arguments = None if found is None or arguments[found[1] :].strip() else found[0]
+    if not isinstance(arguments, Mapping) or not _is_valid(call["name"]):
+        return None
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN, or a number beyond all that JSON's readers hold
+        return None
+    # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
+    return {"name": call["name"], "arguments": written if _is_valid(written) else json.dumps(arguments)}
+
+
+def _is_valid(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+PLAIN = ResponseOptions()
+
+#: The samples of each request, in request order; samples ordered by their index.
+Answers = Sequence[Sequence[Completion]]
+
+
+def text_completion(
+    answers: Answers, *, job_id: str, model: str, created: int, options: ResponseOptions = PLAIN
+) -> dict[str, Any]:
+    """Return a `text_completion`; choices run over prompts, then samples. created: Unix time in seconds.
+
+    The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
+    """
+    choices = []
+    for number, sample in _numbered(answers):
+        text = "" if options.prompt_only else sample.text
+        choice = {"index": number, "text": (sample.prompt_text or "") + text, **_ending(sample)}
+        if sample.error is None and options.num_top is not None:
+            choice["logprobs"] = text_logprobs(sample, echo=options.echo, prompt_only=options.prompt_only)
+        if sample.reasoning is not None:
+            choice["reasoning"] = sample.reasoning
+        choices.append(choice | _of_prompt(sample, options))
+    response = _response("cmpl", "text_completion", choices, answers, job_id, model, created)
+    if options.prompt_only:
+        usage = response["usage"]
+        response["usage"] = usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    return response
+
+
+def chat_completion(
+    answers: Answers,
+    *,
+    job_id: str,
+    model: str,
+    created: int,
+    options: ResponseOptions = PLAIN,
+    has_tools: bool = False,
+) -> dict[str, Any]:
+    """Return a `chat.completion`, one choice for each sample. created: Unix time in seconds.
+
+    has_tools: calls of tools in a text become `tool_calls`. A message has its `reasoning` where there is any.
+    """
+    choices = []
+    for number, sample in _numbered(answers):
+        choice = {"index": number, **_ending(sample)}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if sample.reasoning is not None:
+            message["reasoning"] = sample.reasoning
+        calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = with_ids(calls, f"{job_id}/{number}")
+            if sample.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+        if sample.logprobs is not None and options.num_top is not None:
+            choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
+        choices.append({**choice, "message": message} | _of_prompt(sample, options))
+    return _response("chatcmpl", "chat.completion", choices, answers, job_id, model, created)
+
+
+@dataclass(frozen=True)
+class FailedCompletion:
+    """A sample of a prompt that failed."""
+
+    error: str
+    index: int = 0
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    finish_reason: str = "error"
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: None = None
+    prompt_logprobs: None = None
+    reasoning: None = None
+    prompt_text: None = None
+    prompt_tokens: None = None
+    loglikelihoods: None = None
+    embedding: None = None
+
+
+def check_answers(answers: Answers) -> None:
+    """Raise RequestFailed where every prompt failed; one of several fails its own choices only."""
+    failures = [samples[0].error for samples in answers if samples[0].finish_reason == "error"]
+    if len(failures) == len(answers):
+        raise RequestFailed(0, failures[0])
+
+
+def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
+    return list(enumerate(sample for samples in answers for sample in samples))
+
+
+def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, where they were asked for by that name; what its attempts came to."""
+    tried: dict[str, Any] = {}
+    if isinstance(sample, Attempted):
+        tried = {"attempts": sample.attempts, "check_error": sample.check_error}
+    if options.echo or sample.prompt_logprobs is None:
+        return tried
+    return {"prompt_logprobs": prompt_logprobs(sample.prompt_logprobs), **tried}
+
+
+def _ending(sample: Completion) -> dict[str, Any]:
+    ending: dict[str, Any] = {"finish_reason": sample.finish_reason, "logprobs": None}
+    return ending if sample.error is None else {**ending, "error": sample.error}
+
+
+def _response(
+    prefix: str,
+    kind: str,
+    choices: list[dict[str, Any]],
+    answers: Answers,
+    job_id: str,
+    model: str,
+    created: int,
+) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{job_id}",
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage(answers),
+    }
+
+
+def usage(answers: Answers) -> dict[str, Any]:
+    """Count each prompt once, however many samples it has, as OpenAI does."""
+    prompt_tokens = sum(samples[0].num_prompt_tokens for samples in answers)
+    completion_tokens = sum(num_generated(sample) for samples in answers for sample in samples)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(samples[0].num_cached_tokens for samples in answers)},
+    }

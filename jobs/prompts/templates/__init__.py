@@ -1,1 +1,0 @@
-"""Jinja templates, rendered in child processes."""
