@@ -1,4 +1,4 @@
-"""What the page's buttons do."""
+"""What the page's buttons do, and the words that say what came of it."""
 
 from __future__ import annotations
 

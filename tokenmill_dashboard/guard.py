@@ -1,4 +1,4 @@
-"""Who gets an answer, and what an answer may do in the browser.
+"""Who gets an answer, for how long a connection is kept, and what an answer may do in the browser.
 
 A browser lets any page send requests to 127.0.0.1, and a name that its owner points there (DNS rebinding)
 lets that page read the answers: so only requests to our own names are answered. Where a token is set, a

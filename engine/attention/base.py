@@ -1,4 +1,4 @@
-"""The seam between the model and the kernels of one kind."""
+"""The seam between the model and the kernels of one kind, and what one forward pass reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DecodeState: the rows of a decode batch as the device keeps them from step to step."""
+"""DecodeState: the rows of a decode batch as the device keeps them, and what the host writes to them."""
 
 from __future__ import annotations
 

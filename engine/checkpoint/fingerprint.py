@@ -1,4 +1,4 @@
-"""What tells one served model from another: its files, and the dtype it computes in."""
+"""What tells one served model from another: its files, by their headers, and the dtype it computes in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized weights as a model sees them: `x.weight`, where the files hold x's numbers, scales and so on."""
+"""Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), unpacked when a model reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling a kernel, once for each machine, and running it on torch's threads."""
+"""Compiling a kernel once for each machine, keeping it where nobody else may write, and running it."""
 
 from __future__ import annotations
 

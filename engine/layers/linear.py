@@ -1,4 +1,4 @@
-"""Linear layers: whole, split by output rows, or split by input columns over the ranks."""
+"""Linear layers: whole or split over ranks, in oneDNN's packed layout, or in 8 bits."""
 
 from __future__ import annotations
 

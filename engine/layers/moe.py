@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few gated MLPs for each token."""
+"""Mixture of experts: a router chooses a few gated MLPs for each token, computed in groups of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and how long contexts change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual stream, and the products between which it travels."""
+"""The residual stream, with the norms, activations and products between which it travels."""
 
 from __future__ import annotations
 

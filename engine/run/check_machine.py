@@ -1,4 +1,4 @@
-"""What of a machine an engine would use: GPU or processors, memory, folders for kernels."""
+"""Checks of the machine before anything is loaded: GPU or processors, memory, folders for kernels."""
 
 from __future__ import annotations
 

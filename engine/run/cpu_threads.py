@@ -1,4 +1,4 @@
-"""CpuThreads: as many of torch's threads as there are processors that others leave to this process.
+"""Torch's threads on a CPU: as many as there are processors that others leave to this process.
 
 A product is cut into equal parts, one for each thread, and waits for the slowest. Where another process takes
 one of the processors, that part comes late every time, and fewer threads are done sooner.

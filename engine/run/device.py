@@ -1,4 +1,4 @@
-"""Which device a configuration's name stands for on this machine."""
+"""The device that a configuration names, and what is left of a GPU for the KV pool."""
 
 from __future__ import annotations
 

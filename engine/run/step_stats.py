@@ -1,4 +1,4 @@
-"""What steps took, and how many sequences they had."""
+"""Figures of steps: what they took, how many sequences they had, and the progress bar of `generate`."""
 
 from __future__ import annotations
 

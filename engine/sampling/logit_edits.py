@@ -1,4 +1,4 @@
-"""LogitEdits: what to change of a step's logits before tokens are chosen, and how it is put together."""
+"""Edits of logits before tokens are chosen: what a request asks for, and what a step makes of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sampling values that hold several: stop strings, words, token ids, biases. Each as a tuple, or a mapping,
-that nobody changes and that can be a key."""
+"""Checks of single sampling values: ranges, lists, and the form that a text must have."""
 
 from __future__ import annotations
 

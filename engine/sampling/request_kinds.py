@@ -1,4 +1,4 @@
-"""PoolingParams: the kind of request that asks for a text's embedding."""
+"""The kinds of requests beside generation: PoolingParams for embeddings, ScoringParams for likelihoods."""
 
 from __future__ import annotations
 

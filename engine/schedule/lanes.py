@@ -1,4 +1,4 @@
-"""WaitingLanes: the sequences that hold neither slot nor blocks, lane by lane."""
+"""The sequences that wait, lane by lane, and those that run; which lane's turn it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepBatch: a step's tokens as host arrays, cut out of the slot table, and how its rows are to be sampled.
+"""StepBatch: a step's tokens as host arrays, cut out of the slot table, with edits and forced tokens.
 
 Numpy alone: it becomes a ForwardBatch where the model is, in the same process or in each rank of a
 tensor-parallel engine.

@@ -1,4 +1,4 @@
-"""Grammars: what requests ask of their texts, compiled, each form once for all that ask it."""
+"""Grammars: what requests ask of their texts, tried in a process apart, then compiled once for each form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matcher: follows one completion through its grammar, and says which tokens may come next."""
+"""Matcher: follows a completion through its grammar; masks of a step, jumps where one way is left."""
 
 from __future__ import annotations
 

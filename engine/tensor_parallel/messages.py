@@ -1,4 +1,4 @@
-"""What driver and ranks say to each other: a kind and some numpy arrays, as bytes. Nothing is pickled.
+"""Messages between driver and ranks over a socket: a kind and some arrays, as bytes, never pickled.
 
 A message is a prefix of three int64 (kind, number of arrays, bytes that follow), then for each array four
 int64 (dtype, dimensions, and its shape, 1 where it has no second one), then the arrays, each where `starts`

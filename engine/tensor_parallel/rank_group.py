@@ -1,4 +1,4 @@
-"""RankGroup: the driver's side of a tensor-parallel engine, in the place of a ModelRunner."""
+"""RankGroup: the driver's side of a tensor-parallel engine: starts ranks, sends steps, takes tokens."""
 
 from __future__ import annotations
 

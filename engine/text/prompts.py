@@ -1,4 +1,4 @@
-"""PromptReader: checks a prompt, text or token ids, before any of it reaches the scheduler."""
+"""PromptReader: checks a prompt before it reaches the scheduler; continuations of one as tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `tokenmill submit` as the arguments of a run."""
+"""The options of `tokenmill submit`, and the arguments of a run that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenmill report`: a finished run's page, written again."""
+"""`tokenmill report` writes a finished run's page again; `tokenmill verify` computes rows of one again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed of a run's state, and why its jobs have failed."""
+"""What is printed of a run: its state, its progress as a bar or lines, and tables."""
 
 from __future__ import annotations
 

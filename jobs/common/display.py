@@ -1,4 +1,4 @@
-"""What a message may repeat of a value, and how: arguments hold prompts, and names are what others chose."""
+"""Values as messages and prompts may show them: arguments hold prompts, and names are what others wrote."""
 
 from __future__ import annotations
 

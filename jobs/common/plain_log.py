@@ -1,4 +1,4 @@
-"""Keeps each record of the log one line that a terminal shows as it is, whatever producers wrote."""
+"""The log: its formats, and each record on one line that a terminal shows as it is."""
 
 from __future__ import annotations
 

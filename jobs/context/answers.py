@@ -1,4 +1,4 @@
-"""The answer of a row."""
+"""The answer of a row, and a memory of answers so that shards of one process compute each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that a process serves: what a run is pinned to, and what answers, parts and manifests name."""
+"""The model that a process serves: its names and identity, and what it tells of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shards that one process runs share of their run's files: plan, fingerprints, and open readers."""
+"""What the shards of one process share: plans, fingerprints, open readers, and the memory that they take."""
 
 from __future__ import annotations
 

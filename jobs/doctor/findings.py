@@ -1,4 +1,4 @@
-"""What a check has found, and what is to be done about it."""
+"""Findings: what a check has found and what mends it; checks of the installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reaching Redis, and what a server says of itself."""
+"""Checks of Redis: whether it answers, loses nothing, and lets its user do what a role needs."""
 
 from __future__ import annotations
 

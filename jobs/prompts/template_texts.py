@@ -1,4 +1,4 @@
-"""What a template of any kind looks like from outside."""
+"""The texts of a template, of braces or of Jinja, which children compile and render."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are templates over the answers of the jobs that a job depends on."""
+"""Prompts that are templates over the answers of the jobs that a job depends on, read from Redis."""
 
 from __future__ import annotations
 

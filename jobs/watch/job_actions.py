@@ -1,4 +1,4 @@
-"""Puts failed jobs back on their queues, without looking at what a job holds.
+"""Puts failed jobs back on their queues, and cancels single jobs, without looking at what a job holds.
 
 RQ's own command reads jobs with pickle unless it is called with `-S json`, and a pickle that somebody wrote
 runs as whoever reads it.

@@ -1,4 +1,4 @@
-"""How many jobs are where in RQ's queues: their keys are counted, and no job is read."""
+"""How many jobs are where in RQ's queues, counted by keys; the queues that runs are on."""
 
 from __future__ import annotations
 

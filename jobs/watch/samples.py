@@ -1,4 +1,4 @@
-"""What each worker tells of itself: how it stands now, and points of an hour for charts.
+"""Workers as they show themselves: how each stands now, points of an hour for charts, RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
 `tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. Anybody may have written

@@ -1,4 +1,4 @@
-"""StaticRows: the memory behind the rows that graphs read, and how the host writes to it."""
+"""The rows of a decode batch on the device: which sequence has which, and the memory that graphs read."""
 
 from __future__ import annotations
 

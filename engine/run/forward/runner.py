@@ -1,4 +1,4 @@
-"""Runner: the seam between the stepper and whatever computes its steps."""
+"""Runner: the seam between the stepper and whatever computes its steps, and the tokens it gives at once."""
 
 from __future__ import annotations
 

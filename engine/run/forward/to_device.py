@@ -1,4 +1,4 @@
-"""Where a step leaves the host: its arrays go to the model's device, and the step before fills their gaps."""
+"""A step on its way to the device, and the pooling of its hidden states there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of the place where its files lie, whatever that place is."""
+"""What a run needs of the place where its files lie, and what such a place can fail with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+"""Files in object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
 
 A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
 `publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its

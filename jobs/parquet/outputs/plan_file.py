@@ -1,4 +1,4 @@
-"""A run's plan in its folder: written once without replacing, and replaced where the run is extended."""
+"""A run's plan and manifest in its folder: written once, replaced where the run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of a shard while they are held: equal ones once, and no more than may be."""
+"""The prompts of a shard's rows, rendered ahead of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of columns that several of Arrow's types are."""
+"""Columns of a table: their types, the ones that are kept, and the ones that are added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of a column's rows in Python's types, or why there is none."""
+"""A row's values, nested ones too, as prompts and outputs show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's task: completions, or embeddings and what those go together with. Needs no pyarrow."""
+"""Options of a run that asks for embeddings or labels, and what they go together with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's earlier jobs, read field by field: RQ's `Job.fetch` unpacks all that stands in their hashes.
+"""A run's earlier jobs, read field by field, and which of its jobs stand on a queue.
 
 A few KB that anybody wrote there unpack to gigabytes, and one field that it cannot read hides all others.
 """

@@ -1,4 +1,4 @@
-"""Whom a submission wants told of its run's end: a host by HTTP, a function of the user's, or both."""
+"""What a submission wishes of its run's end: whom to tell, and how many errors stop it."""
 
 from __future__ import annotations
 

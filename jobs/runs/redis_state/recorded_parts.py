@@ -1,4 +1,4 @@
-"""The record of a run's parts in Redis: which are there, and how many that makes."""
+"""The record of a run's parts in Redis: which are there, what they count, and why rows failed."""
 
 from __future__ import annotations
 
