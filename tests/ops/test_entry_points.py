@@ -30,7 +30,7 @@ def refused_by(version: str) -> dict[str, str]:
     """What is installed here by the constraints and does not take that Python."""
     pins = {line.partition("==")[0] for line in (ROOT / "ops/constraints.txt").read_text().splitlines()}
     pinned = {canonicalize_name(name) for name in pins}
-    found = {each.name: each.metadata["Requires-Python"] for each in distributions()}
+    found = {each.name: each.metadata.get("Requires-Python") for each in distributions()}
     return {
         name: wanted
         for name, wanted in found.items()
