@@ -140,6 +140,21 @@ DAMAGES = [
 ]
 
 
+def test_an_id_that_is_no_text_stops_neither_the_worker_nor_other_jobs(workers: Workers) -> None:
+    """No client of RQ's can enqueue one, but a producer's rules let it write the keys."""
+    odd, bulk = b"\xff", workers.queue("bulk")
+    copied = workers.redis.hgetall(bulk.enqueue("jobs.complete", "a", max_tokens=1).key)
+    workers.redis.hset(b"rq:job:" + odd, mapping=copied)
+    workers.redis.lpush("rq:queue:bulk", odd)
+    workers.redis.rpush("rq:queue:bulk:intermediate", odd)
+    workers.redis.zadd("rq:wip:bulk", {odd: 1, odd + b":" + odd: 1})
+    workers.redis.hset("tokenmill:held:bulk", mapping={odd: "", odd + b":" + odd: ""})
+    job = bulk.enqueue("jobs.complete", "b", max_tokens=1)
+    workers.burst()
+    assert text_of(workers.result(job)) == "echo:b"
+    workers.redis.flushall()  # nobody can let go of what has no name
+
+
 def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers) -> None:
     bad, good = [], []
     for field, value in DAMAGES:

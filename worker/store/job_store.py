@@ -59,7 +59,7 @@ class Dependents:
         found: Any = self._client.sscan(ended.dependents_key, cursor, count=PAGE)
         following, members = int(found[0]), found[1]
         calls = []
-        for dependent in self._fetch([member.decode() for member in members]):
+        for dependent in self._fetch([member.decode(errors="replace") for member in members]):
             if self._may_run(dependent, ended):
                 front = bool(dependent.enqueue_at_front)
                 ids = {"queue": dependent.origin, "id": dependent.id, "ended_id": claimed.job_id}
@@ -337,7 +337,7 @@ class JobStore:
                 for name, members in zip(queue_names, pipe.execute(), strict=True)
                 for member in members
             ]
-        found = [(name, *member.decode().rsplit(":", 1)) for name, member in held]
+        found = [(name, *member.decode(errors="replace").rpartition(":")[::2]) for name, member in held]
         with self._client.pipeline(transaction=False) as pipe:
             for _, job_id, execution_id in found:
                 pipe.ttl(execution_key(job_id, execution_id))

@@ -60,13 +60,13 @@ class StockJobs:
     def _started(self, queue: str) -> list[EarlierJob]:
         members: Any = self._client.zrangebyscore(queue_keys(queue).started, 0, self._clock(), 0, _MOST)
         why = "the worker that ran it is gone"
-        ids = [member.decode().rpartition(":") for member in members]
+        ids = [member.decode(errors="replace").rpartition(":") for member in members]
         return [EarlierJob(queue, job_id, execution_id, why) for job_id, _, execution_id in ids]
 
     def _intermediate(self, queue: str) -> list[EarlierJob]:
         key, moment = queue_keys(queue).popped, self._clock()
         found: Any = self._client.lrange(key, 0, _MOST - 1)
-        ids = [job_id.decode() for job_id in found]
+        ids = [job_id.decode(errors="replace") for job_id in found]
         with self._client.pipeline(transaction=False) as pipe:
             for job_id in ids:
                 pipe.zcard(executions_key(job_id))

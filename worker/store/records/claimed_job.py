@@ -103,8 +103,13 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
 
     max_job_bytes: of the payload, unpacked.
     """
-    job_id, execution_id, fields, deaths = reply[0].decode(), reply[1].decode(), reply[2], reply[3]
-    left_before = reply[4].decode() if len(reply) > 4 else ""
+    job_id, execution_id, fields, deaths = (
+        reply[0].decode(errors="replace"),
+        reply[1].decode(),
+        reply[2],
+        reply[3],
+    )
+    left_before = reply[4].decode(errors="replace") if len(reply) > 4 else ""
     record = JobRecord()
     damage: Exception | None = None
     try:
