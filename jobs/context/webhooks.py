@@ -157,6 +157,9 @@ class _TimedSocket(io.RawIOBase):
         self._sock.settimeout(self._left())
         self._sock.sendall(data)
 
+    def close(self) -> None:
+        """Stay open: http.client closes this while the answer's reader still refers to it."""
+
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)
 

@@ -87,9 +87,9 @@ def test_bombs_fail_by_name_and_take_little_memory(workers: RealWorkers) -> None
     schema = score("one.parquet", "schema", check={"json": {"allOf": [True] * 170_000}})
     for job in (*runs.values(), lines, jinja, schema):
         workers.result(job, 300)
+    planned = (runs["page.parquet"], runs["nulls.parquet"], lines, jinja)
     shards = [
-        Job.fetch(f"{runs[name].return_value()['run']}-00000", workers.redis, serializer="json")
-        for name in ("page.parquet", "nulls.parquet")
+        Job.fetch(f"{each.return_value()['run']}-00000", workers.redis, serializer="json") for each in planned
     ]
     for job in shards:
         workers.result(job, 300)
@@ -108,5 +108,5 @@ def test_bombs_fail_by_name_and_take_little_memory(workers: RealWorkers) -> None
     assert process.poll() is None
     assert most[0] - before < MOST_BYTES, most[0] - before
     for output, words in (("lines", "line 2 has more than the limit"), ("jinja", "the template")):
-        (part,) = (folder / output).glob("part-*") or [None]
+        (part,) = (folder / output).glob("part-*")
         assert words in str(pq.read_table(part)["error"].to_pylist()[-1])
