@@ -63,7 +63,7 @@ def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_p
     assert runs.ended_at is None
     assert queue.started_job_registry.get_job_ids() == [runs.id]
     assert [execution.job_id for execution in runs.get_executions()] == [runs.id]
-    assert workers.redis.hget("rq:worker:w", "current_job") == runs.id.encode()
+    wait_until(lambda: workers.redis.hget("rq:worker:w", "current_job") == runs.id.encode())
     (tmp_path / "go").touch()
     workers.result(waits)
     process.terminate()
