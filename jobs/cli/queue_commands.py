@@ -23,7 +23,7 @@ MAX_SHOWN = 5
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """Count the jobs in QUEUES, or in all queues.
 
-    Prints the workers, too, and what they set aside. Unlike `rq info` it reads no job, so no pickle, and
+    Prints the workers, too. Unlike `rq info` it reads no job, so no pickle, and
     changes nothing. Exits with 1 where a named queue does not exist.
     """
     with errors_told():

@@ -147,6 +147,7 @@ def test_an_id_that_is_no_text_stops_neither_the_worker_nor_other_jobs(workers: 
     workers.redis.hset(b"rq:job:" + odd, mapping=copied)
     workers.redis.lpush("rq:queue:bulk", odd)
     workers.redis.rpush("rq:queue:bulk:intermediate", odd)
+    workers.redis.set("rq:queue:bulk:intermediate:first_seen:\N{REPLACEMENT CHARACTER}", "soon")
     workers.redis.zadd("rq:wip:bulk", {odd: 1, odd + b":" + odd: 1})
     workers.redis.hset("tokenmill:held:bulk", mapping={odd: "", odd + b":" + odd: ""})
     job = bulk.enqueue("jobs.complete", "b", max_tokens=1)

@@ -236,7 +236,7 @@ class IoLoop:
             failures = [self._failure_of(duty, moment) for duty in self._duties]
             if not any(failures):
                 failures.append(self._failure_of(self._leave_if_done, moment))
-            for failure in filter(None, failures):
+            if failure := next(filter(None, failures), None):
                 raise failure
             self._backoff_s, self.redis_at = FIRST_BACKOFF_S, moment
         except RedisError as error:

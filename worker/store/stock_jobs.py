@@ -76,5 +76,13 @@ class StockJobs:
         return [
             EarlierJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
             for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
-            if not executions and moment - float(first) > _STUCK_S
+            if not executions and moment - _seconds(first, moment) > _STUCK_S
         ]
+
+
+def _seconds(text: Any, otherwise: float) -> float:
+    """Return the moment that a key holds; `otherwise` where a producer has written no number there."""
+    try:
+        return float(text)
+    except ValueError:
+        return otherwise

@@ -14,7 +14,7 @@ from worker.errors import BadPayload, TooLarge
 
 DEFAULT_MAX_JOB_BYTES = 4 << 20
 DEFAULT_MAX_HELD_BYTES = 64 << 20
-"""Of the jobs of one lane, see payload_budget.py."""
+"""Of the jobs of one lane, see packing.py."""
 
 MAX_HASH_FIELDS = 1000
 """RQ writes about 40, and user code may keep some of its own there."""
