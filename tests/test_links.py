@@ -20,6 +20,13 @@ def test_each_link_leads_somewhere(page: Path) -> None:
     assert [(str(path), anchor) for path, anchor in targets if anchor and anchor not in anchors(path)] == []
 
 
+def test_a_link_to_a_file_of_code_is_called_as_the_file_is() -> None:
+    """Else a page goes on naming a file that was merged into another."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    links = re.findall(r"\[`([^`]+\.(?:py|lua))`\]\(([^)#]+)\)", text)
+    assert [link for link in links if Path(link[0]).name != Path(link[1]).name] == []
+
+
 @cache
 def anchors(page: Path) -> set[str]:
     """The names by which GitHub and the site know the page's headings."""
