@@ -1,7 +1,5 @@
 """Engine: the public face. Requests go in, steps are taken, completions come out."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future

@@ -4,8 +4,6 @@
 batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from jobs.installed import run_own_function, run_task

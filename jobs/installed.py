@@ -3,8 +3,6 @@
 So a producer's `import jobs` loads neither, and a stock `rq worker` runs our jobs all the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points

@@ -4,8 +4,6 @@ Names are compared exactly: a pattern such as `jobs.*` would admit `jobs.os.syst
 name attribute by attribute.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

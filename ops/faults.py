@@ -4,8 +4,6 @@ Needs the test suite's dependencies and a Redis server's executable, and runs fr
 Full disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

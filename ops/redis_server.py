@@ -5,8 +5,6 @@ with `--wait` it returns when the server of RQ_REDIS_URL answers. It listens on 
 only its owner may enter: on a port without a password, any user of the machine could make it load a module.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import fcntl

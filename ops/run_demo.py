@@ -4,8 +4,6 @@
 answers are shown without being judged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ loses its target in the site, which has no such file, and keeps its text. One to
 warning, for which `mkdocs build --strict` fails.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path, PurePosixPath

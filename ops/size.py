@@ -3,8 +3,6 @@
 Lines are those of .py, .lua and .sh files, blank ones too. Entries of a folder leave `__init__.py` out.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The program of a child: it does one task after the other for the worker that started it."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os

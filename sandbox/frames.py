@@ -1,7 +1,5 @@
 """What a worker and its child send each other: a message in JSON, and bytes behind it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Pool: lends children, and starts others in the place of those that ended."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """One child process, as its worker has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

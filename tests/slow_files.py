@@ -4,8 +4,6 @@
 longer, also in the workers that tests start.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

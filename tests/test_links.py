@@ -1,7 +1,5 @@
 """Links between the Markdown files of the clone lead to files and headings that are there."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

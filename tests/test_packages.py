@@ -1,7 +1,5 @@
 """Producers load little, and files stay readable. `lint-imports` holds the layers (pyproject.toml)."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

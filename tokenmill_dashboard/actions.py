@@ -1,7 +1,5 @@
 """What the page's buttons do, and the words that say what came of it."""
 
-from __future__ import annotations
-
 from urllib.parse import unquote
 
 from redis import Redis

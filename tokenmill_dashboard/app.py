@@ -1,7 +1,5 @@
 """The page as an application: what is asked for, and what is answered."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

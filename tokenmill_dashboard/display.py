@@ -1,7 +1,5 @@
 """How numbers and times are written on the page."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 #: What stands where nothing is known.

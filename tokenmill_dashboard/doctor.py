@@ -1,7 +1,5 @@
 """What `tokenmill doctor --role dashboard` looks at beside Redis. Imported by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

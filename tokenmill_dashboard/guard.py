@@ -6,8 +6,6 @@ browser has to log in with it. Actions need POST from our own pages. What produc
 pages: should a way to smuggle a script in be found, the browser does not run it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """The last hour, for charts: how many jobs waited, and how fast tokens came, of all workers together."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ A worker tells the same of its queues under the same name and labels (worker/met
 the list that RQ keeps is whatever producers have written there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry

@@ -1,7 +1,5 @@
 """Starts the dashboard, and refuses to show it to others without a token."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

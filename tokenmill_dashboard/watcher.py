@@ -1,7 +1,5 @@
 """Looks at Redis for everybody who looks at the page, as seldom as that allows."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`lm_eval` with the model `tokenmill`, for releases of it that read no entry points."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """What lm-evaluation-harness gives a model, as the engine's configuration and sampling values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

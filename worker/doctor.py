@@ -1,7 +1,5 @@
 """The rooms of a worker's checks, in their order."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec

@@ -19,8 +19,6 @@ WorkerError
     └── NotAllowed         a function or callback outside the allow list
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from jobs.errors import Fault

@@ -1,7 +1,5 @@
 """What jobs on this worker get and are limited by."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

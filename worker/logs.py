@@ -4,8 +4,6 @@ A program that has configured logging itself (handlers of the root logger, DICT_
 what it has.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a worker sets and imports while it has one thread: OpenMP, import path, memory, libraries."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

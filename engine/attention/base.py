@@ -1,7 +1,5 @@
 """The seam between the model and the kernels of one kind, and what one forward pass reads."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

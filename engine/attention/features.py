@@ -1,7 +1,5 @@
 """What the attention of one layer is, as data that every backend reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The KV pool's tensors: one pool for all layers, cut into blocks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The seam for fused kernels: what layers may use in place of plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Reference backend: plain torch, one sequence at a time. Runs on every device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What tells one served model from another: its files, by their headers, and the dtype it computes in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

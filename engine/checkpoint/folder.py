@@ -1,7 +1,5 @@
 """Finding a checkpoint: a folder on disk or a model of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from reprlib import repr as brief  # short
 

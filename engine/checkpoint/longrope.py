@@ -1,7 +1,5 @@
 """Where a longrope model's configuration parts short sequences from long ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

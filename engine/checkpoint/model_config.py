@@ -1,7 +1,5 @@
 """ModelConfig: what the engine reads out of a checkpoint's config.json and generation_config.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files beside it say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What config.json says of quantized weights: how many bits each has, and which of them share a scale."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

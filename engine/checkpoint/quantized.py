@@ -1,7 +1,5 @@
 """Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), unpacked when a model reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The text part of a checkpoint that reads images or sound too: its configuration and its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The tensors of a checkpoint, on disk until they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

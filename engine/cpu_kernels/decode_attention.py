@@ -1,7 +1,5 @@
 """Paged decode attention: one query a sequence over its blocks of keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ dtype, except that norms' weights, cosines and sines may be float32 beside bfloa
 float32 and each result rounded once; a norm is of the sum as it is rounded. Results are contiguous.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiling a kernel once for each machine, keeping it where nobody else may write, and running it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

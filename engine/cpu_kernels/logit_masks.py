@@ -1,7 +1,5 @@
 """Masks of logits, as engine/sampling/edit_logits.py has them, in one pass over the words of each."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

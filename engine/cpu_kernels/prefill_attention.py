@@ -1,7 +1,5 @@
 """Paged attention of sequences with several new tokens, over their blocks of keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

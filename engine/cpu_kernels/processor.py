@@ -1,7 +1,5 @@
 """What this machine's processor has instructions for, as the operating system lists it; loads no torch."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -5,8 +5,6 @@ cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of wei
 tokens of the range that the cut falls into, among which its place is found by halving.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

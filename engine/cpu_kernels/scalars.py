@@ -4,8 +4,6 @@ Addresses are plain int64, counted in bytes. Numbers in memory are of an element
 all are computed with as float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

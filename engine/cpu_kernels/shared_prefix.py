@@ -1,7 +1,5 @@
 """Which sequences of a step have their first tokens in the same blocks, so that all can read them at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

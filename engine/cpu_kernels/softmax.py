@@ -1,7 +1,5 @@
 """exp, tanh and softmax, written so that LLVM makes vector code of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

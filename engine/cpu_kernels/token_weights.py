@@ -1,7 +1,5 @@
 """Keys and weights of tokens, for LLVM to make vector code of: 32 bits wide where Numba would take 64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import types

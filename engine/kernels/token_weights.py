@@ -1,7 +1,5 @@
 """The numbers that both samplers, of torch and of Triton, weigh tokens by: see engine/sampling/sampler.py."""
 
-from __future__ import annotations
-
 #: Weight of the likeliest token. Sums over a vocabulary are exact in int64, in any order.
 WHOLE_BITS = 40
 WHOLE = 2**WHOLE_BITS

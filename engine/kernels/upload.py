@@ -1,7 +1,5 @@
 """Numpy arrays packed one after another, aligned: for one transfer to a device, or for one message."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any

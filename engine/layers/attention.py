@@ -1,7 +1,5 @@
 """Attention over the paged KV cache, by whichever backend the runner chose."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch, KernelBackend

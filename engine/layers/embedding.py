@@ -1,7 +1,5 @@
 """Token embedding and LM head, the vocabulary split over the ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Linear layers: whole or split over ranks, in oneDNN's packed layout, or in 8 bits."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import platform

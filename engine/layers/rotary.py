@@ -1,7 +1,5 @@
 """Rotary position embedding, and how long contexts change it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ found out for every kind of product before one is used. Source of the idea: Thin
 Nondeterminism in LLM Inference", 2025.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

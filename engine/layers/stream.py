@@ -1,7 +1,5 @@
 """The residual stream, with the norms, activations and products between which it travels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """What a model of transformers asks of its attention function, and the paged attention that answers it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

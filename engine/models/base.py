@@ -1,7 +1,5 @@
 """CausalModel: what taking a step needs of a model, whatever that is made of."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The Llama-like decoder: attention and gated MLP blocks, in the variants its configuration names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

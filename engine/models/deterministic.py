@@ -1,7 +1,5 @@
 """Making a decoder whose rows have the same bits in a batch of any size, or saying why it cannot be had."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading weights: every tensor of the checkpoint to its place, every place filled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar

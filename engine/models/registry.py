@@ -3,8 +3,6 @@
 To add one: an entry here, and a line in tests/engine/families.py for the comparison with transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 Imports neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ looks from one token at another must do so by its attention function, which has 
 Whether all of it does is not known from here: engine.run.forward.probe finds out.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

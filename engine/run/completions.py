@@ -1,7 +1,5 @@
 """What becomes of a finished sequence."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens

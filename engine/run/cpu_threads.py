@@ -4,8 +4,6 @@ A product is cut into equal parts, one for each thread, and waits for the slowes
 one of the processors, that part comes late every time, and fewer threads are done sooner.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """The device that a configuration names, and what is left of a GPU for the KV pool."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

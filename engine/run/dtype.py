@@ -1,7 +1,5 @@
 """Which dtype a configuration's name stands for on this machine; loads no torch, save to look for a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from engine.checkpoint.model_config import dtype_name

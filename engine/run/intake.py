@@ -1,7 +1,5 @@
 """Requests as they come in: checked, numbered and seeded; what embeddings and scores ask of a prompt."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """NewSequences: what a request that has been checked becomes, one sequence for each of its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits

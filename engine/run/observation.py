@@ -1,7 +1,5 @@
 """What a look at a model or a machine has found."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from engine.errors import ConfigError

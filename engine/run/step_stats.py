@@ -1,7 +1,5 @@
 """Figures of steps: what they took, how many sequences they had, and the progress bar of `generate`."""
 
-from __future__ import annotations
-
 import time
 from types import TracebackType
 from typing import Any, Self

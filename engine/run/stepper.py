@@ -11,8 +11,6 @@ in flight, all of them are withdrawn, and what was in them is computed anew, one
 those sequences is past where it was.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Checks of single sampling values: ranges, lists, and the form that a text must have."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence

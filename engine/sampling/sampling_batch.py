@@ -3,8 +3,6 @@
 One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol

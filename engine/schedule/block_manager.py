@@ -13,8 +13,6 @@ What a sequence shares beyond its whole blocks may be copied from a block that b
 copies is launched: nobody else takes it in that step, which may be repeated, nor in one that comes between.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict

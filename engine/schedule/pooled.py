@@ -1,7 +1,5 @@
 """PooledStates: one sequence's vector, while its hidden states come chunk by chunk."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -16,8 +16,6 @@ one that ends otherwise has overrun by one token, which is dropped. Whoever take
 launch, and the device runs launches in order.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

@@ -4,8 +4,6 @@ The row that computes a token has the distribution of the one behind it: the sam
 probability may be wanted, or the next one of the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

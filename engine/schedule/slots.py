@@ -5,8 +5,6 @@ tokens; nothing is rebuilt per token in Python. They are a copy: the Sequence ru
 scheduler changes of one that runs it changes here in the same call.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ Numpy alone: it becomes a ForwardBatch where the model is, in the same process o
 tensor-parallel engine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -3,8 +3,6 @@
 It ends at the first form that overruns its stack or its memory, and then nobody else does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

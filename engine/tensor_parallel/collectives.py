@@ -1,7 +1,5 @@
 """Sums and gathers over torch.distributed: what a TensorParallel of more than one rank adds."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What ties a rank's life to its driver's. Loads nothing heavy: it takes hold before torch is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -5,8 +5,6 @@ int64 (dtype, dimensions, and its shape, 1 where it has no second one), then the
 says. No length is fixed.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A rank's process: load a share of the model, then compute the steps that the driver sends."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A model's chat templates: which one is used, and messages made ready for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

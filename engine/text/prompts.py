@@ -1,7 +1,5 @@
 """PromptReader: checks a prompt before it reaches the scheduler; continuations of one as tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence, Sized
 from threading import Lock
 

@@ -5,8 +5,6 @@ of merges in the order of their ranks does too. Formats: `tekken.json` (Mistral)
 tiktoken writes it (Llama 3).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reasoner: what a model's tokenizer and template say of its reasoning spans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, partial
 

@@ -4,8 +4,6 @@ The marks are those of the model's own text files, or a request names them. A sp
 or where the prompt ends with it, as templates of models that always reason write it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto

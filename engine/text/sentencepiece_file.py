@@ -6,8 +6,6 @@ SentencePiece library itself, which tests compare. It need not be installed, nor
 Source: sentencepiece_model.proto of github.com/google/sentencepiece.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field

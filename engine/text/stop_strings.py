@@ -1,7 +1,5 @@
 """Stop strings: watching a growing text with constant work for each token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 

@@ -1,7 +1,5 @@
 """TokenBound: how many tokens a text has at least, known without tokenizing it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

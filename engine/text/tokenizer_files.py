@@ -1,7 +1,5 @@
 """From the files of a model folder to transformers' tokenizer of it, with its special tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

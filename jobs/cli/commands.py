@@ -1,7 +1,5 @@
 """The `tokenmill` command line: submit a Parquet run, look at it, cancel it."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tokenmill dashboard`: shows queues, workers, runs and failed jobs in a browser."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tokenmill doctor`: looks for what is wrong before work is lost by it, and says what to mend."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How the command line tells errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The options of `tokenmill submit`, and the arguments of a run that they make."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

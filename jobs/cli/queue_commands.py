@@ -1,7 +1,5 @@
 """`tokenmill info` and `tokenmill requeue`: RQ's commands, for queues whose jobs nobody vouches for."""
 
-from __future__ import annotations
-
 import os
 
 import click

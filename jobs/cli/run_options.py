@@ -1,7 +1,5 @@
 """The options that say what a run is, for the commands that take them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

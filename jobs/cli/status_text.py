@@ -1,7 +1,5 @@
 """What is printed of a run: its state, its progress as a bar or lines, and tables."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`tokenmill preview`, and what `tokenmill submit --dry-run` does: a look at a run before it is one."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

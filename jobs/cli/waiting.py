@@ -1,7 +1,5 @@
 """Waits on the terminal for a run: until its planning has accepted it, or until it ends."""
 
-from __future__ import annotations
-
 import sys
 import time
 

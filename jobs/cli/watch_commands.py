@@ -1,7 +1,5 @@
 """`tokenmill runs` and `tokenmill workers`, and the table that `tokenmill status` shows of all runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

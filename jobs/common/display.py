@@ -1,7 +1,5 @@
 """Values as messages and prompts may show them: arguments hold prompts, and names are what others wrote."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

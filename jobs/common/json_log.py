@@ -1,7 +1,5 @@
 """A record of a log as a line of JSON, by structlog. Imported only where logs are written so."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping

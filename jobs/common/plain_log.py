@@ -1,7 +1,5 @@
 """The log: its formats, and each record on one line that a terminal shows as it is."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

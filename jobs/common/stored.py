@@ -1,7 +1,5 @@
 """Reads values out of Redis, where any producer may have written anything: what is no value is none."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from datetime import datetime

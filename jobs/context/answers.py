@@ -1,7 +1,5 @@
 """The answer of a row, and a memory of answers so that shards of one process compute each once."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from array import array

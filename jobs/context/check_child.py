@@ -3,8 +3,6 @@
 It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

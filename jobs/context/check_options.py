@@ -1,7 +1,5 @@
 """What a job or run asks of its answers: a check, how often it may be tried again, and whether it goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A pattern that backtracks holds Python's lock while it does, and a user's functi
 worker's own process either would hold up its engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any

@@ -1,7 +1,5 @@
 """The model that a process serves: its names and identity, and what it tells of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What the shards of one process share: plans, fingerprints, open readers, and the memory that they take."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

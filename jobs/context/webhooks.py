@@ -1,7 +1,5 @@
 """Calls webhooks: URLs that producers name, on hosts that an operator allows."""
 
-from __future__ import annotations
-
 import io
 import socket
 import ssl

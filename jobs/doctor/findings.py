@@ -1,7 +1,5 @@
 """Findings: what a check has found and what mends it; checks of the installation."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -1,7 +1,5 @@
 """Whether the data roots can take a run: folders on disks, prefixes of object stores."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator, Sequence

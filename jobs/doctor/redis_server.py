@@ -1,7 +1,5 @@
 """Checks of Redis: whether it answers, loses nothing, and lets its user do what a role needs."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ What follows depends on the prompt, its seed and its answers alone: another work
 same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b

@@ -3,8 +3,6 @@
 Source: OpenAI's "Batch API" guide and reference ("request input object", "request output object").
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What clients of OpenAI's API send whether they need it or not: taken where it changes nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The task of `jobs.embed`: texts in the job, OpenAI's list of embeddings in its result."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Jinja in its sandbox, as a child renders it: a template is a stranger's, and its limits are the child's."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal

@@ -4,8 +4,6 @@ Calibration after Zhao et al. 2021, "Calibrate Before Use": a prompt without con
 of the input, says how likely each label is whatever is asked. Its log-likelihoods are subtracted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, fsum, isfinite

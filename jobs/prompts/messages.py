@@ -1,7 +1,5 @@
 """The messages of a chat, as OpenAI's clients send them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

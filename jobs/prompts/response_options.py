@@ -1,7 +1,5 @@
 """What a job asks of its response, beside the sampling values of its requests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's response shapes, built from completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tasks of `jobs.classify`, `jobs.loglikelihood` and `jobs.rerank`: nothing is generated for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The texts of a template, of braces or of Jinja, which children compile and render."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are templates over the answers of the jobs that a job depends on, read from Redis."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Errors of commands that ask a run for what it does not have, or not yet."""
 
-from __future__ import annotations
-
 from jobs.errors import InputChanged, RunError
 
 

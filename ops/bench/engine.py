@@ -3,8 +3,6 @@
 usage: python -m ops.bench.engine --model FOLDER --workload W1.json [--threads 2] [--out out.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 from dataclasses import asdict

@@ -4,8 +4,6 @@ A run's floor is the bytes it must read from memory (KV of every decode step, we
 copy bandwidth, plus the prompts' floating-point operations over the matrix rate.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

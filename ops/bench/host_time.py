@@ -7,8 +7,6 @@ one that answers every row with the same token. Counted is the CPU time of the t
 processes on the machine disturb little.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -3,8 +3,6 @@
 These weights are for speed: they repeat a token in most steps, so equal output proves little.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

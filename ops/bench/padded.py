@@ -5,8 +5,6 @@ usage: python -m ops.bench.padded --model FOLDER --workload W1.json [--threads 2
 Shorter prompts are padded on the left, and every sequence runs as long as the longest.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

@@ -14,8 +14,6 @@ to the workload's token ids, so that no turn finds the prefixes of another in it
 with `RESULT {"tok_s": ..., "outputs": [[token ids], ...]}`. It ends when its input does.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ Each round runs the three workers one after the other, so that a busy machine sl
 that of the worker and its children between the call of `work()` and its end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What every bench prints beside its figures: the machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables and spreads, without torch: what gathers the benches' results may run where they cannot."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

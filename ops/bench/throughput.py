@@ -7,8 +7,6 @@ with and without overlap of scheduling and computing, take turns, each new in it
 temperature 0.6, as nano-vLLM's does, greedily, and with top_p.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

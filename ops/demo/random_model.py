@@ -6,8 +6,6 @@
 --family: a `model_type` of transformers, such as llama, mistral, gemma2, qwen3_moe or gpt_oss.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What a page marks as not running here is parsed, its options are looked up in th
 listed with its reason. Exits with 1 where a block does not do what its page says.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

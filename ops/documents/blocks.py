@@ -9,8 +9,6 @@ prints, with `…` for what differs from run to run. Comments before a block, wh
     <!-- first: COMMAND -->              a shell command that makes what the block needs
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can be said of a block without running it: that it parses, and that its options exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Runs the blocks of one page, one after the other: `sh` each in a shell, `python` all in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

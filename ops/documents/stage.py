@@ -4,8 +4,6 @@ The worker serves the demo model, which for the pages' sake also embeds. The mod
 stands for it too: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

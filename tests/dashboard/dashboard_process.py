@@ -1,7 +1,5 @@
 """A real dashboard process, and requests to it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

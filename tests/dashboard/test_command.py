@@ -1,7 +1,5 @@
 """`tokenmill dashboard` as a command."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """Failed jobs on the dashboard: each has a page, its reason comes first, what was stopped is told as that."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 

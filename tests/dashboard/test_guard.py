@@ -1,7 +1,5 @@
 """Who is answered, what an action needs, and what an answer may do in a browser."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 

@@ -1,7 +1,5 @@
 """The charts' lines: what workers tell in turns, added up over time."""
 
-from __future__ import annotations
-
 import json
 import time
 

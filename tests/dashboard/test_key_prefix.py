@@ -1,7 +1,5 @@
 """With another RQ_KEY_PREFIX the dashboard, its metrics and the commands tell of the keys that have it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

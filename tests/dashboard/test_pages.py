@@ -1,7 +1,5 @@
 """What the pages show, of anything that may stand in Redis."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """What the dashboard tells Prometheus of queues, so that workers can be started where none runs."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,7 +1,5 @@
 """The command `tokenmill doctor`: what it prints, and its exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

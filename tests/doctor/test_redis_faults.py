@@ -1,7 +1,5 @@
 """`tokenmill doctor` finds what is wrong with a Redis, by real settings and users, and writes nothing."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence

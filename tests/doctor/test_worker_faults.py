@@ -1,7 +1,5 @@
 """`tokenmill doctor` finds what is wrong with a worker's model, machine, files and settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

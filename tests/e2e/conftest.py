@@ -1,7 +1,5 @@
 """The real product: Redis, `rq worker --worker-class worker.BatchWorker` and the demo model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever a stranger sends or sets wrong: a clear error for it, and the rest unharmed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

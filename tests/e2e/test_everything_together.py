@@ -1,7 +1,5 @@
 """Prompts and Parquet files through Redis into one batch, and the same rows whatever is killed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A worker with a Llama checkpoint: prompts, chats and a file, with transformers' own answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

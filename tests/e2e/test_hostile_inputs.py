@@ -1,7 +1,5 @@
 """Files, templates and checks that stand for gigabytes, through a real worker: each costs its own."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import threading

@@ -1,7 +1,5 @@
 """Whatever a worker may need is imported before it serves."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`tokenmill preview`, `submit --dry-run` and `verify`, with a real worker and the demo model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

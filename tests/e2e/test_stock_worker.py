@@ -1,7 +1,5 @@
 """RQ's own worker gives the same answers, slowly."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """`TOKENMILL_TENSOR_PARALLEL_SIZE=2` through `rq worker`: the same answers, and no process left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 They are made as the families' are (tests/engine/families.py), to show a mistake.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cached_property

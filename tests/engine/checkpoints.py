@@ -4,8 +4,6 @@ A fresh checkpoint hides faults: at the usual initializer_range of 0.02 it repea
 positions say, and its norm weights are all 1. Here the weights are wide and every norm is randomised.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

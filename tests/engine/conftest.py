@@ -1,7 +1,5 @@
 """Fixtures of the engine's tests: random checkpoints, made once, and engines over them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec

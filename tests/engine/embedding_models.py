@@ -1,7 +1,5 @@
 """Random checkpoints for embeddings, as sentence-transformers has them, and what their states are."""
 
-from __future__ import annotations
-
 import json
 from functools import cached_property
 from pathlib import Path

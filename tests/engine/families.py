@@ -4,8 +4,6 @@ They are made to show a mistake: wide weights, random norms and biases, windows 
 than the prompts, grouped KV heads, no ties where a tie would repeat one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

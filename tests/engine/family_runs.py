@@ -1,7 +1,5 @@
 """A family's checkpoint through the engine in each mode, compared with transformers token by token."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

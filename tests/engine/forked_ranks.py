@@ -1,7 +1,5 @@
 """Ranks forked from a process that has imported torch, which costs a new interpreter three seconds."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -4,8 +4,6 @@ A process of its own, because peak RSS is the process's. Arguments: folder, kv_c
 of a pool of twice these bytes, to see that the measurement notices.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Graphs without a GPU: what is captured is called again on each replay, over the same static buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's interpreter, sparing it a search that it makes for each call of a kernel's inner function."""
 
-from __future__ import annotations
-
 import inspect
 from types import FunctionType, ModuleType
 from typing import Any

@@ -3,8 +3,6 @@
 Slow on purpose: they share no line with engine/checkpoint, and no trick.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

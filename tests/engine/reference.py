@@ -1,7 +1,5 @@
 """What transformers generates greedily, and the check of an engine's completions against it."""
 
-from __future__ import annotations
-
 import random
 from functools import cached_property
 from pathlib import Path

@@ -4,8 +4,6 @@ Rows are of every kind that a model and a request can bring: ties, minus infinit
 and tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any

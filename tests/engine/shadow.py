@@ -1,7 +1,5 @@
 """A scheduler driven without a model: a shadow of the KV pool says what each slot holds."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 

@@ -5,8 +5,6 @@ that stops must satisfy `jsonschema` or `re`; any other must say why: its length
 without a grammar run among them, and must say what they say alone.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

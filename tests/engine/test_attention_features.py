@@ -1,7 +1,5 @@
 """Windows, chunks, soft caps and sinks equal float64 in every backend that runs here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

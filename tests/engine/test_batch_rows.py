@@ -1,7 +1,5 @@
 """The rows on the device, told of changes alone, are at every step what the whole batch would have told."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Hits that end inside a block: keys and values are copied, whatever the cache holds, whatever goes wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The block manager's rules one by one; test_histories.py checks them in random histories."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine import ConfigError, SamplingParams

@@ -1,7 +1,5 @@
 """What may not happen while the engine serves or records: compiling a kernel, reading a tensor's values."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

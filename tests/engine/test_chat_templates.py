@@ -1,7 +1,5 @@
 """Which chat template is used, and how messages, tools and variables reach it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

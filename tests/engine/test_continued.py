@@ -1,7 +1,5 @@
 """A completion that was cut goes on: as it would have if it had had as many tokens at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

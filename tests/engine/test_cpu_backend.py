@@ -1,7 +1,5 @@
 """The cpu backend attends as float64 does, on any number of threads, and says where it cannot."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -3,8 +3,6 @@
 On random rows of every kind, and on what such rows hardly meet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

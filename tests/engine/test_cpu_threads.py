@@ -1,7 +1,5 @@
 """Threads follow the processors that other processes leave free."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

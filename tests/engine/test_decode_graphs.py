@@ -1,7 +1,5 @@
 """Decode steps through static buffers and padding give the same tokens."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The decoder reads of config.json what transformers reads, with the keys that the hub's files have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

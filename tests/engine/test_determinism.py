@@ -1,7 +1,5 @@
 """A seeded completion depends on its prompt and parameters alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

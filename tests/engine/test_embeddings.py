@@ -1,7 +1,5 @@
 """Embeddings: what transformers' hidden states give, pooled as sentence-transformers pools them."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

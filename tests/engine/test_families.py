@@ -1,7 +1,5 @@
 """Each family's greedy tokens equal transformers', computed from no cache."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ The library runs on GPUs alone. Elsewhere a stand-in takes its place that holds 
 contract and computes in float64; where there is a GPU and the library, the same steps go through it.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib.util import find_spec

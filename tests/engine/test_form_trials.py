@@ -1,7 +1,5 @@
 """Forms that kill what compiles them, or take too long: they fail by name, and nothing else does."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Products with norm, gate and residual in the same launch equal their parts, computed in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@
 interpreter: slow, and no graph is captured, but their logic is tried.
 """
 
-from __future__ import annotations
-
 import os
 from copy import copy
 from dataclasses import replace

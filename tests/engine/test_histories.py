@@ -1,7 +1,5 @@
 """Random histories of adds, steps, failures, aborts and forced tokens keep every invariant."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two engines have one identity exactly when they serve the same model with settings that answer alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """int8 weights by name: exact products of rounded numbers, each row by itself; refused where not built."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

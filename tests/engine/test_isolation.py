@@ -1,7 +1,5 @@
 """A sequence that makes a step raise fails by itself; a fault that is no sequence's fails the engine soon."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tokens that a grammar forces are appended without a pass for each: the same tokens, in fewer steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

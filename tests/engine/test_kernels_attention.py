@@ -1,7 +1,5 @@
 """The decode kernel's splits, programs and counters do not show: what they compute is float64 attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,8 +4,6 @@
 variants.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The kernels of a step beside its layers do what their references in torch do, bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

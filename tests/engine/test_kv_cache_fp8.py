@@ -1,7 +1,5 @@
 """An FP8 KV cache: what is stored, that attention over it is exact, and that the whole engine takes it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

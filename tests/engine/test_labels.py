@@ -1,7 +1,5 @@
 """Labels: probabilities are the softmax of transformers' log-likelihoods, and little is computed for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from math import exp, fsum

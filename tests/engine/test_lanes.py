@@ -1,7 +1,5 @@
 """Lanes and admission: an urgent request is in the next step, no lane starves, a backlog goes together."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

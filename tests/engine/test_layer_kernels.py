@@ -3,8 +3,6 @@
 In bfloat16 too: a rounding of the result apart, which the interpreter makes towards zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

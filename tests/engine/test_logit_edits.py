@@ -1,7 +1,5 @@
 """Penalties, biases, allowed tokens and bad words: what they do to logits, and so to completions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

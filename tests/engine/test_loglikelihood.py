@@ -1,7 +1,5 @@
 """How likely continuations are: by prefill alone, as transformers' full logits say it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log probabilities of tokens: those of transformers' own logits, whatever else is in the step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace

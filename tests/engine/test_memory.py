@@ -1,7 +1,5 @@
 """The pool never overcommits: it leaves room for the rest on a GPU, and keeps to stated bytes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

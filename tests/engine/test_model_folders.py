@@ -1,7 +1,5 @@
 """What may be wrong with a model's folder, or missing there: each error says what to change."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Mixtures of experts: each way to multiply equals plain float64, each variant transformers' own layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts out of a checkpoint: in one tensor or each by itself, a rank's share of them, and what is amiss."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

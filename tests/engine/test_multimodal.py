@@ -1,7 +1,5 @@
 """The text part of models that read images too: its greedy tokens are the whole model's, given text alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

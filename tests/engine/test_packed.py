@@ -1,7 +1,5 @@
 """Packed linear weights: the same products, no second copy, and plain torch where they do not serve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Greedy tokens equal transformers', whatever path the scheduler takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts prepared in threads are those of `add`, to the token, and cost a step nothing more."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Quantized checkpoints: what is unpacked is what each format means, and what is damaged is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """How ranks share a model, and what the driver sends them: it arrives as it was."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reasoning spans: parted from the answer, and closed when they have as many tokens as they may."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace

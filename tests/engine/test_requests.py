@@ -1,7 +1,5 @@
 """What a request may be, how it ends, and that a bad one harms no other."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

@@ -1,7 +1,5 @@
 """The sampler against a float64 reference, its integer weights, and Philox against its published vectors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

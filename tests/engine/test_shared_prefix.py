@@ -1,7 +1,5 @@
 """Sequences whose first tokens lie in the same blocks attend to them together, as float64 does to each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which values stop an engine from starting, what it takes where none is given, and where it launches."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

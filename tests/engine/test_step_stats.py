@@ -1,7 +1,5 @@
 """What the engine counts of its steps and of each request's time."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

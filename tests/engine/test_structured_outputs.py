@@ -1,7 +1,5 @@
 """Structured outputs: what a completion's text has to be, whatever else a request asks for."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

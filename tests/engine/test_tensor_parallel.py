@@ -1,7 +1,5 @@
 """Two ranks say what one says; and whatever happens to one of them, the engine ends with one clear error."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Tokenizers of the model families: their tokens, the token of a text's beginning, and text from tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

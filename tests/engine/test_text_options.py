@@ -1,7 +1,5 @@
 """What of a prompt is read, and what of a completion is written: options of each request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tokenizer's bound, text that grows token by token, and hostile files that end in a named error."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Models of transformers with the engine's attention: the same tokens, or a refusal that says why."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The triton backend splits mixed steps rightly, is chosen rightly, and says what it needs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Small tokenizers as the model families have them, each in a folder of its own."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Engines of two ranks for tests, and what may be left of them."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A wall clock that jumps, in this process alone: the machine's own is everybody's."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

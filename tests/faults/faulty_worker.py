@@ -1,7 +1,5 @@
 """A worker process that a fault hits at a named step. Production code knows nothing of this."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import os

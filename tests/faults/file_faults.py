@@ -1,7 +1,5 @@
 """What hits the files of Parquet runs: a kill half-way, and disks that are full."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import dataclass

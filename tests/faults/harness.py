@@ -1,7 +1,5 @@
 """Real workers that come and go on a real Redis, what they were asked, and an audit after each scenario."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Small file systems of their own, to fill up. Needs the right to mount."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from contextlib import suppress

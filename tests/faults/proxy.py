@@ -1,7 +1,5 @@
 """Stands between a worker and Redis and loses replies: the command was carried out, nobody hears of it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All scenarios by name, and a round of every one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.faults import file_faults, server_faults, worker_faults

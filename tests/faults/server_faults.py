@@ -1,7 +1,5 @@
 """What hits Redis and the way to it: cut connections, lost replies, and a server that fails."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A Redis that keeps what it has acknowledged, and can be killed, frozen and restarted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

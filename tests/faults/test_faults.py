@@ -1,7 +1,5 @@
 """A seeded sample of faults; `python -m ops.faults` runs thousands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory

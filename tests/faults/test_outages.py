@@ -1,7 +1,5 @@
 """A worker whose Redis goes away and comes back: what it promised still holds."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Whoever is at a run may freeze before any step and thaw after others have gone on: the end holds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What hits workers: kills, freezes, shutdowns, errors of the engine, and clocks that jump."""
 
-from __future__ import annotations
-
 import signal
 import time
 

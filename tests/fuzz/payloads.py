@@ -1,7 +1,5 @@
 """Job hashes of any content through a real worker: each ends by itself, and the worker goes on."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sampling values and chats: a request, or a named error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parquet files: written in every way pyarrow knows, then perhaps damaged; planned, scored and read again."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """Hostile input of every kind ends in a result or a named error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

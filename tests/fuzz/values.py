@@ -1,7 +1,5 @@
 """Strategies for what comes from outside: JSON of any shape, and values that almost fit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Stands in for the engine: `answer` maps a request to its completion, and `drive` runs a task to its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

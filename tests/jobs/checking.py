@@ -1,7 +1,5 @@
 """Functions that check answers."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Small files of each format with the same rows, and a run over them."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

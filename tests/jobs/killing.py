@@ -1,7 +1,5 @@
 """Kills an execution before or after its n-th file operation or Redis call, and recovers its run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs of files in a test's folder, planned and worked off in this process as workers would."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path

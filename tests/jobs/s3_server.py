@@ -1,7 +1,5 @@
 """A real HTTP server of the S3 protocol (moto's), and a proxy before it that fails as asked."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import logging

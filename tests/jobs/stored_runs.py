@@ -1,7 +1,5 @@
 """Runs whose files lie in an object store: what their tests share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

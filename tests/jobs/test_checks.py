@@ -1,7 +1,5 @@
 """What looks at an answer: functions, patterns, schemas, in processes of their own."""
 
-from __future__ import annotations
-
 import threading
 from queue import SimpleQueue
 from typing import Any

@@ -1,7 +1,5 @@
 """What other tools write is read, and what we write they read: with the types they gave."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bad input fails with a named error that says what to do, and leaves everything else unharmed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

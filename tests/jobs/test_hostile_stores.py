@@ -1,7 +1,5 @@
 """Stores that send requests elsewhere, and listings without an end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """CSV, TSV, JSONL and Arrow tables are input as Parquet files are: same plan, shards, resume and errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

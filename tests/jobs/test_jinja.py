@@ -1,7 +1,5 @@
 """Jinja templates of a run: what they give, what is refused, and that none of them runs away."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small files that stand for gigabytes are read a few rows at a time, or fail their shard or plan by name."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A shard costs the same however many shards and row groups its run has, and an idle worker holds no file."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """What deployments must have in common: commands that are ours, settings that exist, time to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The image and the composition: what they copy, install and start is there. Docker itself is not asked."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The manifests: of the schemas, of each other's names, of metrics that exist, and with time to stop."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import cache

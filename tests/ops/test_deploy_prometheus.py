@@ -1,7 +1,5 @@
 """The alert rules, their tests and the configuration, as Prometheus' own tool reads them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """systemd's units: systemd-analyze takes them, and they start what is there and give it time to stop."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

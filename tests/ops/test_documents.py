@@ -3,8 +3,6 @@
 `python -m ops.documents` runs all; here is one page, and what can be said of the others without running them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The environment that demo.sh and test.sh make: on which Pythons, and what is said if it cannot be made."""
 
-from __future__ import annotations
-
 import subprocess
 import tomllib
 from importlib.metadata import distributions

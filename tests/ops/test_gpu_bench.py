@@ -1,7 +1,5 @@
 """The one command for a GPU machine: each of its sections runs dry, and what it finds is in the table."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The Procfile's Redis: for its owner alone, on a socket that every other command of the Procfile finds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

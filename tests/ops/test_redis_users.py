@@ -1,7 +1,5 @@
 """The users that ship, on each kind of server: what they have written outlives a restart."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """RQ's own test suite with BatchWorker in the place of RQ's workers: `python -m tests.rq_suite`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -3,8 +3,6 @@
 The environment says where Redis listens (RQ_SUITE_SOCKET).
 """
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """Runs RQ's own tests in processes of their own, and says what came out."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

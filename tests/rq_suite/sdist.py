@@ -1,7 +1,5 @@
 """RQ's own tests, fetched by pip out of the sdist of the installed version; never kept in the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

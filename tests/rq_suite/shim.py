@@ -5,8 +5,6 @@ The environment says where the engine that computes nothing is (RQ_SUITE_ENGINE)
 (RQ_SUITE_REPORT) and whether workers were made, in whichever process (RQ_SUITE_MADE).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import multiprocessing

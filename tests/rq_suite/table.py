@@ -3,8 +3,6 @@
 A test is named as `file::class::test`, with wildcards. A departure that passes is an error of this table.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 NOT_APPLICABLE: dict[str, tuple[str, ...]] = {

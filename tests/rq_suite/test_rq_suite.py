@@ -1,7 +1,5 @@
 """RQ's own tests of what becomes of jobs hold for BatchWorker, but for the departures in the table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

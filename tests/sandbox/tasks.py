@@ -1,7 +1,5 @@
 """What children do in these tests."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

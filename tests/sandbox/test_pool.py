@@ -1,7 +1,5 @@
 """Children: their limits, and that one which ends costs a retry and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

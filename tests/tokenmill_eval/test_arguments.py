@@ -1,7 +1,5 @@
 """What lm-evaluation-harness gives, as configuration and sampling values."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

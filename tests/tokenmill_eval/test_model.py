@@ -1,7 +1,5 @@
 """The engine as a model of lm-evaluation-harness: every answer is that of the harness's `hf` class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker without its threads, turn by turn."""
 
-from __future__ import annotations
-
 import logging
 from queue import Empty, SimpleQueue
 from typing import Any

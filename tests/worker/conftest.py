@@ -1,7 +1,5 @@
 """Real Redis, and `rq worker` in real subprocesses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `rq worker --worker-class tests.worker.fake_engine.FakeEngineWorker` runs it in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Workers whose surroundings are at fault: modules, memory, file descriptors, a local disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

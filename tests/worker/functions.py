@@ -1,7 +1,5 @@
 """Functions and callbacks for worker tests; they leave their traces in Redis."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

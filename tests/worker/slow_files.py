@@ -1,7 +1,5 @@
 """Workers whose shards or model take their time over files, or that are told to stop while they import."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What a worker does in Redis, step by step and by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 

@@ -1,7 +1,5 @@
 """A job's own code gets the worker's copy of it, as with RQ: whatever it leaves there ends no worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rq import Callback

@@ -1,7 +1,5 @@
 """A job's time begins when its first sequence is scheduled or its function begins, not while it waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which jobs of a queue a claim takes, and which it leaves where they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from redis import Redis

@@ -1,7 +1,5 @@
 """RQ's command line with our worker: pools, flags, suspend, info, and starts that cannot work."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers that die, freeze or lose their engine: no job is lost, none ends twice."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

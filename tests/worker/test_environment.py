@@ -1,7 +1,5 @@
 """What a worker makes of its surroundings before it serves: its imports, its allocators, its threads."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Jobs that are fewer than the places of all workers are spread over them."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from uuid import uuid4

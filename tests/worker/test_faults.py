@@ -1,7 +1,5 @@
 """A fault of the worker's own surroundings is held against the worker, not against the jobs that met it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

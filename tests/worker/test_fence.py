@@ -1,7 +1,5 @@
 """What a worker writes in Redis at a job's end, called twice or too late, and its lease until then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

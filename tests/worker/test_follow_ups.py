@@ -1,7 +1,5 @@
 """A task whose answers lead to further requests: its stream goes on, before those of later jobs."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence

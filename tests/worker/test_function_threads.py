@@ -1,7 +1,5 @@
 """Functions share the worker's threads, and one that nothing can interrupt costs none of them for long."""
 
-from __future__ import annotations
-
 import threading
 from queue import SimpleQueue
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs that must not run: refused with a clear error, nothing imported, the others unharmed."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Requests on their way into the engine: tokenizing holds up nobody else, and keeps a lane's order."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Iterator

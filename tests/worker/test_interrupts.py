@@ -1,7 +1,5 @@
 """An error raised into a thread from outside waits while that thread imports a module."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What a job's hash may cost the worker that reads it: memory and time, whatever was written there."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 import zlib

@@ -1,7 +1,5 @@
 """What the worker reads of a job's hash is what RQ's own client reads of it, and what follows from it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import UTC, datetime

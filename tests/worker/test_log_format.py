@@ -1,7 +1,5 @@
 """A log is text on a terminal and a JSON object a line elsewhere, whoever wrote the record."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

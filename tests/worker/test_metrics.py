@@ -1,7 +1,5 @@
 """What a worker serves over HTTP of itself: numbers, and whether it lives and is ready."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Whose job it is follows from what only workers write, whatever anyone saves in the job's hash."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The packer keeps every lane's place in the engine, whatever jobs come and end."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from itertools import count

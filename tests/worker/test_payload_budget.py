@@ -1,7 +1,5 @@
 """How much of payloads a worker unpacks and holds at a time, lane by lane."""
 
-from __future__ import annotations
-
 from rq import Callback
 from rq.command import send_stop_job_command
 from rq.job import JobStatus

@@ -1,7 +1,5 @@
 """Rows that share a template cost the least prefill: each shared block once, and each row its own tail."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs behind a rate limit run one after the other, and none waits for ever, whatever becomes of a worker."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import count

@@ -1,7 +1,5 @@
 """What a job leaves when it ends, and what of it is too much: for the limits, or for the server."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Calls that found no memory are made again, one at a time and in an order that gives memory back first."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

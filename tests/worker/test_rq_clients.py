@@ -1,7 +1,5 @@
 """Producers are served whichever RQ they have: 3, as the worker, or 2.12."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

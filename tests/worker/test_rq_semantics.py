@@ -1,7 +1,5 @@
 """What RQ promises for one job at a time holds for every job of a batch."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same jobs on RQ's own worker and on ours leave the same keys behind, value by value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

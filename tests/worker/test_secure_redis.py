@@ -1,7 +1,5 @@
 """Redis over TLS, users who may do no more than they need, and passwords that show up nowhere."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import chdir

@@ -1,7 +1,5 @@
 """Redis behind Sentinel, which RQ's settings file names: work goes on with what the replica has."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from collections.abc import Callable, Iterator

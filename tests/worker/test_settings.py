@@ -1,7 +1,5 @@
 """Settings that cannot be used stop the start and name what to change."""
 
-from __future__ import annotations
-
 import logging
 from io import StringIO
 from pathlib import Path

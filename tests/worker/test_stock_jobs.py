@@ -1,7 +1,5 @@
 """What RQ's own workers leave behind when they are killed is taken up as they would take it up."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker that is told to stop says what it does, is seen to do it, and ends in the time it is given."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job's trace, as a collector of OpenTelemetry's receives it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

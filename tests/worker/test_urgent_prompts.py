@@ -4,8 +4,6 @@ Queues, claim and threads are left out: the packer, the engine's loop, its sched
 and so is the order in which they run. Only the model is replaced, by one whose tokens are drawn at random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from queue import SimpleQueue

@@ -1,7 +1,5 @@
 """Webhooks of jobs: what a worker sends, and to whom it sends nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rq import Queue, Retry

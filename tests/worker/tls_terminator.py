@@ -3,8 +3,6 @@
 `python -m tests.worker.tls_terminator CERTIFICATE KEY SOCKET` prints its port on localhost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import sys

@@ -1,7 +1,5 @@
 """HTTP servers that webhooks are sent to: one that remembers what it gets, and one that answers badly."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

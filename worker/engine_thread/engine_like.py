@@ -1,7 +1,5 @@
 """What the worker uses of `engine.Engine`, so that another one can stand in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol

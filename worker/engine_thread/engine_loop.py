@@ -1,7 +1,5 @@
 """The main thread's loop: take orders, step the engine, hand out what it finished."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ one, short prompts are tokenized here, some in each turn, and the others in thre
 a form that nobody has asked for before, which may take seconds, is overtaken by the others of its lane.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 They are plain data in two queues, so that the engine can move to a process of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

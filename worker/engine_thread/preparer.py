@@ -1,7 +1,5 @@
 """Threads in which long prompts are tokenized, so that no step of the engine waits for them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable

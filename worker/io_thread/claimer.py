@@ -1,7 +1,5 @@
 """Claiming jobs: when, for which lanes, and how many, so that each worker gets a fair share."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Faults of the worker's own surroundings: they say nothing of the job that met them."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Functions of the user's, and those of our own that need no engine: run in the threads of a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What the I/O thread is told by people, beside what the engine reports."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The I/O thread: claim, leases, deadlines, stop and cancel, and finish. It alone talks to Redis for jobs."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import threading

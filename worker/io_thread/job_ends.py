@@ -1,7 +1,5 @@
 """How a job ends: its callback, then the writing in a batch with others, then its dependents and webhooks."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

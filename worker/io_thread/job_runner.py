@@ -1,7 +1,5 @@
 """The life of claimed jobs: admit, open, stream and deliver each one, stop it where that is asked."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """When a worker leaves by itself, and how often it does its duties: less often where workers are many."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a worker does for all of them every now and then, beside its jobs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

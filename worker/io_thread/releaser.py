@@ -1,7 +1,5 @@
 """Jobs on their way back into their queues."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

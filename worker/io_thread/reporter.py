@@ -1,7 +1,5 @@
 """What a worker shows of itself while it works: in Redis, and in its log."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ those of queues rq-exporter's. Label values are the operator's queues, the model
 number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

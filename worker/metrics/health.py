@@ -1,7 +1,5 @@
 """Whether a worker lives, and whether it is ready for jobs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The HTTP endpoint of a worker: /metrics, /livez and /readyz."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

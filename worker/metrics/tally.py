@@ -1,7 +1,5 @@
 """What a worker's threads count for its metrics; where none are served, nothing."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left
 from collections import Counter

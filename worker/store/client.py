@@ -1,7 +1,5 @@
 """Connections to Redis, and which of their errors say something of the server alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

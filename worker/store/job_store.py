@@ -1,7 +1,5 @@
 """The jobs of some queues in Redis: how one worker claims, holds and ends them."""
 
-from __future__ import annotations
-
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence

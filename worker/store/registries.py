@@ -1,7 +1,5 @@
 """What all workers share beside jobs: queues, registries and rate limits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What `rq worker` and `rq worker-pool` were told on their command line."""
 
-from __future__ import annotations
-
 import logging
 
 import click

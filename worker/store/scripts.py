@@ -1,7 +1,5 @@
 """Loads the scripts of `lua/` into Redis and runs them, many in one round trip."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Jobs that RQ's own workers left behind when they were killed, so that both kinds can share queues."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The user's code of a job, called as RQ calls it: its function, callbacks and webhooks."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Collection, Sequence

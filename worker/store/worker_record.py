@@ -1,7 +1,5 @@
 """How a worker shows itself in Redis."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Threads for everything that may block: user functions, callbacks, and the files of Parquet runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

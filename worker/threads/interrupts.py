@@ -1,7 +1,5 @@
 """Errors raised into a running thread from outside, and the one place where they wait: an import."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

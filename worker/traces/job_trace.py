@@ -1,7 +1,5 @@
 """What is noted of a job that is traced; where none is, nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ or an error's text. Names that others chose are sent as messages show them: a lo
 the exporter throw away every span of its batch.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -13,8 +13,6 @@ change of logits is other in each step: then the tokens are chosen without the s
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 

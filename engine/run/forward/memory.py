@@ -1,7 +1,5 @@
 """How much memory this process may still take, and what it takes on a CPU besides weights and KV pool."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from pathlib import Path

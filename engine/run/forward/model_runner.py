@@ -1,7 +1,5 @@
 """ModelRunner: owner of the model, the KV pool's tensors and the device they are on."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ transformers is also compared with itself as transformers runs it. All that happ
 FP8 numbers, where there shall be one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Log probabilities of a step, computed where its logits are, in pieces: those of a chunk would not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise

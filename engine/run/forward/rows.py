@@ -1,7 +1,5 @@
 """The rows of a decode batch on the device: which sequence has which, and the memory that graphs read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

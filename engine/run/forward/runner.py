@@ -1,7 +1,5 @@
 """Runner: the seam between the stepper and whatever computes its steps, and the tokens it gives at once."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """A step on its way to the device, and the pooling of its hidden states there."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

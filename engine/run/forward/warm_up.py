@@ -1,7 +1,5 @@
 """Steps that take the most memory a step can take, and have every kernel compiled that steps will use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

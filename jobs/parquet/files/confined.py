@@ -4,8 +4,6 @@ A path is looked up and checked once. Whoever may write below the roots can put 
 its folders afterwards: so each of them is opened by its name in the one before, and a link is refused.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a run needs of the place where its files lie, and what such a place can fail with."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager

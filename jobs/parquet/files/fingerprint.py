@@ -1,7 +1,5 @@
 """What tells an input file from another one, and whether it is still the planned one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b

@@ -3,8 +3,6 @@
 A listing is as long as a store makes it, and obstore keeps all of it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress

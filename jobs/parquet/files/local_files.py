@@ -1,7 +1,5 @@
 """Files on this machine's disks and mounts, below the data roots."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

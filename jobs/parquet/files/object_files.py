@@ -8,8 +8,6 @@ its claim is there, and if it was frozen just then, may remove the mark of an en
 finds its claim gone then, looks again, and the run is ended once more by whoever withdrew it.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence

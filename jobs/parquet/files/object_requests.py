@@ -1,7 +1,5 @@
 """Requests to an object store: tried again while it does not serve, and what it says told by our errors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -4,8 +4,6 @@ Those lie in `_input/` beside the plan until the run ends. Each has a name that 
 that meet write the same, and one that was made stays.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator

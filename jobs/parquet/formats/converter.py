@@ -3,8 +3,6 @@
 Text says what a column holds only when all of it was read: there are two passes over the same groups of rows.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which 
 or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

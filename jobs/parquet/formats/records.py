@@ -1,7 +1,5 @@
 """The rows of CSV and JSONL files, one by one: each is a record, or a problem that costs it alone."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

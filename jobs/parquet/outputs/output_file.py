@@ -1,7 +1,5 @@
 """The one output file of a run that asks for it: all parts' rows in order, when the last part is there."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

@@ -1,7 +1,5 @@
 """A part: the output file of one shard, with statistics in its footer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run's plan and manifest in its folder: written once, replaced where the run goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace

@@ -11,8 +11,6 @@ its own over it. A mark that is withdrawn is a link to nowhere: to
 remove it could hit the one that comes after it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress

@@ -6,8 +6,6 @@ found, and rows behind the end of a file of lines, as another file of the same p
 nothing but its seed is kept: what columns hold is told by rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run's input files: what they hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

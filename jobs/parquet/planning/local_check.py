@@ -1,7 +1,5 @@
 """Checks a run's columns where it is submitted, if its files and pyarrow are there."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from jobs.errors import (

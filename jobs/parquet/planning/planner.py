@@ -1,7 +1,5 @@
 """Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Has the rows of a run that failed asked again: what `jobs.retry_rows` does inside a worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jobs.common.display import brief

@@ -1,7 +1,5 @@
 """How many bytes the shards of a new run ask, as far as that is known without much reading."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

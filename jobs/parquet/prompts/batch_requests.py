@@ -1,7 +1,5 @@
 """From the lines of a batch file to their requests, and from completions back to OpenAI's responses."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

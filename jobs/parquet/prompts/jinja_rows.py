@@ -1,7 +1,5 @@
 """What a child does that renders the rows of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

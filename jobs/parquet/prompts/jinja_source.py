@@ -1,7 +1,5 @@
 """Prompts from Jinja templates over a row's columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows with several prompts: what each asks once those before it are answered, and what comes of a row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """How a row becomes a prompt: from a column, from a template, or from a column of messages."""
 
-from __future__ import annotations
-
 import abc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

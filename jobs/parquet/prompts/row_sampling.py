@@ -1,7 +1,5 @@
 """Sampling values that each row brings in columns of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal

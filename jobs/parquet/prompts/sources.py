@@ -1,7 +1,5 @@
 """Which source of prompts a run's arguments name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

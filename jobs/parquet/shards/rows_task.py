@@ -1,7 +1,5 @@
 """A task that asks rows of a run again: its requests, and their deliveries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From a shard's rendered rows to the requests they need, and from completions back to rows."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

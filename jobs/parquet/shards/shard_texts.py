@@ -1,7 +1,5 @@
 """The prompts of a shard's rows, rendered ahead of the engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Set
 

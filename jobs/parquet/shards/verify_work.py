@@ -1,7 +1,5 @@
 """Rows of a finished run that are asked once more, and compared with what its parts hold of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Columns of a table: their types, the ones that are kept, and the ones that are added."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A table of Python's (pandas, polars, Arrow) as a file that workers read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Why a line of a file is no row: it goes with the rows as a column, until they are answered or written."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 #: No column of a file: a header or key of this name is refused.

@@ -1,7 +1,5 @@
 """The rows of an input file in order, a shard's worth at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """A row's values, nested ones too, as prompts and outputs show them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a child does that reads Parquet: it tells what a file holds, and decodes its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of strangers as children read them: the worker gives them the bytes, and gets Arrow's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field

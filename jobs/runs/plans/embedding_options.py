@@ -1,7 +1,5 @@
 """Options of a run that asks for embeddings or labels, and what they go together with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

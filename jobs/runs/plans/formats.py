@@ -1,7 +1,5 @@
 """Formats of a run's input files, and which one a file's name tells. Needs no pyarrow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

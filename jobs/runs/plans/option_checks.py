@@ -1,7 +1,5 @@
 """Checks of a run's smaller options, each brought into one form. Needs no pyarrow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Columns that stand in no file: of folders named `key=value`, and of the files' paths. Needs no pyarrow."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

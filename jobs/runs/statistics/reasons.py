@@ -1,7 +1,5 @@
 """Why rows have errors: the kinds of reasons, how many rows each, and examples."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

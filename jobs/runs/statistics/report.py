@@ -1,7 +1,5 @@
 """A finished run as one page, made of its manifest alone: no script, and nothing is fetched from anywhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from html import escape

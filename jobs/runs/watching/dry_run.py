@@ -1,7 +1,5 @@
 """A dry run: what a run will take, from counts of its prompts and the answers of a few of its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum

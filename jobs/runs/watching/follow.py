@@ -1,7 +1,5 @@
 """Waits for a run and shows its progress."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

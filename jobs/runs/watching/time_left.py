@@ -1,7 +1,5 @@
 """How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum, isfinite

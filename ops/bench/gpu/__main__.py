@@ -4,8 +4,6 @@ A section is a command of its own with its own time limit: one that fails or han
 what it wrote before it ended is kept. The exit status is 1 if any failed, 2 if packages are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

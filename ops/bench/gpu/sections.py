@@ -1,7 +1,5 @@
 """The sections of gpu.sh: what each runs, for how long at most, and how it runs dry."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

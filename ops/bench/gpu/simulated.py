@@ -1,7 +1,5 @@
 """Dry runs of what records CUDA graphs: on a CPU a recorded step is called again over the same buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ torch's profiler watches the default engine until all prompts are in the cache, 
 run it watches a CPU's operations, each with what it calls, and no kernel of Triton's shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

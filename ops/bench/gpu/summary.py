@@ -1,7 +1,5 @@
 """One table of what gpu.sh's sections found; whatever else failed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ python -m ops.bench.kernels --only sampler
 TRITON_INTERPRET=1 python -m ops.bench.kernels --dry-run   # tiny, in the interpreter
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Attention over a paged cache, and the other kernels of a layer, on random numbers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

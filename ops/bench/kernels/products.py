@@ -3,8 +3,6 @@
 Each product by torch, which calls cuBLAS, and with norm, gate and sum in the same launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

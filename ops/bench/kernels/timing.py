@@ -1,7 +1,5 @@
 """A kernel's time beside the least it can take: its bytes over the copy bandwidth, or its operations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass

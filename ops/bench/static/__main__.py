@@ -8,8 +8,6 @@ compiled in: what it launches is compiled for sm_90, each variant once. The exit
 spills, does not fit, or is not what ops/bench/static/kernel_cases.py asks of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -3,8 +3,6 @@
 Limits are those of compute capability 9.0: CUDA C++ programming guide, technical specifications.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

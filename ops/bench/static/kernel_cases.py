@@ -3,8 +3,6 @@
 A new kernel is a line of KERNELS; where no model of MODELS launches it, an entry of CASES too.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A run, or one job, is cancelled: what waits goes, what runs is told to stop, and a later submit resumes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`jobs.submit` and `jobs.run`: what the command line does, from Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

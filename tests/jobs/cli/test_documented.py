@@ -1,7 +1,5 @@
 """What can be asked for stands in README and docs/, options of the command line with a help text too."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """What is shown of failed jobs: newest first, with the error's class, never what a job holds; in bounds."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from base64 import b64encode

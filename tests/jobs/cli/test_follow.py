@@ -1,7 +1,5 @@
 """A run is followed until it ends, on a terminal or in a log, whatever becomes of its shards and workers."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path

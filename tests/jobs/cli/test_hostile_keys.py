@@ -1,7 +1,5 @@
 """Jobs' fields that hold something else: they are passed over."""
 
-from __future__ import annotations
-
 import tracemalloc
 import zlib
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """`tokenmill info` and `tokenmill requeue`: RQ's commands without reading, and running, what a job holds."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What only looks goes on where Redis refuses to write, and says on top why it does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

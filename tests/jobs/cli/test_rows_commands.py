@@ -1,7 +1,5 @@
 """`tokenmill errors` and `tokenmill tail`: rows of a run as its folder has them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `tokenmill status` and `submit` tell of a run that is under way, over, refused or held up."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

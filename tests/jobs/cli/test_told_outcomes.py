@@ -1,7 +1,5 @@
 """What is told of a run does not take for success what is none: by every surface."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lists of runs and workers, for people and for programs, whatever others wrote into their keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several prompts of each row in one run, each over columns and the answers before it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs of embeddings: a fixed-size list of float32 for each row, whoever reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever objects and fields a file of lines holds, they come back from what is made of it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Labels of a run's rows: a column for each part of what was found, in any order of answers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

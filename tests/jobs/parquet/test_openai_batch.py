@@ -1,7 +1,5 @@
 """OpenAI's batch files in and out: what its own client's types read, one line's fault costing that line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run's output holds: kept columns, a prefix, a limit of rows, several completions of each."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

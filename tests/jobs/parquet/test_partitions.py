@@ -1,7 +1,5 @@
 """Partitioned folders are read whole and keep their columns; other nested folders are not guessed at."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What planning and opening cost is bounded by name, and each can be stopped between two steps of it."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 import os

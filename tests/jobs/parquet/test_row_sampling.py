@@ -1,7 +1,5 @@
 """Sampling values from columns: each row its own, null leaves the run's, a wrong one fails its row alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal

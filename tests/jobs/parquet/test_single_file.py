@@ -1,7 +1,5 @@
 """One output file of all rows, written when the last part is there, whatever is killed on the way."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import decimal

@@ -1,7 +1,5 @@
 """Greedy prompts that are the same are computed once for all the shards of a run on one worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What OpenAI's clients send anyway: values that change nothing, and messages with all that they may hold."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are templates over the answers of the jobs that a job depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A run is one model's, and a job may name the model it wants."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

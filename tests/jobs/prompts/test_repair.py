@@ -1,7 +1,5 @@
 """Answers that fail a check go back with the reason, those that were cut go on: in jobs, runs and batches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

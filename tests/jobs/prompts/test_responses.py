@@ -1,7 +1,5 @@
 """OpenAI's response shapes of real completions: log probabilities, echo, reasoning, calls of tools."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A stock RQ worker runs our jobs with the same results."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one sender of webhooks: which addresses it calls, what it sends, and how long it takes at most."""
 
-from __future__ import annotations
-
 import socket
 import time
 from typing import Any

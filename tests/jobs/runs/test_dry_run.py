@@ -1,7 +1,5 @@
 """What a dry run says of a run, compared with what the run then takes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A run of which too many rows fail is stopped, says so, and can be resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`--extend`: a run whose input has gained files or rows computes what is new, and is one run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Wherever an execution is killed, or met by another, each row is written once and the run ends."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What is done with each shard of a run does not grow with how many jobs stand on the queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a finished run tells of itself in its manifest, and the page that is made of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from html.parser import HTMLParser

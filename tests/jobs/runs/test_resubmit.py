@@ -1,7 +1,5 @@
 """A run that is submitted again, or whose input changes: what is right stays, what is not is named."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tokenmill errors RUN --retry`: rows that failed are asked again, and take the errors' place, once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

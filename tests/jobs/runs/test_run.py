@@ -1,7 +1,5 @@
 """A run from its Parquet input to its Parquet output, without faults."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The lock on a run, on a real server: what its holder may still do when it has run out or changed hands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

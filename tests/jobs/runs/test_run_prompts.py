@@ -1,7 +1,5 @@
 """What becomes a prompt of a row: a column, a template, a chat; a row that gives none costs itself alone."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

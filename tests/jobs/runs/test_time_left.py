@@ -1,7 +1,5 @@
 """When a run is said to end: off by at most a third from a fifth of the way on."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

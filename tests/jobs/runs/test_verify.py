@@ -1,7 +1,5 @@
 """Rows of a finished run are computed again, and what differs from its parts is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

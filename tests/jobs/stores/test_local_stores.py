@@ -1,7 +1,5 @@
 """Folders of a disk: without links, of another run, full, or holding what was damaged."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

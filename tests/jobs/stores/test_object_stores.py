@@ -1,7 +1,5 @@
 """Runs whose files lie in an object store, killed or met by others, and stores that fail."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Objects of a store: written, read in blocks of which few are kept, and listed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

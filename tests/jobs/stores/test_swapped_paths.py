@@ -1,7 +1,5 @@
 """Folders and files that are swapped between their check and their use lead nobody out of the data roots."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What may run on this worker: JSON payloads that call functions on an exact list."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from difflib import get_close_matches
 

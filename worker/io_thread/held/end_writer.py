@@ -1,7 +1,5 @@
 """Writes the ends of jobs: in batches, and one by one what was in a batch that did not come through."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

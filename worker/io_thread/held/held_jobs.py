@@ -1,7 +1,5 @@
 """The jobs that a worker holds."""
 
-from __future__ import annotations
-
 import enum
 import time
 from collections import Counter

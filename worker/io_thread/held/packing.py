@@ -1,7 +1,5 @@
 """Which job's prompt goes to the engine next, and when a lane should claim and open more jobs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Requests of open jobs on their way to the engine, and completions on their way back."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

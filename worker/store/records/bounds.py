@@ -1,7 +1,5 @@
 """Limits of a job's hash, and its function call unpacked within them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A job that this worker holds: what a claim asks for and brings, read into what RQ's `Job` has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

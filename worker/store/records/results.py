@@ -1,7 +1,5 @@
 """What a job leaves behind when it ends, as RQ writes it and no larger than allowed."""
 
-from __future__ import annotations
-
 import io
 import json
 import traceback

@@ -1,7 +1,5 @@
 """A held job as RQ's `Job`, for the user's code, and its timeout."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from datetime import datetime
