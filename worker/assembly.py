@@ -59,6 +59,7 @@ class RqWorker(Protocol):
     disable_default_exception_handler: bool
     default_result_ttl: int
     maintenance_interval: int
+    scheduler: Any
 
     @property
     def connection(self) -> Redis: ...
@@ -66,7 +67,6 @@ class RqWorker(Protocol):
     def exception_handlers(self) -> Sequence[Callable[..., Any]]: ...
     def queue_names(self) -> list[str]: ...
     def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
-    def keep_scheduler(self) -> None: ...
 
 
 def assemble(
@@ -233,7 +233,7 @@ class _Assembly:
             Registries(self._clients.pool),
             self._queue_names,
             self._enders,
-            self._worker.keep_scheduler,
+            self._worker.scheduler,
             self._worker.maintenance_interval,
             self._worker.log,
         )

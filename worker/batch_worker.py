@@ -31,7 +31,7 @@ from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
-from worker.logs import LogStyle
+from worker.logs import start_log
 from worker.start import (
     leave_out_working_directory,
     load_functions,
@@ -103,15 +103,18 @@ class BatchWorker(BaseWorker):
         cold shutdown.
         """
         leave_out_working_directory()
-        style = LogStyle(self._wanted_log_format(), logging_level, date_format, log_format)
+        from worker.settings import name_variables, read_variable
+
+        formats = date_format, log_format
         try:
-            writes_json = style.start(self.name)  # `bootstrap` does so too late
+            # `bootstrap` does so too late.
+            writes_json = start_log(self.name, read_variable(VARIABLE) or AUTO, logging_level, formats)
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
             self._tell_no_start(error)
             raise
-        self._name_variables()
+        name_variables(logging.getLogger("engine"))
         share_freed_memory()
         spin_briefly(os.environ)
         self._install_signal_handlers()
@@ -132,16 +135,11 @@ class BatchWorker(BaseWorker):
                     self._sign_off()
         finally:
             if self.scheduler:
-                self.stop_scheduler()
+                self.scheduler.stop()
             if self._metrics is not None:
                 self._metrics.close()
             if self._traces is not None:
                 self._traces.close()
-
-    def _wanted_log_format(self) -> str:
-        from worker.settings import read_variable
-
-        return read_variable(VARIABLE) or AUTO
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
         """Serve metrics where that is wished for. Raises MetricsNotServed."""
@@ -186,12 +184,6 @@ class BatchWorker(BaseWorker):
             served.attention_backend,
             code_version(),
         )
-
-    def _name_variables(self) -> None:
-        """Let the engine's log name settings as an operator does."""
-        from worker.settings import name_variables
-
-        name_variables(logging.getLogger("engine"))
 
     def _tell_no_start(self, error: Exception) -> None:
         """Say what a person can mend in one line, where RQ's command would print a traceback.
@@ -388,17 +380,9 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        style = LogStyle(self._wanted_log_format(), logging_level or self.log.level, date_format, log_format)
-        self.scheduler = Scheduler(self.queues, self.connection, self.serializer, style, self.name)
-        if not burst:
-            self.scheduler.start()
-        elif self.scheduler.acquire_locks():
-            try:
-                self.scheduler.enqueue_scheduled_jobs()
-            finally:
-                self.scheduler.release_locks()
-
-    def keep_scheduler(self) -> None:
-        """Start the scheduler's process again if something has ended it."""
-        if isinstance(self.scheduler, Scheduler):
-            self.scheduler.keep_alive()
+        level = logging_level or self.log.level
+        scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
+        if burst:
+            scheduler.enqueue_once()
+        else:
+            self.scheduler = scheduler

@@ -7,13 +7,12 @@ what it has.
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.logutils import ColorizingStreamHandler, setup_loghandlers
 
-from jobs.common.plain_log import AUTO, JSON, VARIABLE, handle_all, is_json, keep_plain
+from jobs.common.plain_log import JSON, VARIABLE, handle_all, is_json, keep_plain
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import SettingsError
 
@@ -21,52 +20,40 @@ from worker.errors import SettingsError
 _RQS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
 
 
-@dataclass(frozen=True)
-class LogStyle:
-    """What an operator asks of the log. wanted: of TOKENMILL_LOG_FORMAT. The rest are `rq worker`'s flags."""
+def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:
+    """Begin to write this process' log; return whether it is JSON.
 
-    wanted: str = AUTO
-    level: str | int | None = None
-    date_format: str = DEFAULT_LOGGING_DATE_FORMAT
-    log_format: str = DEFAULT_LOGGING_FORMAT
+    worker: its name, which stands in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: what
+    `rq worker` was told of the level, and of dates and lines; these make the log text.
+    Raises SettingsError where JSON is asked for and cannot be had.
+    """
+    has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
+    for name in ("rq.worker", "rq.scheduler"):
+        setup_loghandlers(level, *formats, name=name)
+        keep_plain(logging.getLogger(name))
+    if wanted == JSON and has_own_text:
+        raise SettingsError(
+            f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
+        )
+    writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
+    if writes_json:
+        writes_json = _write_json(worker, is_asked_for=wanted == JSON)
+    level = logging.getLogger("rq.worker").getEffectiveLevel()
+    setup_loghandlers(level, *formats, name="engine")  # how a model is computed
+    return writes_json
 
-    @property
-    def has_own_text(self) -> bool:
-        """Whether the flags say how a line of text looks: then it is one."""
-        return (self.date_format, self.log_format) != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
 
-    def start(self, worker: str, logger: str = "rq.worker") -> bool:
-        """Let the log of this process be written so; return whether it is JSON.
-
-        worker: its name, which stands in each line of JSON. logger: whose level the flags set.
-        Raises SettingsError where JSON is asked for that the flags contradict, or that cannot be had.
-        """
-        setup_loghandlers(self.level, self.date_format, self.log_format, name=logger)
-        keep_plain(logging.getLogger(logger))
-        if self.wanted == JSON and self.has_own_text:
-            raise SettingsError(
-                f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
-            )
-        writes_json = not self.has_own_text and is_json(self.wanted, sys.stdout) and not _is_configured()
-        if writes_json:
-            writes_json = self._write_json(worker)
-        level = logging.getLogger(logger).getEffectiveLevel()
-        setup_loghandlers(level, self.date_format, self.log_format, name="engine")  # how a model is computed
-        return writes_json
-
-    def _write_json(self, worker: str) -> bool:
-        """Return whether that can be."""
-        try:
-            from jobs.common.json_log import JsonLine
-        except ImportError as error:
-            if self.wanted == JSON:
-                raise SettingsError(
-                    f"{VARIABLE}=json needs structlog ({error}): pip install structlog"
-                ) from None
-            logging.getLogger("rq.worker").warning("the log is text, as structlog is not installed")
-            return False
-        handle_all(JsonLine({"worker": worker}, _more_of), _RQS)
-        return True
+def _write_json(worker: str, is_asked_for: bool) -> bool:
+    """Write JSON from now on, and return whether that can be."""
+    try:
+        from jobs.common.json_log import JsonLine
+    except ImportError as error:
+        if is_asked_for:
+            raise SettingsError(f"{VARIABLE}=json needs structlog ({error}): pip install structlog") from None
+        logging.getLogger("rq.worker").warning("the log is text, as structlog is not installed")
+        return False
+    handle_all(JsonLine({"worker": worker}, _more_of), _RQS)
+    return True
 
 
 def _is_configured() -> bool:

@@ -74,7 +74,7 @@ def test_the_scheduler_outlives_a_restart_of_redis(workers: Workers, server: Dur
     process = workers.start("--name", "w", "--with-scheduler")
     wait_until(lambda: workers.redis.keys("rq:scheduler:*") and workers.redis.exists("tokenmill:worker:w"))
     server.kill()
-    wait_until(lambda: "the scheduler: Redis did not answer" in workers.log(process))
+    wait_until(lambda: "the scheduler failed" in workers.log(process))
     server.restart()
     job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
     assert text_of(workers.result(job)) == "echo:a"

@@ -1,22 +1,22 @@
-"""What a worker does for all of them every now and then, beside its jobs."""
+"""What a worker does every now and then beside its jobs, for all workers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from worker.io_thread.limits import Timer
 from worker.store.registries import Registries
+from worker.store.scheduler import Scheduler
 from worker.threads.functions import FunctionPool
 
-_SCHEDULER_PERIOD_S = 5.0
+_SCHEDULER_PERIOD_S = 1.0
 _LEFT_PERIOD_S = 10.0
 
 
 class Maintenance:
-    """Cleans RQ's registries, queues jobs that were left, and keeps the scheduler's process up.
+    """Cleans RQ's registries, queues jobs that were left, and turns the scheduler, if there is one.
 
-    registries: for the threads of `pool`, which do the first two. keep_scheduler: starts the process again
-    where it has ended.
+    registries: for the threads of `pool`, which do the first two.
     """
 
     def __init__(
@@ -24,20 +24,20 @@ class Maintenance:
         registries: Registries,
         queue_names: Sequence[str],
         pool: FunctionPool,
-        keep_scheduler: Callable[[], None],
+        scheduler: Scheduler | None,
         period_s: float,
         log: logging.Logger,
     ) -> None:
         self._registries, self._queue_names = registries, queue_names
         self._pool, self._log = pool, log
-        self._keep_scheduler = keep_scheduler
-        self._clean, self._look = Timer(period_s), Timer(_SCHEDULER_PERIOD_S)
+        self._scheduler, self._schedule = scheduler, Timer(_SCHEDULER_PERIOD_S)
+        self._clean = Timer(period_s)
         self._queue_left = Timer(_LEFT_PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
         """Start what is due at `moment` (monotonic seconds)."""
-        if self._look.due(moment):
-            self._keep_scheduler()
+        if self._scheduler is not None and self._schedule.due(moment):
+            self._scheduler.turn()
         if self._queue_left.due(moment):
             self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
         if self._clean.due(moment):
