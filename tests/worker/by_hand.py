@@ -16,6 +16,8 @@ from worker.engine_thread.orders import Stepped
 from worker.io_thread.held.admission import Admission
 from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.limits import Limits, PollRates
+from worker.io_thread.parts import Parts
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
 from worker.store.client import Clients
@@ -24,6 +26,15 @@ from worker.store.records.claimed_job import Wanted
 from worker.store.user_code import Callbacks, Webhooks
 from worker.threads.functions import FunctionPool
 
+LIMITS = Limits(
+    burst=False,
+    max_jobs=None,
+    max_idle_s=None,
+    lease_s=60,
+    max_worker_deaths=5,
+    max_stuck_threads=16,
+    drain_s=None,
+)
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}
 
@@ -43,22 +54,27 @@ class ByHand:
         log = logging.getLogger("by hand")
         model = ServedModel("m", "f", "d")
         lent = JobContext(redis, "", "", "", (), model, SamplingParams.from_mapping)
-        self.runner = JobRunner(
+        self.parts = Parts(
+            queue_names=["bulk"],
+            limits=LIMITS,
+            clients=Clients(redis, redis, redis),
+            store=self.store,
+            ends_store=self.store,
+            environment=JobEnvironment(lent),
+            admission=Admission(ALLOWED),
+            callbacks=Callbacks([], redis, redis, Webhooks(webhooks, (), log)),
             packer=self.packer,
             budget=PayloadBudget(1, 1 << 26),
-            admission=Admission(ALLOWED),
-            environment=JobEnvironment(lent),
-            orders=self.orders,
+            poll_rates=PollRates(["bulk"], LIMITS, jitter=lambda: 1.0),
             functions=functions,
             enders=enders,
-            clients=Clients(redis, redis, redis),
-            callbacks=Callbacks([], redis, redis, Webhooks(webhooks, (), log)),
-            ends_store=self.store,
-            post=self.events.put,
+            orders=self.orders,
+            events=self.events,
             tally=Tally(),
             log=log,
             clock=lambda: self.moment,
         )
+        self.runner = JobRunner(self.parts)
 
     def claim(self) -> None:
         wanted = Wanted("bulk", 100, uuid4().hex[:24], takes_suspects=True, max_functions=2)

@@ -1,6 +1,5 @@
 """Jobs that are fewer than the places of all workers are spread over them."""
 
-import logging
 from dataclasses import replace
 from uuid import uuid4
 
@@ -8,24 +7,12 @@ import pytest
 from rq import Queue
 
 from jobs.common.keys import SEQUENCES_FIELD
-from tests.worker.by_hand import ByHand
+from tests.worker.by_hand import LIMITS, ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
-from worker.io_thread.held.packing import PayloadBudget
-from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, Limits, PollRates
+from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Claim, Wanted
-from worker.store.registries import Registries
-
-LIMITS = Limits(
-    burst=False,
-    max_jobs=None,
-    max_idle_s=None,
-    lease_s=60,
-    max_worker_deaths=5,
-    max_stuck_threads=16,
-    drain_s=None,
-)
 
 
 def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
@@ -89,22 +76,9 @@ def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
 
 def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
     hand = ByHand(bulk.connection, slots=64)
-    poll_rates = PollRates(["bulk"], LIMITS, jitter=lambda: 1.0)
-    claimer = Claimer(
-        queue_names=["bulk"],
-        store=hand.store,
-        registries=Registries(bulk.connection),
-        poll_rates=poll_rates,
-        runner=hand.runner,
-        packer=hand.packer,
-        budget=PayloadBudget(1, 1 << 26),
-        releaser=Releaser(hand.store, hand.runner, 5, logging.getLogger("by hand")),
-        limits=LIMITS,
-        log=logging.getLogger("by hand"),
-        clock=lambda: hand.moment,
-    )
+    claimer = Claimer(hand.parts, hand.runner, Releaser(hand.parts, hand.runner))
     enqueue(bulk, 6)
-    poll_rates.hear({"bulk": 3}, num_started=0)
+    hand.parts.poll_rates.hear({"bulk": 3}, num_started=0)
     held = []
     for _ in range(4):
         claimer.claim(hand.moment)

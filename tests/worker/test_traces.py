@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from engine import Completion
 from engine.schedule.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.traces.job_trace import TracedEnd
+from worker.ended_job import EndedJob
 from worker.traces.otel import OtelTraces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -101,9 +101,9 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
         trace.completed(Completion("r", index, [1, 2, 3], SECRET, "stop", 7, 4, metrics=told))
     trace.finished_at = now - 2
     usual = {"outcome": "finished", "reason": "", "is_function": False, "function": "jobs.chat"}
-    times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1, "written_at": now}
+    times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1}
     usual |= {"job_id": "one", "queue": "prompts"}
-    traces.ended(lambda: TracedEnd(trace, **{**usual, **times, **how}))
+    traces.ended(trace, EndedJob(**{**usual, **times, **how}), written_at=now)
     traces.close()
     return collector.spans
 

@@ -45,11 +45,14 @@ class _Waiting:
     from a thread. form: what it has to follow, compiled or not. error: what preparing them raised.
     """
 
-    __slots__ = ("add", "engine", "error", "form", "is_prepared", "lane", "number", "prepared", "size")
+    __slots__ = (
+        *("add", "engine", "error", "form", "is_dropped", "is_prepared"),
+        *("lane", "number", "prepared", "size"),
+    )
 
     def __init__(self, engine: EngineLike, add: Add, number: int) -> None:
         self.engine, self.add, self.number = engine, add, number
-        self.lane, self.size = add.lane, _size(add)
+        self.lane, self.size, self.is_dropped = add.lane, _size(add), False
         self.is_prepared = self.size <= SHORT and not add.sampling.get("structured_outputs")
         self.prepared: tuple[Any, RequestParams] | None = None
         self.form: Future[Any] | None = None
@@ -117,13 +120,13 @@ class Intake:
         self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
         if not waiting.is_prepared:
-            self._pool_of(waiting).submit(waiting)
+            (self._long_preparer if waiting.size > LONG else self._preparer).submit(waiting)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests; ids that do not wait are left alone."""
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
-            self._pool_of(waiting).drop(waiting)
+            waiting.is_dropped = True
         for lane in {waiting.lane for waiting in dropped - self._compiling}:
             self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
             self._forget_if_empty(lane)
@@ -193,9 +196,6 @@ class Intake:
         until = time.monotonic() + LEAVE_S
         for pool in pools:
             pool.join(max(0.0, until - time.monotonic()))
-
-    def _pool_of(self, waiting: _Waiting) -> Preparer:
-        return self._long_preparer if waiting.size > LONG else self._preparer
 
     def _forget_if_empty(self, lane: int) -> None:
         if not self._lanes[lane]:

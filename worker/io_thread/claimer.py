@@ -1,15 +1,12 @@
 """Claiming jobs: when, for which lanes, and how many, so that each worker gets a fair share."""
 
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from uuid import uuid4
 
-from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import POLL_S, Limits, PollRates, Timer
+from worker.io_thread.limits import POLL_S, Timer
+from worker.io_thread.parts import Parts
 from worker.io_thread.releaser import Releaser
-from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Wanted
 from worker.store.registries import Registries
 
@@ -64,36 +61,24 @@ class Claimer:
     A suspect is a job with which `Limits.suspect_deaths` workers have died: it runs by itself for a while.
     """
 
-    def __init__(
-        self,
-        *,
-        queue_names: Sequence[str],
-        store: JobStore,
-        registries: Registries,
-        poll_rates: PollRates,
-        runner: JobRunner,
-        packer: Packer,
-        budget: PayloadBudget,
-        releaser: Releaser,
-        limits: Limits,
-        log: logging.Logger,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._queue_names, self._store, self._registries = queue_names, store, registries
-        self._poll_rates, self._shares = poll_rates, [FairShare() for _ in queue_names]
-        self._runner, self._packer, self._budget, self._releaser = runner, packer, budget, releaser
-        self._limits, self._log, self._clock = limits, log, clock
+    def __init__(self, parts: Parts, runner: JobRunner, releaser: Releaser) -> None:
+        self._queue_names, self._store = parts.queue_names, parts.store
+        self._registries = Registries(parts.clients.io)
+        self._poll_rates, self._shares = parts.poll_rates, [FairShare() for _ in parts.queue_names]
+        self._packer, self._budget = parts.packer, parts.budget
+        self._runner, self._releaser = runner, releaser
+        self._limits, self._log, self._clock = parts.limits, parts.log, parts.clock
         self._tokens: dict[int, str] = {}
         # By lane, the jobs held when a claim left some to others: with half as many, it looks again.
-        self._had = [0] * len(queue_names)
-        self._foreign = [0] * len(queue_names)
+        self._had = [0] * len(parts.queue_names)
+        self._foreign = [0] * len(parts.queue_names)
         self._num_kept = self._turn = 0
         self._suspect_execution, self._isolated_until = "", float("-inf")
-        self._polls = [Timer(POLL_S) for _ in queue_names]
-        self._looks = [Timer(LOOK_S) for _ in queue_names]
+        self._polls = [Timer(POLL_S) for _ in parts.queue_names]
+        self._looks = [Timer(LOOK_S) for _ in parts.queue_names]
         self.is_suspended = False
         """Whether `rq suspend` holds all workers, as of the last claim."""
-        self.idle_since = clock()
+        self.idle_since = parts.clock()
         """When the last jobs came, or the last one that was held ended."""
 
     def claim(self, moment: float) -> None:

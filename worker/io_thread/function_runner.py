@@ -7,10 +7,8 @@ from typing import Any
 from jobs.runs.end_notices import POSTING
 from jobs.table import own_function
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob
-from worker.io_thread.held.packing import Packer
+from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, Then
-from worker.job_environment import JobEnvironment
-from worker.store.client import Clients
 from worker.store.records.bounds import FunctionCall
 from worker.store.user_code import perform
 from worker.threads.functions import FunctionPool
@@ -22,20 +20,10 @@ class FunctionRunner:
     calls: brings their reports back.
     """
 
-    def __init__(
-        self,
-        *,
-        packer: Packer,
-        calls: PoolCalls,
-        beginnings: Beginnings,
-        pool: FunctionPool,
-        webhook_pool: FunctionPool,
-        environment: JobEnvironment,
-        clients: Clients,
-    ) -> None:
-        self._packer, self._calls, self._beginnings = packer, calls, beginnings
-        self._pool, self._webhook_pool = pool, webhook_pool
-        self._environment, self._clients = environment, clients
+    def __init__(self, parts: Parts, calls: PoolCalls, beginnings: Beginnings) -> None:
+        self._packer, self._calls, self._beginnings = parts.packer, calls, beginnings
+        self._pool, self._webhook_pool = parts.functions, parts.callbacks.webhooks.pool
+        self._environment, self._clients = parts.environment, parts.clients
 
     def run(self, job: HeldJob, then: Then) -> None:
         """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""

@@ -3,28 +3,27 @@
 import enum
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from worker.engine_thread.orders import EngineDied, Halt, Order, Stepped
+from worker.engine_thread.orders import EngineDied, Halt, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_thread.held.packing import PayloadBudget
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import POLL_S, Limits, PollRates, Timer
+from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
+from worker.io_thread.parts import Parts
 from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.store.client import OUTAGES
-from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Mode
 from worker.store.stock_jobs import StockJobs
+from worker.store.worker_record import WorkerRecord
 
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
@@ -48,34 +47,15 @@ class IoLoop:
     Everything reaches it through `post`, safe from any thread and from signal handlers.
     """
 
-    def __init__(
-        self,
-        *,
-        queue_names: Sequence[str],
-        store: JobStore,
-        runner: JobRunner,
-        claimer: Claimer,
-        poll_rates: PollRates,
-        releaser: Releaser,
-        reporter: Reporter,
-        budget: PayloadBudget,
-        orders: SimpleQueue[Order],
-        limits: Limits,
-        maintenance: Maintenance,
-        stock: StockJobs,
-        log: logging.Logger,
-        events: SimpleQueue[Any],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._queue_names, self._store, self._runner = queue_names, store, runner
-        self._claimer, self._poll_rates, self._releaser, self._reporter = (
-            claimer,
-            poll_rates,
-            releaser,
-            reporter,
-        )
-        self._budget, self._orders, self._limits, self._log = budget, orders, limits, log
-        self._events, self._clock, self._stock = events, clock, stock
+    def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
+        self._queue_names, self._store, limits = parts.queue_names, parts.store, parts.limits
+        self._poll_rates, self._budget, self._orders = parts.poll_rates, parts.budget, parts.orders
+        self._limits, self._log, self._events, self._clock = limits, parts.log, parts.events, parts.clock
+        self._runner = JobRunner(parts)
+        self._releaser = Releaser(parts, self._runner)
+        self._claimer = Claimer(parts, self._runner, self._releaser)
+        self._stock = StockJobs(parts.clients.io, parts.store)
+        self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._backoff_s = FIRST_BACKOFF_S
@@ -96,7 +76,7 @@ class IoLoop:
             self._take_up_abandoned,
             maintenance.do_what_is_due,
         )
-        self.turned_at = clock()
+        self.turned_at = parts.clock()
         self.redis_at: float | None = None
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
@@ -181,7 +161,7 @@ class IoLoop:
 
     def _handle(self, event: Any) -> None:
         if isinstance(event, Stepped):
-            self._reporter.engine_stats = event.stats
+            self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
             if event.progress is not None:
@@ -215,7 +195,7 @@ class IoLoop:
         )
         self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
         self._releaser.log_level = logging.INFO
-        self._reporter.show_soon()
+        self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
         if self._phase is not Phase.LEAVING:
@@ -306,10 +286,10 @@ class IoLoop:
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
             self._store.show_progress(self._runner.jobs.changed_progress())
-        self._reporter.tell(moment)
+        self.reporter.tell(moment)
 
     def _show_record(self, moment: float) -> None:
-        self._reporter.show(moment, self._phase is Phase.SERVING, self._claimer.is_suspended)
+        self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.is_suspended)
 
     def _take_up_abandoned(self, moment: float) -> None:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
@@ -355,6 +335,6 @@ class IoLoop:
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""
         try:
-            self._reporter.show_stopped()
+            self.reporter.show_stopped()
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

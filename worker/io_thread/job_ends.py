@@ -1,7 +1,5 @@
 """How a job ends: its callback, then the writing in a batch with others, then its dependents and webhooks."""
 
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,14 +13,12 @@ from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.stored_job import JobTimeoutException
-from worker.store.user_code import Callbacks
-from worker.threads.functions import FunctionPool
 
 MAX_REASON_CHARS = 400
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
@@ -59,31 +55,14 @@ class Ended(Protocol):
 
 
 class JobEnds:
-    """Ends jobs for the I/O thread, which calls every method.
+    """Ends jobs for the I/O thread, which calls every method. Callbacks and dependents have threads."""
 
-    max_result_bytes: of a value's JSON; a job with a larger one fails.
-    failing: tells, in a thread of `pool`, that a job of a run will fail for good, and with what.
-    store: holds and closes jobs from the threads of `pool`, which runs callbacks and queues dependents, so
-    that they do not wait for user functions.
-    """
-
-    def __init__(
-        self,
-        *,
-        callbacks: Callbacks,
-        store: JobStore,
-        pool: FunctionPool,
-        calls: PoolCalls,
-        ended: Ended,
-        failing: Callable[[ClaimedJob, str], None],
-        max_result_bytes: int,
-        log: logging.Logger,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._callbacks, self._store, self._pool, self._calls = callbacks, store, pool, calls
-        self._ended, self._log, self._clock, self._failing = ended, log, clock, failing
-        self._max_result_bytes = max_result_bytes
-        self._writer = EndWriter(self._written, log, clock)
+    def __init__(self, parts: Parts, calls: PoolCalls, ended: Ended) -> None:
+        self._callbacks, self._store, self._pool = parts.callbacks, parts.ends_store, parts.enders
+        self._calls, self._ended, self._log, self._clock = calls, ended, parts.log, parts.clock
+        self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
+        self._max_result_bytes = parts.environment.lent.max_result_bytes
+        self._writer = EndWriter(self._written, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""

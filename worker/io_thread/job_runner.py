@@ -1,97 +1,52 @@
 """The life of claimed jobs: admit, open, stream and deliver each one, stop it where that is asked."""
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any
 
 from jobs.common.keys import FILE, FUNCTION
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import task_of
 from jobs.tasks import OpenTask, Task
-from worker.engine_thread.orders import Order
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.function_runner import FunctionRunner
-from worker.io_thread.held.admission import Admission
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts
-from worker.io_thread.held.packing import Packer, PayloadBudget
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
+from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCalls, PoolThreads, TaskFiles, Then
-from worker.job_environment import JobEnvironment
-from worker.metrics.tally import Tally
-from worker.store.client import Clients
 from worker.store.job_store import JobStore
 from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
 from worker.store.records.stored_job import timeout_error
-from worker.store.user_code import Callbacks
-from worker.threads.functions import FunctionPool, JobStopped
+from worker.threads.functions import JobStopped
 
 
 class JobRunner:
-    """Owns every job that this worker holds. All methods belong to the I/O thread.
+    """Owns every job that this worker holds. All methods belong to the I/O thread."""
 
-    functions: pool for user code and planning. enders: pool for callbacks and dependents, which must not wait
-    for it. All report back by `post`, a call for the I/O thread. Clients: our own code's there, and users'.
-    """
-
-    def __init__(
-        self,
-        *,
-        packer: Packer,
-        budget: PayloadBudget,
-        admission: Admission,
-        environment: JobEnvironment,
-        orders: SimpleQueue[Order],
-        functions: FunctionPool,
-        enders: FunctionPool,
-        clients: Clients,
-        callbacks: Callbacks,
-        ends_store: JobStore,
-        post: Callable[[Callable[[], None]], None],
-        tally: Tally,
-        log: logging.Logger,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._packer, self._budget = packer, budget
-        self._admission, self._environment, self._callbacks = admission, environment, callbacks
-        self._pool_client, self._log, self._clock = clients.pool, log, clock
-        self.jobs = HeldJobs(environment.traces)
+    def __init__(self, parts: Parts) -> None:
+        self._packer, self._budget, log, clock = parts.packer, parts.budget, parts.log, parts.clock
+        self._admission, self._environment = parts.admission, parts.environment
+        self._callbacks = parts.callbacks
+        self._pool_client, self._log, self._clock = parts.clients.pool, log, clock
+        traces, lent, post = parts.environment.traces, parts.environment.lent, parts.events.put
+        self.jobs = HeldJobs(traces)
         self._surplus: list[ClaimedJob] = []
-        self.faults, self.counts = WorkerFaults(), JobCounts(tally, environment.traces)
+        self.faults, self.counts = WorkerFaults(), JobCounts(parts.tally, traces)
         self._calls = PoolCalls(post, self._close, log, clock)
-        self._files = TaskFiles(packer, self._calls, environment.lent.file_timeout_s, log, clock)
-        inspections, grace_s = Inspections(post, environment.lent.checks), environment.function_grace_s
-        webhooks = callbacks.webhooks
-        self.threads = PoolThreads(self._files, functions, enders, webhooks, inspections, grace_s, log)
+        self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
+        inspections = Inspections(post, lent.checks)
+        self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(clock)
-        self.streams = Streams(self.jobs, packer, self._beginnings, orders, inspections, tally)
-        self._function_runner = FunctionRunner(
-            packer=packer,
-            calls=self._calls,
-            beginnings=self._beginnings,
-            pool=functions,
-            webhook_pool=webhooks.pool,
-            environment=environment,
-            clients=clients,
+        self.streams = Streams(
+            self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally
         )
-        self._ends = JobEnds(
-            callbacks=callbacks,
-            store=ends_store,
-            pool=enders,
-            calls=self._calls,
-            ended=self._ended,
-            failing=lambda *failed: environment.tell_failed(clients.pool, *failed),
-            max_result_bytes=environment.lent.max_result_bytes,
-            log=log,
-            clock=clock,
-        )
+        self._function_runner = FunctionRunner(parts, self._calls, self._beginnings)
+        self._ends = JobEnds(parts, self._calls, self._ended)
 
     @property
     def num_held(self) -> int:

@@ -1,13 +1,11 @@
 """What a worker does every now and then beside its jobs, for all workers."""
 
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 from worker.io_thread.limits import Timer
+from worker.io_thread.parts import Parts
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
-from worker.threads.functions import FunctionPool
 
 _SCHEDULER_PERIOD_S = 1.0
 _LEFT_PERIOD_S = 10.0
@@ -15,21 +13,12 @@ _LEFT_PERIOD_S = 10.0
 
 class Maintenance:
     """Cleans RQ's registries, queues jobs that were left, and turns the scheduler, if there is one.
-
-    registries: for the threads of `pool`, which do the first two.
+    period_s: how often registries are cleaned.
     """
 
-    def __init__(
-        self,
-        registries: Registries,
-        queue_names: Sequence[str],
-        pool: FunctionPool,
-        scheduler: Scheduler | None,
-        period_s: float,
-        log: logging.Logger,
-    ) -> None:
-        self._registries, self._queue_names = registries, queue_names
-        self._pool, self._log = pool, log
+    def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
+        self._registries, self._queue_names = Registries(parts.clients.pool), parts.queue_names
+        self._pool, self._log = parts.enders, parts.log
         self._scheduler, self._schedule = scheduler, Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)
         self._queue_left = Timer(_LEFT_PERIOD_S)

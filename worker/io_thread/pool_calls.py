@@ -16,8 +16,8 @@ from worker.io_thread.faults import is_fault
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
+from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
-from worker.store.user_code import Webhooks
 from worker.threads.functions import FilePool, FunctionPool, seconds_of_silence, seconds_since_begin
 
 TRY_AGAIN_S = 0.5
@@ -185,24 +185,12 @@ _FUNCTIONS_LEAVE_S = 1.0
 
 
 class PoolThreads:
-    """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only.
+    """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only."""
 
-    grace_s: seconds from its interrupt to when a thread is given up.
-    """
-
-    def __init__(
-        self,
-        files: TaskFiles,
-        functions: FunctionPool,
-        enders: FunctionPool,
-        webhooks: Webhooks,
-        inspections: Inspections,
-        grace_s: float,
-        log: logging.Logger,
-    ) -> None:
-        self._files, self._functions, self._enders = files, functions, enders
-        self._webhooks, self._inspections = webhooks, inspections
-        self._grace_s, self._log = grace_s, log
+    def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
+        self._files, self._functions, self._enders = files, parts.functions, parts.enders
+        self._webhooks, self._inspections = parts.callbacks.webhooks, inspections
+        self._grace_s, self._log = parts.environment.function_grace_s, parts.log
 
     @property
     def _pools(self) -> tuple[FunctionPool | TaskFiles, ...]:

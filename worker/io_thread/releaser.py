@@ -5,18 +5,19 @@ from collections.abc import Sequence
 
 from worker.io_thread.faults import WorkerFault
 from worker.io_thread.job_runner import JobRunner
-from worker.store.job_store import JobStore
+from worker.io_thread.parts import Parts
 from worker.store.records.claimed_job import ClaimedJob, Mode
 
 
 class Releaser:
     """Gives jobs back, and ends those here that may not go back. The I/O thread's.
 
-    max_deaths: of workers that one job may take with it. log_level: at which it tells how many went back.
+    log_level: at which it tells how many went back.
     """
 
-    def __init__(self, store: JobStore, runner: JobRunner, max_deaths: int, log: logging.Logger) -> None:
-        self._store, self._runner, self._max_deaths, self._log = store, runner, max_deaths, log
+    def __init__(self, parts: Parts, runner: JobRunner) -> None:
+        self._store, self._runner, self._log = parts.store, runner, parts.log
+        self._max_deaths = parts.limits.max_worker_deaths
         self._waiting: list[ClaimedJob] = []
         self.log_level = logging.DEBUG
 

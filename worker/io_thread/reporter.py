@@ -1,14 +1,14 @@
 """What a worker shows of itself while it works: in Redis, and in its log."""
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
-from worker.io_thread.limits import PollRates, Timer
+from worker.io_thread.limits import Timer
+from worker.io_thread.parts import Parts
 from worker.metrics.watched_worker import Shown
 from worker.store.worker_record import WorkerRecord
 
@@ -19,21 +19,12 @@ LOG_PERIOD_S = 10.0
 class Reporter:
     """Shows state and statistics every few seconds. The I/O thread's.
 
-    engine_stats: the engine's counters after its last step, for whoever hears of it to set. poll_rates: hears
-    what is counted of the queues.
+    engine_stats: the engine's counters after its last step; the I/O loop sets it.
     """
 
-    def __init__(
-        self,
-        record: WorkerRecord,
-        poll_rates: PollRates,
-        runner: JobRunner,
-        max_num_seqs: int,
-        log: logging.Logger,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._record, self._poll_rates, self._runner, self._log = record, poll_rates, runner, log
-        self._max_num_seqs, self._wall_clock = max_num_seqs, wall_clock
+    def __init__(self, parts: Parts, record: WorkerRecord, runner: JobRunner) -> None:
+        self._record, self._poll_rates, self._runner, self._log = record, parts.poll_rates, runner, parts.log
+        self._max_num_seqs = parts.packer.slots
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
         self._keep = Timer(POINT_PERIOD_S)
         self._shown_busy = False
@@ -94,7 +85,7 @@ class Reporter:
         num_blocks = stats.get("num_blocks", 0)
         cached = stats.get("cached_tokens", 0)
         return Point(
-            at=self._wall_clock(),
+            at=time.time(),
             prompt_tokens=stats.get("prefill_tokens", 0) + cached,
             cached_tokens=cached,
             generation_tokens=stats.get("generation_tokens", 0),

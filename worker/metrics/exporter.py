@@ -44,7 +44,7 @@ class _WorkerCollector(Collector):
         self._model = safe_name(str(worker.facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
-        shown, stats = self._worker.shown(), self._worker.engine_stats()
+        shown, stats = self._worker.reporter.shown, self._worker.reporter.engine_stats
         yield from self._of_queues(shown)
         yield from self._of_jobs(shown)
         yield from self._of_redis()

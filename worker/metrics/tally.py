@@ -1,13 +1,13 @@
-"""What a worker's threads count for its metrics; where none are served, nothing."""
+"""What a worker's threads count for its metrics."""
 
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from engine import Completion
 from jobs.common.display import safe_name
+from worker.ended_job import EndedJob
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -39,50 +39,8 @@ class Histogram:
         return found
 
 
-@dataclass(frozen=True)
-class EndedJob:
-    """A job that has ended here. outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
-
-    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None where not known.
-    rows, row_errors: of a shard that is finished. rows_unasked: those of the errors that gave no prompt;
-    None where that is not known.
-    """
-
-    queue: str
-    outcome: str
-    reason: str
-    enqueued_at: float | None
-    began_at: float | None
-    ended_at: float
-    rows: int = 0
-    row_errors: int = 0
-    rows_unasked: int | None = None
-
-
 class Tally:
-    """Told of what happens; counts nothing. For a worker that serves no metrics."""
-
-    sent: Callable[[], None] | None = None
-    """To be called for each command, or pipeline of them, that is sent to Redis; in any thread."""
-
-    sent_by_functions: Callable[[], None] | None = None
-    """The same of those that users' functions send with the connection that they are given."""
-
-    def job_ended(self, tell: Callable[[], EndedJob]) -> None:
-        """A job has ended; `tell` says how."""
-
-    def completed(self, completion: Completion) -> None:
-        """The engine has finished a sample of a request."""
-
-    def lost(self, num_jobs: int = 1) -> None:
-        """Jobs that this worker held were cancelled, or are others' by now."""
-
-    def redis_failed(self, error: BaseException) -> None:
-        """Redis has refused a duty of the I/O thread, or not answered."""
-
-
-class Counts(Tally):
-    """Counts all of it. The I/O thread's, but for `sent`; other threads may read."""
+    """Counts what happens. The I/O thread writes, but for commands to Redis; other threads may read."""
 
     def __init__(self) -> None:
         self.jobs: Counter[tuple[str, str, str]] = Counter()
@@ -95,10 +53,9 @@ class Counts(Tally):
         self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
-        self.sent, self.sent_by_functions = self._count_sent, self._count_sent_by_functions
 
-    def job_ended(self, tell: Callable[[], EndedJob]) -> None:
-        job = tell()
+    def job_ended(self, job: EndedJob) -> None:
+        """Count a job that has ended."""
         self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
         if job.rows:
             self._count_rows(job)
@@ -117,23 +74,28 @@ class Counts(Tally):
         self.rows[job.queue, "error", "request"] += job.row_errors - unasked
 
     def completed(self, completion: Completion) -> None:
+        """Count a sample of a request that the engine has finished."""
         self.requests[completion.finish_reason] += 1
         if (told := completion.metrics) is not None:
             self.e2e.observe(told.finished_time - told.arrival_time)
             if told.first_token_time is not None:
                 self.first_token.observe(told.first_token_time - told.arrival_time)
 
-    def lost(self, num_jobs: int = 1) -> None:
-        self.claims_lost += num_jobs
+    def lost(self) -> None:
+        """Count a job that this worker held, and that was cancelled or is another's by now."""
+        self.claims_lost += 1
 
     def redis_failed(self, error: BaseException) -> None:
+        """Count a turn of the I/O thread that Redis has refused or not answered."""
         self.redis_errors[type(error).__name__] += 1
 
-    def _count_sent(self) -> None:
+    def sent(self) -> None:
+        """Count a command, or pipeline of them, that is sent to Redis; in any thread."""
         with self._lock:
             self.round_trips += 1
 
-    def _count_sent_by_functions(self) -> None:
+    def sent_by_functions(self) -> None:
+        """Count one that users' functions send by the connection that they are given."""
         with self._lock:
             self.round_trips_of_functions += 1
 

@@ -1,11 +1,11 @@
 """A worker as its metrics tell of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jobs.watch.samples import Point
-from worker.metrics.tally import Counts
+from worker.metrics.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,18 @@ class Shown:
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
+class Reporting(Protocol):
+    """What the I/O thread last showed of the worker, and the engine's counters after its last step."""
+
+    shown: Shown
+    engine_stats: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class WatchedWorker:
-    """Whose numbers they are, and where they are read. facts: as in the worker's key.
-
-    shown, engine_stats: the latest; both are called in any thread, and cheap.
-    """
+    """Whose numbers they are, and where they are read. facts: as in the worker's key."""
 
     facts: Mapping[str, Any]
-    queue_names: tuple[str, ...]
-    counts: Counts
-    shown: Callable[[], Shown]
-    engine_stats: Callable[[], Mapping[str, Any]]
+    queue_names: Sequence[str]
+    counts: Tally
+    reporter: Reporting

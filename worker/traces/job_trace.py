@@ -1,11 +1,12 @@
 """What is noted of a job that is traced; where none is, nothing."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion
+from worker.ended_job import EndedJob
 
 NO_CARRIER: Mapping[str, str] = {}
 
@@ -52,28 +53,6 @@ class JobTrace:
             self.first_token_at = min(first, self.first_token_at or first)
 
 
-@dataclass(frozen=True)
-class TracedEnd:
-    """How a traced job has ended here. outcome, reason, rows, row_errors, times: as of EndedJob.
-
-    is_function: it needed no engine. written_at: when Redis had taken its end.
-    """
-
-    trace: JobTrace
-    job_id: str
-    queue: str
-    function: str
-    is_function: bool
-    outcome: str
-    reason: str
-    enqueued_at: float | None
-    began_at: float | None
-    ended_at: float
-    written_at: float
-    rows: int = 0
-    row_errors: int = 0
-
-
 class Traces:
     """Told of jobs; traces none. For a worker that is not to."""
 
@@ -85,5 +64,5 @@ class Traces:
         """What a job passes on to those that it enqueues."""
         return NO_CARRIER
 
-    def ended(self, tell: Callable[[], TracedEnd]) -> None:
-        """A job that is traced has ended."""
+    def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
+        """A job that is traced has ended, and Redis has taken its end at `written_at`, in Unix seconds."""

@@ -7,7 +7,7 @@ the exporter throw away every span of its batch.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +23,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import Status, StatusCode
 
 from jobs.common.display import safe_name
-from worker.traces.job_trace import NO_CARRIER, JobTrace, TracedEnd, TraceIds, Traces
+from worker.ended_job import EndedJob
+from worker.traces.job_trace import NO_CARRIER, JobTrace, TraceIds, Traces
 
 FLUSH_S = 3.0
 """How long the worker's exit waits for a collector that does not answer; what is not sent by then is lost."""
@@ -69,8 +70,8 @@ class OtelTraces(Traces):
         ids = self._ids(execution_id, meta)
         return NO_CARRIER if ids is None else ids.carrier
 
-    def ended(self, tell: Callable[[], TracedEnd]) -> None:
-        for span in self._spans(tell()):
+    def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
+        for span in self._spans(trace, job, written_at):
             self._processor.on_end(span)
 
     def close(self) -> None:
@@ -104,14 +105,14 @@ class OtelTraces(Traces):
             {**own, "tracestate": state} if state else own,
         )
 
-    def _spans(self, end: TracedEnd) -> list[ReadableSpan]:
+    def _spans(self, told: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
         """A job's span, and below it what it went through."""
-        ids, told = end.trace.ids, end.trace
+        ids = told.ids
         root = self._context(ids, ids.span)
         parent = None if ids.parent is None else self._context(ids, ids.parent, is_remote=True)
         # The producer's clock may be ahead of this one: nothing begins after what comes behind it.
         moments = [end.enqueued_at, told.claimed_at, end.began_at, told.first_token_at, told.finished_at]
-        times = _ascending([*moments, end.ended_at, end.written_at])
+        times = _ascending([*moments, end.ended_at, written_at])
         enqueued, claimed, began, first, finished, ended, written = times
         failed = end.outcome != "finished"
         reason = safe_name(end.reason or end.outcome)
@@ -131,7 +132,7 @@ class OtelTraces(Traces):
             child("run", root, began, ended, {})
         elif end.began_at is not None and told.finished_at is not None:
             operation = _OPERATIONS.get(end.function, end.function.rpartition(".")[2])
-            attributes = _of_model(end, operation, self._model)
+            attributes = _of_model(told, operation, self._model)
             generating = child(f"{operation} {self._model}", root, began, finished, attributes)
             if told.first_token_at is not None:
                 child("prefill", generating, began, first, {})
@@ -167,7 +168,7 @@ class OtelTraces(Traces):
         )
 
 
-def _of_job(end: TracedEnd) -> Attributes:
+def _of_job(end: EndedJob) -> Attributes:
     found: dict[str, str | int] = {
         "messaging.system": "rq",
         "messaging.operation.type": "process",
@@ -182,8 +183,7 @@ def _of_job(end: TracedEnd) -> Attributes:
     return found
 
 
-def _of_model(end: TracedEnd, operation: str, model: str) -> Attributes:
-    told = end.trace
+def _of_model(told: JobTrace, operation: str, model: str) -> Attributes:
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",

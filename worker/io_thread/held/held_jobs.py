@@ -13,14 +13,15 @@ from redis import Redis
 
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
-from worker.metrics.tally import EndedJob, Tally
+from worker.ended_job import EndedJob
+from worker.metrics.tally import Tally
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord
 from worker.store.records.outcome import Outcome
 from worker.store.records.stored_job import StoredJob, job_of
 from worker.threads.functions import Call
-from worker.traces.job_trace import JobTrace, TracedEnd, Traces
+from worker.traces.job_trace import JobTrace, Traces
 
 
 class JobState(enum.Enum):
@@ -238,9 +239,10 @@ class JobCounts:
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Count one that has ended so."""
-        self.tally.job_ended(lambda: _ended(job, outcome))
-        if (trace := job.trace) is not None:
-            self.traces.ended(lambda: _traced_end(job, trace, _ended(job, outcome)))
+        ended = _ended(job, outcome)
+        self.tally.job_ended(ended)
+        if job.trace is not None:
+            self.traces.ended(job.trace, ended, written_at=time.time())
         is_finished = outcome.status == "finished"
         self.finished += is_finished
         self.failed += not is_finished
@@ -342,6 +344,9 @@ def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
     rows, errors, unasked = (shard.get(name) for name in ("rows", "errors", "rows_unasked"))
     return EndedJob(
         queue=job.claimed.queue_name,
+        job_id=job.claimed.job_id,
+        function=job.function_name or "refused",
+        is_function=job.is_function,
         outcome=outcome.status,
         reason=job.reason if outcome.status == "failed" else "",
         enqueued_at=_moment(job.claimed.record.fields.get(b"enqueued_at", b"")),
@@ -350,17 +355,6 @@ def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
         rows=rows if isinstance(rows, int) else 0,
         row_errors=errors if isinstance(errors, int) else 0,
         rows_unasked=unasked if isinstance(unasked, int) else None,
-    )
-
-
-def _traced_end(job: HeldJob, trace: JobTrace, ended: EndedJob) -> TracedEnd:
-    return TracedEnd(
-        trace,
-        job_id=job.claimed.job_id,
-        function=job.function_name or "refused",
-        is_function=job.is_function,
-        written_at=time.time(),
-        **{name: value for name, value in vars(ended).items() if name != "rows_unasked"},
     )
 
 

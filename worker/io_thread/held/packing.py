@@ -43,7 +43,7 @@ class Packer:
 
     def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int) -> None:
         """max_functions, max_files: that run, and that are opened, at the same time at most."""
-        self._slots = slots
+        self.slots = slots
         self._floor = self._reserve = max(1, prefetch)
         self._max_functions, self._max_files = max_functions, max_files
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
@@ -98,7 +98,7 @@ class Packer:
         at once, and one batch of requests at least. Further ones would fill the memory, and are for workers
         whose disk is faster. A file counts as one request where none of its rows needed any."""
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
-        return len(self._finishing) >= self._max_files and num_requests >= self._slots
+        return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
     def claimable_files(self, lane: int) -> int:
         """How many files the lane may claim now: none while one opens whose size is not known.
@@ -153,15 +153,15 @@ class Packer:
         unread = sum(job.unread for job in self._streams[lane])
         if unread == 0:
             return self._refill(lane)
-        if unread < self._slots and self._streams[lane][-1].is_file:
-            return self._slots - int(unread)
+        if unread < self.slots and self._streams[lane][-1].is_file:
+            return self.slots - int(unread)
         return 0
 
     def _room(self, lane: int) -> int:
         return max(self._shared_room(lane), self._floor - self._in_engine[lane], 0)
 
     def _shared_room(self, lane: int) -> int:
-        return self._slots + self._reserve - sum(self._in_engine[: lane + 1])
+        return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill(self, lane: int) -> int:
         """The lane's room, once half of the reserve, or of the lane's own places, is free."""
@@ -203,7 +203,7 @@ class Packer:
         elif self._left:
             self._bursts.append(self._left)
             self._left = 0
-            self._reserve = max(self._floor, min(self._slots, 2 * max(self._bursts)))
+            self._reserve = max(self._floor, min(self.slots, 2 * max(self._bursts)))
 
     @property
     def in_engine(self) -> Sequence[int]:
