@@ -1,9 +1,11 @@
-"""Size of the project beside its bars: `python -m ops.size`. Exits with 1 where one is passed.
+"""Size of the project and its bars: `python -m ops.size [SUITE_SECONDS]`. Exits with 1 where one is passed.
 
-Lines are those of .py, .lua and .sh files, blank ones too. Entries of a folder leave `__init__.py` out.
+Lines are those of .py, .lua and .sh files, blank ones too. Entries of a folder leave `__init__.py` out. What a
+change takes to read is the lines of the files that the first sentence of its row in ARCHITECTURE.md links to.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,20 +16,32 @@ CODE = (".py", ".lua", ".sh")
 MANY_PARAMETERS = 8
 
 
+#: Package -> those that it may import.
+ARROWS = {"jobs": {"sandbox"}, "engine": {"sandbox"}, "worker": {"jobs", "engine"}, "sandbox": set()}
+
+
 def main() -> int:
     """Print each figure and its bar."""
+    way = linked(section("How one prompt travels"))
     figures = [
         ("product without ops, lines", sum(map(lines, PRODUCT)), 50_000),
         ("jobs, lines", lines("jobs"), 20_000),
         ("ops, lines", lines("ops"), 5_000),
         ("tests, lines", lines("tests"), 36_000),
         ("most entries of a folder", max(map(num_entries, folders())), 15),
+        ("upward arrows between packages", len(list(upward_arrows())), 0),
         (f"functions of {MANY_PARAMETERS} parameters or more", len(list(wide_functions())), 10),
+        ("to read: a sampling parameter, lines", to_read("a sampling parameter"), 900),
+        ("to read: the queue, lines", to_read("the queue"), 3_500),
+        ("files of a prompt's way", len(way), 20),
+        ("stops of a prompt's way", len(re.findall(r"^\d+\. ", section("How one prompt travels"), re.M)), 8),
         ("words of README.md", words("README.md"), 600),
         ("words of docs/", words("docs/*.md"), 14_000),
         ("words of RESULTS.md", words("**/RESULTS.md"), 1_800),
         ("lines of CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines()), 60),
     ]
+    if len(sys.argv) > 1:
+        figures.append(("suite, seconds", int(sys.argv[1]), 360))
     for name, value, bar in figures:
         print(f"{name:36}{value:>8,}  at most {bar:>6,}{'' if value <= bar else '  TOO MANY'}")
     return int(any(value > bar for _, value, bar in figures))
@@ -49,6 +63,37 @@ def lines(folder: str) -> int:
 def words(pages: str) -> int:
     found = (page for page in ROOT.glob(pages) if not page.relative_to(ROOT).parts[0].startswith("."))
     return sum(len(page.read_text().split()) for page in found)
+
+
+def section(title: str) -> str:
+    """Return a section of ARCHITECTURE.md."""
+    return (ROOT / "ARCHITECTURE.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def linked(text: str) -> set[Path]:
+    """Return the files that a text links to."""
+    return {ROOT / found for found in re.findall(r"\]\(([a-z][^):#]*)\)", text)}
+
+
+def to_read(change: str) -> int:
+    row = re.search(rf"^\| {change} \| (.*?)(?:\. |\|$)", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
+    assert row is not None, f"ARCHITECTURE.md has no row {change!r}"
+    return sum(each.read_text().count("\n") for place in linked(row[1]) for each in code_of(place))
+
+
+def code_of(place: Path) -> list[Path]:
+    return [each for each in place.rglob("*") if each.suffix in CODE] if place.is_dir() else [place]
+
+
+def upward_arrows() -> Iterator[str]:
+    """Yield the imports that lead from a package to one above it."""
+    for top, below in ARROWS.items():
+        for path in (path for path in files(top) if path.suffix == ".py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+                packages = {name.partition(".")[0] for name in names} & {*PRODUCT, "ops", "tests"}
+                yield from (f"{path}:{node.lineno}" for _ in packages - below - {top})
 
 
 def folders() -> Iterator[Path]:

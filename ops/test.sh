@@ -14,7 +14,6 @@ ruff format --check .
 mypy
 lint-imports --no-logo --no-cache
 wait
-python -m ops.size || : # the bars; some are not reached yet
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 # Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
@@ -24,3 +23,4 @@ processes=$(python -c 'import psutil; print(2 + psutil.cpu_count())')
 if [ "${1:-}" = --all ]; then shift; else set -- -m "not long" "$@"; fi
 python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
 echo "test.sh took $SECONDS s"
+python -m ops.size "$SECONDS" || : # the bars

@@ -16,8 +16,8 @@ from engine import Completion, EngineStats
 from engine.schedule.outputs import RequestMetrics
 from jobs.watch.samples import Point
 from tests.rq_workers import ROOT, Workers, wait_until
-from worker.ended_job import EndedJob
 from worker.errors import MetricsNotServed
+from worker.metrics.ended_job import EndedJob
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MetricsServer

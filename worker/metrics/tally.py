@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from engine import Completion
 from jobs.common.display import safe_name
-from worker.ended_job import EndedJob
+from worker.metrics.ended_job import EndedJob
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)

@@ -13,7 +13,7 @@ from redis import Redis
 
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
-from worker.ended_job import EndedJob
+from worker.metrics.ended_job import EndedJob
 from worker.metrics.tally import Tally
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
