@@ -144,3 +144,10 @@ def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(pa
     assert re.findall(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html) == []
     for path in (each for each in loaded if each.startswith("/static/")):
         assert page.get(path).status_code == 200
+
+
+def test_only_whole_names_of_open_paths_are_open(redis: Redis, open_page: Open) -> None:
+    page = open_page(token=TOKEN)
+    for path in ("/loginx", "/livezz", "/login/x", "/livez/"):
+        assert page.get(path).status_code == 401, path
+        assert page.get(path, headers={"Accept": "text/html"}).status_code == 303, path

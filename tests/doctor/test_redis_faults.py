@@ -147,3 +147,18 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
     url = redis_url.replace("unix://", f"unix://{role}:{PASSWORD.replace(':', '%3A')}@")
     assert bad(check_permissions(reach(url), role)) == [], "what it says to do does not do"
     assert redis.dbsize() == 0
+
+
+def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
+    redis: Redis, redis_url: str
+) -> None:
+    url = as_user(redis, redis_url, "worker", rules_of("worker"))
+    redis.execute_command("ACL", "SETUSER", "default", "-xadd")
+    found = bad(check_server(quick(url)))
+    redis.execute_command("ACL", "SETUSER", "default", "+@all")
+    if redis.info("server")["redis_version"].startswith("6."):
+        assert found == [], "it replays without a user"
+    else:
+        (finding,) = found
+        assert "a restart drops every transaction" in finding.found
+        assert "ACL SETUSER default off ~* &* +@all" in finding.mend

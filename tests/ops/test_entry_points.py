@@ -1,6 +1,8 @@
 """The environment that demo.sh and test.sh make: on which Pythons, and what is said if it cannot be made."""
 
+import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -44,3 +46,29 @@ def test_every_pin_takes_the_python_of_this_system() -> None:
     if not STOCK.exists() or version_of(STOCK) not in SpecifierSet(f">={lowest()}"):
         pytest.skip(f"{STOCK} is not there, or older than {lowest()}")
     assert refused_by(version_of(STOCK)) == {}
+
+
+def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    shutil.copy(ROOT / "ops/environment.sh", tmp_path / "ops")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n'
+    )
+    (tmp_path / "ops/constraints.txt").write_text("pip==2\n")
+    made = subprocess.run(
+        ["bash", "-c", ". ops/environment.sh && make_environment dev"],
+        cwd=tmp_path,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHON": sys.executable,
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "1",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode != 0
+    assert "ERROR" in made.stderr
+    assert ".venv/pip.log" in made.stderr

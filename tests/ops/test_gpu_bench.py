@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.bench.gpu.sections import sections
+from ops.bench.gpu import __main__ as gpu
+from ops.bench.gpu.sections import Section, sections
 from ops.bench.gpu.summary import summarize
 from tests.engine.interpreter import patch_language_once_a_launch
 
@@ -76,3 +77,40 @@ def test_each_other_section_runs_dry(
     rows = dict(summarize(tmp_path, {}))
     for wanted in SUMMARIZED.get(name, ()):
         assert any(wanted in row for row in rows), (wanted, rows)
+
+
+def test_kernels_are_compiled_first_and_apart(tmp_path: Path) -> None:
+    """The run's time is its own; what is cut off at the end is what is wanted least."""
+    compiled, run, *_ = sections(tmp_path, tmp_path)
+    assert (compiled.name, compiled.limit_s, run.name) == ("compile", 200, "run")
+    assert compiled.limit_s + run.limit_s < gpu.TOTAL_S < 600
+
+
+def test_a_section_that_fails_or_hangs_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the hanging one wrote before its time was up is kept."""
+    kernel = {"name": "a kernel", "seconds": 2.0, "floor_s": 1.0, "bandwidth": 1.0}
+    rates = {"bandwidth": 1e9, "flops": 1e12}
+    text = json.dumps({"ceilings": rates, "kernels": [kernel]})
+    write = f"open({str(tmp_path / 'kernels.json')!r}, 'w').write({text!r})"
+    hang = f"exec({write + '; import signal; signal.pause()'!r})"
+    (tmp_path / "hang.py").write_text(hang)
+    (tmp_path / "crash.py").write_text("import os; os.abort()")
+    (tmp_path / "well.py").write_text("print('well')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = [
+        Section("fails", 60, ("no_such_module",), ()),
+        Section("hangs", 1, ("hang",), ()),
+        Section("crashes", 60, ("crash",), ()),
+        Section("well", 60, ("well",), ()),
+    ]
+    monkeypatch.setattr(gpu, "sections", lambda out, models: made)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path)])
+    assert gpu.main() == 1
+    assert list(statuses(tmp_path).values()) == ["failed (1)", "failed (-9)", "failed (-6)", "ok"]
+    summary = dict(json.loads((tmp_path / "gpu.json").read_text())["summary"])
+    assert summary["a kernel"].endswith("50% of its floor's speed")
+    printed = capsys.readouterr().out
+    assert "No module named no_such_module" in printed
+    assert "\nok: well\nfailed or not run: fails, hangs, crashes\n" in printed

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,10 @@ def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_f
         assert client.get("drained") == b"1"
 
 
+def workers(client: Redis) -> list[bytes]:
+    return list(client.smembers(REDIS_WORKER_KEYS))
+
+
 @contextmanager
 def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start the Procfile with a worker that has no model and a Redis of its own; its log is in the folder."""
@@ -158,3 +163,21 @@ def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(sho
         assert client.lrange("rq:queue:prompts", 0, -1) == [job.id.encode()]
         assert list(client.scan_iter("rq:wip:*")) == []
         assert not client.exists(REDIS_WORKER_KEYS)
+
+
+@pytest.mark.long
+def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(
+    short_folder: Path,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        running_honcho(short_folder, DASHBOARD_PORT=str(taken.getsockname()[1])) as honcho,
+        Redis.from_url(socket_url(socket_in(short_folder))) as client,
+    ):
+        wait_until(lambda: client.scard(REDIS_WORKER_KEYS) == 1 and client.exists(*workers(client)))
+        [killed] = workers(client)
+        os.kill(int(client.hget(killed, "pid")), signal.SIGKILL)
+        wait_until(lambda: [key for key in workers(client) if key != killed and client.exists(key)])
+        wait_until(lambda: "cannot be listened on" in (short_folder / "log").read_text())
+        assert honcho.poll() is None
+        client.srem(REDIS_WORKER_KEYS, killed)  # else Redis waits for it

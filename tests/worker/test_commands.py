@@ -5,11 +5,21 @@ import signal
 from pathlib import Path
 
 import pytest
+from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
+
+CRON = """
+import jobs
+import rq.serializers
+from rq.cron import register
+
+rq.serializers.PickleSerializer = rq.serializers.JSONSerializer
+register(jobs.complete, "bulk", ("good morning",), {"max_tokens": 3}, interval=86400, name="daily")
+"""
 
 
 def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path: Path) -> None:
@@ -153,3 +163,25 @@ def test_an_allowed_function_that_cannot_be_imported_stops_the_start(
     assert "TOKENMILL_ALLOWED_FUNCTIONS names 'my_functions.my_function'" in log
     assert reason in log
     assert "Traceback" not in log
+
+
+def test_what_rq_cron_enqueues_runs(workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "cron.py").write_text(CRON)
+    workers.start()
+    cron = workers.run_command(["cron", "cron.py"], tmp_path / "log", tmp_path, workers.environment())
+    workers.processes.append(cron)
+    wait_until(lambda: get_cron_job_ids("daily", workers.redis))
+    (job_id,) = get_cron_job_ids("daily", workers.redis)
+    assert text_of(workers.result(workers.job(job_id))) == "echo:good morning"
+    cron.terminate()
+    assert cron.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+
+
+def test_requeue_runs_a_failed_job_again(workers: Workers) -> None:
+    failed = workers.queue("bulk").enqueue("jobs.complete", "refuse")
+    workers.burst()
+    assert "Requeueing 1 jobs" in workers.rq("requeue", "-S", "json", "--queue", "bulk", "--all")
+    assert failed.get_status() == JobStatus.QUEUED
+    workers.burst()
+    assert failed.get_status() == JobStatus.FAILED
+    assert len(failed.results()) == 2

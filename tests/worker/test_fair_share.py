@@ -1,18 +1,22 @@
 """Jobs that are fewer than the places of all workers are spread over them."""
 
+import time
 from dataclasses import replace
 from uuid import uuid4
 
 import pytest
+from redis import Redis
 from rq import Queue
 
 from jobs.common.keys import SEQUENCES_FIELD
+from jobs.watch.samples import Point
 from tests.worker.by_hand import LIMITS, ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
 from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Claim, Wanted
+from worker.store.worker_record import WorkerRecord
 
 
 def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
@@ -107,3 +111,13 @@ def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> 
     limits = replace(LIMITS, lease_s=interval_s + LEASE_MARGIN_S)
     assert limits.lease_s + limits.sweep_period_s + LONGEST_POLL_S <= interval_s + 60
     assert limits.renew_period_s * 2 < limits.lease_s
+
+
+def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
+    redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
+    records = [
+        WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")
+    ]
+    for record, silent_s in zip(records, (0, 5, 60), strict=True):
+        record.show("busy", None, {}, Point(at=time.time() - silent_s))
+    assert records[0].count().workers == {"bulk": 2}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,32 @@ def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(workers: Workers, 
     workers.redis.rpush("gate", "go", "go")
     assert workers.result(waiting).return_value == "go"
     assert len(first.results()) == 1
+
+
+def test_a_job_that_its_killed_queuer_left_ready_is_queued(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    parent = queue.enqueue(F + "add", 1, 1)
+    child = queue.enqueue(F + "add", 1, 2, depends_on=parent)
+    stale = queue.enqueue(F + "add", 1, 3)
+    with workers.redis.pipeline() as pipe:
+        queue.ready_job_registry.register_jobs([child], pipe)  # RQ's worker does, and then queues them
+        queue.ready_job_registry.add(stale, pipeline=pipe)
+        pipe.execute()
+    queue.remove(parent)
+    workers.start()
+    assert workers.result(child).return_value == 3
+    assert workers.result(stale).return_value == 4
+    wait_until(lambda: queue.ready_job_registry.count == 0)
+    assert [len(job.results()) for job in (child, stale)] == [1, 1]
+
+
+def test_jobs_whose_time_comes_at_once_wait_for_their_slots(workers: Workers) -> None:
+    for _ in range(2):
+        workers.queue("bulk").enqueue_in(timedelta(0), F + "meet", "gate", rate_limit=LIMIT)
+    workers.start("--with-scheduler")
+    for _ in range(2):
+        workers.wait_for("gate:waiting")
+        assert workers.redis.zcard("rq:rl:key:allowed") == 1
+        assert workers.redis.llen("gate:waiting") == 0
+        workers.redis.rpush("gate", "go")
+    wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rq import Queue, Retry
+from rq import Callback, Queue, Retry
 from rq.webhook import Webhook
 
-from tests.rq_workers import Workers
-from tests.worker.webhook_server import WebhookServer, webhook_server
+from tests.rq_workers import Workers, wait_until
+from tests.worker.webhook_server import WebhookServer, trickling_server, webhook_server
 
 F = "tests.worker.functions."
 ALLOWED = {"TOKENMILL_ALLOWED_WEBHOOK_HOSTS": "127.0.0.1"}
@@ -65,3 +65,36 @@ def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None
         ("finishes", "finished"),
         ("retried", "failed"),
     ]
+
+
+def test_an_allowed_host_cannot_send_the_worker_elsewhere(workers: Workers) -> None:
+    with webhook_server() as inside, webhook_server(inside.url) as allowed:
+        enqueue_told(workers.queue("bulk"), allowed.url, headers={"X-Token": "chosen by the producer"})
+        log = workers.burst(**ALLOWED)
+        assert len(allowed.received) == 1
+        assert inside.received == []
+    assert "a webhook was not sent: it answered 302" in log
+
+
+def test_webhooks_that_trickle_hold_up_neither_dependents_nor_callbacks(workers: Workers) -> None:
+    with trickling_server() as server:
+        bulk, high = workers.queue("bulk"), workers.queue("high")
+        for _ in range(40):
+            enqueue_told(bulk, server.url, timeout=10**9)
+        workers.start(**ALLOWED)
+        assert server.first.wait(60)
+        first = high.enqueue(F + "add", 1, 2)
+        second = high.enqueue(F + "add", 3, 4, depends_on=first, on_success=Callback(F + "on_success_state"))
+        assert workers.result(second).return_value == 7
+        wait_until(lambda: not workers.redis.zcard("rq:wip:bulk"))  # jobs do not wait for their webhooks
+
+
+def test_ends_of_runs_that_trickle_hold_up_no_function(workers: Workers) -> None:
+    with trickling_server() as server:
+        for run in range(12):
+            workers.queue("bulk").enqueue("jobs.post_run_end", server.url, {"run": str(run)})
+        workers.start(**ALLOWED)
+        assert server.first.wait(60)
+        first = workers.queue("bulk").enqueue(F + "add", 1, 2)
+        second = workers.queue("bulk").enqueue(F + "add", 3, 4, depends_on=first)
+        assert workers.result(second, 30).return_value == 7

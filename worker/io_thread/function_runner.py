@@ -13,6 +13,9 @@ from worker.store.records.bounds import FunctionCall
 from worker.store.user_code import perform
 from worker.threads.functions import FunctionPool
 
+MAX_POSTS = 64
+"""Ends of runs that may wait to be told; further ones are for other workers."""
+
 
 class FunctionRunner:
     """Hands functions over to threads once Redis shows that they begin. The I/O thread's.
@@ -48,7 +51,8 @@ class FunctionRunner:
     ) -> None:
         """function: makes what the thread is to call, once the job has begun."""
         job.run_function()
-        self._packer.function_started(job)
+        if _takes_a_place(job):
+            self._packer.function_started(job)
 
         def hand_over() -> None:
             self._calls.submit(pool, job, PoolCall(function(), then, self._came_back, is_ours))
@@ -56,9 +60,21 @@ class FunctionRunner:
         self._beginnings.run(job, hand_over)
 
     def _came_back(self, job: HeldJob, _: Any) -> None:
-        self._packer.function_ended(job)
+        if _takes_a_place(job):
+            self._packer.function_ended(job)
 
     def withdraw(self, job: HeldJob) -> None:
         """Give its thread to others, where the function was not handed over yet."""
-        if self._beginnings.forget(job):
+        if self._beginnings.forget(job) and _takes_a_place(job):
             self._packer.function_ended(job)
+
+    def has_place(self, job: HeldJob) -> bool:
+        """Whether a function may run here beside those that do."""
+        if _takes_a_place(job):
+            return self._packer.free_functions > 0
+        return self._webhook_pool.num_waiting < MAX_POSTS
+
+
+def _takes_a_place(job: HeldJob) -> bool:
+    """Whether a function counts among those that run: what tells of a run's end has threads of its own."""
+    return job.function_name != POSTING

@@ -93,7 +93,7 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        if self._packer.free_functions <= 0:
+        if not self._function_runner.has_place(job):
             self._leave_to_others(job, FUNCTION)
         elif job.is_ours:
             self._function_runner.run_own(job, call, self._own_valued)
