@@ -3,9 +3,12 @@
 import json
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +23,7 @@ from worker.errors import MetricsNotServed
 from worker.metrics.ended_job import EndedJob
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
-from worker.metrics.server import MetricsServer
+from worker.metrics.server import MAX_REQUESTS, MetricsServer
 from worker.metrics.tally import Tally
 from worker.metrics.watched_worker import Shown, WatchedWorker
 
@@ -201,3 +204,33 @@ def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(workers: Wor
     (tmp_path / "go").touch()
     workers.result(holds)
     assert process.wait(timeout=60) == 0
+
+
+def test_a_flood_of_half_requests_keeps_nobody_from_being_answered(server: MetricsServer) -> None:
+    stop, hanging = threading.Event(), deque[socket.socket](maxlen=2 * MAX_REQUESTS)
+
+    def flood() -> None:
+        while not stop.is_set():
+            hanging.append(socket.create_connection(("127.0.0.1", server.port)))
+            hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert get(server.port, "/livez", timeout=30) == (200, "ok\n")
+    finally:
+        stop.set()
+        thread.join()
+        for client in hanging:
+            client.close()
+
+
+def test_a_request_that_trickles_ends_at_its_deadline(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.metrics.server.REQUEST_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
+        client.settimeout(60)
+        client.sendall(b"GET /livez")
+        assert client.recv(1) == b""

@@ -14,8 +14,9 @@ from worker.metrics.watched_worker import WatchedWorker
 
 REQUEST_S = 5.0
 """Seconds for one request with its answer; then its connection is closed."""
-MAX_REQUESTS = 64
-"""Connections at a time. A further one takes the place of the oldest: one that hangs keeps nobody out."""
+MAX_REQUESTS = 256
+"""Connections at a time. A further one takes the place of the oldest: one that hangs keeps nobody out.
+The loop accepts 100 at once, so that a new one is read long before it is the oldest."""
 _MAX_HEAD_BYTES = 16 << 10
 
 
