@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +21,9 @@ from rq.serializers import JSONSerializer
 from jobs.common.keys import held_key
 from tests.fuzz.named import NAMED
 from tests.rq_workers import leftovers
+
+if TYPE_CHECKING:
+    from tests.faults.older_client import OlderClient
 
 F = "tests.worker.functions."
 QUEUES = ("high", "bulk")
@@ -107,6 +110,9 @@ class Ledger:
         self._runs: list[Run] = []
         self._unnamed: list[str] = []
         self._count = self._num_runs = 0
+        self.older: OlderClient | None = None
+        """Another producer, who enqueues and audits half of the jobs."""
+        self._asked_there: set[str] = set()
         self._source = write_rows(folder / "in.parquet")
 
     def backlog(self) -> int:
@@ -128,14 +134,18 @@ class Ledger:
         parts = sum(len(run.parts()) for run in self._runs)
         return self.backlog(), *(self._redis.zcard(key) for key in registries), parts
 
-    def ask_jobs(self, count: int) -> None:
-        """Enqueue jobs: one of each kind after the other, on both queues."""
+    def ask_jobs(self, count: int) -> list[str]:
+        """Enqueue jobs: one of each kind after the other, on both queues. Return the ids of all expected."""
+        if self.older is not None:
+            self._asked_there.update(self.older.ask_jobs(count // 2))
+            count -= count // 2
         with self._redis.pipeline() as pipe:
             for _ in range(count):
                 self._count += 1
                 number, name = self._count, self._rng.choice(QUEUES)
                 self._ask(number, Queue(name, connection=self._redis, serializer=JSONSerializer), pipe)
             pipe.execute()
+        return list(self._expected)
 
     def _ask(self, number: int, queue: Queue, pipe: Pipeline) -> None:
         prompt, kind = f"prompt {number}", number % 11
@@ -227,13 +237,14 @@ class Ledger:
         """Whether every job has an end and every run its mark; orphans are the audit's."""
         if not self.is_idle() or not all(run.has_ended for run in self._runs):
             return False
-        if self._expected.keys() - self._listed().keys():  # a job's status is whatever was saved last
+        asked = self._expected.keys() | self._asked_there
+        if asked - self._listed().keys():  # a job's status is whatever was saved last
             return False
         return not leftovers(self._redis, *QUEUES)
 
     def audit(self) -> Findings:
         """Compare everything asked since the last audit with what was delivered; start a new page."""
-        found = Findings()
+        found = Findings() if self.older is None else self.older.audit()
         self._audit_jobs(found)
         for run in self._runs:
             self._audit_run(run, found)
@@ -244,6 +255,7 @@ class Ledger:
         found.details += [f"failed without a named error: {text}" for text in self._unnamed]
         self._unnamed = []
         self._expected.clear()
+        self._asked_there.clear()
         self._runs = []
         return found
 

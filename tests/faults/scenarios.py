@@ -5,9 +5,11 @@ from collections.abc import Callable
 from tests.faults import file_faults, server_faults, worker_faults
 from tests.faults.harness import Harness
 from tests.faults.mounts import MountRefused
+from tests.rq_suite.sdist import CannotFetch
 
 SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "kills": worker_faults.kills,
+    "two_clients": worker_faults.two_clients,
     "freezes": worker_faults.freezes,
     "shutdowns": worker_faults.shutdowns,
     "engine_errors": worker_faults.engine_errors,
@@ -27,7 +29,7 @@ def one_of_each(faults: Harness, kills: int) -> list[str]:
     for name, scenario in SCENARIOS.items():
         try:
             scenario(faults, max(3, int(kills * _SHARE.get(name, 0.015))))
-        except MountRefused as error:
+        except (MountRefused, CannotFetch) as error:
             faults.settle(name, resume=True)
             refused.append(f"{name} left out: {error}")
     return refused

@@ -5,6 +5,7 @@ import time
 
 from tests.faults.faulty_worker import STEPS, Strike
 from tests.faults.harness import LEASE_S, Harness
+from tests.faults.older_client import OlderClient
 
 AT_ONCE = 8
 """Workers that live at the same time while one after the other is killed."""
@@ -40,6 +41,14 @@ def kills(faults: Harness, count: int) -> None:
                 hunted[name] = time.monotonic() + 1.0  # the last ones may find no work left
         time.sleep(0.005)
     faults.settle("SIGKILL")
+
+
+def two_clients(faults: Harness, count: int) -> None:
+    """SIGKILL of workers while producers with RQ 2.12 and 3 enqueue on the same queues."""
+    with OlderClient(faults.server.url, faults.folder / "older") as older:
+        faults.ledger.older = older
+        kills(faults, count)
+    faults.ledger.older = None
 
 
 def _kill(faults: Harness, name: str) -> None:
