@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
@@ -203,9 +203,7 @@ MAX_BODY_BYTES = 64 << 10
 _PASSING = frozenset({408, 425, 429})
 
 
-def post_run_end(
-    context: JobContext, webhook: str, content: dict[str, Any], sleep: Callable[[float], None] = time.sleep
-) -> dict[str, Any]:
+def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
 
     Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed in the end, after
@@ -224,7 +222,7 @@ def post_run_end(
             raise WebhookRefused(f"it answered {status}")
         if pause_s is None:
             break
-        sleep(pause_s)
+        time.sleep(pause_s)
     raise WebhookFailed(problem)
 
 
