@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from jobs.common.rq_jobs import current_function
 from jobs.errors import InvalidJob, InvalidValue, UnknownRun
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
+from jobs.prompts.arguments import NOT_TEXT
 from jobs.runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
@@ -41,12 +42,7 @@ if TYPE_CHECKING:
 INPUT_SUFFIX = ".input"
 
 #: Sampling values that may stand beside the other arguments, as on the command line.
-SAMPLING_NAMES = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
-    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("truncate_prompt_tokens", "structured_outputs"),
-)
+SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 #: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
 _FRACTIONS = frozenset(
@@ -79,7 +75,8 @@ def submit(
     if current_function() in ("jobs.submit", "jobs.client.submit"):
         raise InvalidJob("jobs.submit is no job: enqueue jobs.score_parquet")
     client = _connection(connection)
-    named = _arguments(arguments)
+    _check_names(arguments)
+    named = run_arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None and named.get("extend"):
@@ -250,9 +247,11 @@ def _connection(given: Redis | None) -> Redis:
         raise InvalidJob("RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://") from None
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of submit_run. Raises InvalidJob for one that is given by two names."""
-    _check_names(given)
+def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of submit_run that options of the command line stand for, by their names.
+
+    Raises InvalidJob for one that is given by two names.
+    """
     named = dict(given)
     values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
     if values:

@@ -9,7 +9,7 @@ import redis
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import check_arguments, run_arguments
+from jobs.cli.options import run_arguments
 from jobs.cli.queue_commands import info, requeue_command
 from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
@@ -95,7 +95,7 @@ def submit(
     Prints the run's id. Submitting the same again resumes the run.
     """
     with errors_told():
-        arguments = {**run_arguments(options), **check_arguments(options)}
+        arguments = run_arguments(options)
         if dry_run and options["extend"]:
             raise click.UsageError(
                 "--dry-run looks at all of an input: name the new files alone, no --extend"

@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from jobs.cli.options import CHECK_OPTIONS, assignments, column_list, json_value, label_list, sampling_options
+from jobs.cli.options import assignments, column_list, json_value, label_list, schema
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
 from jobs.runs.plans.embedding_options import TASKS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
 
@@ -55,7 +56,61 @@ _PROMPT = (
         help='The same as JSON, chats and own sampling values too: [{"name": "summary", "template": "...", '
         '"sampling": {"max_tokens": 64}}, ...].',
     ),
-    sampling_options,
+    click.option(
+        "--sampling",
+        callback=json_value(dict),
+        default="{}",
+        help='Any sampling values, as JSON: {"min_tokens": 2}. An option of its own wins.',
+    ),
+    click.option("--max-tokens", type=int, help="Tokens of a completion at most; 256 by default."),
+    click.option("--temperature", type=float, help="1 by default; 0 takes the likeliest token."),
+    click.option(
+        "--top-p", type=float, help="Only the likeliest tokens that together have this probability."
+    ),
+    click.option("--top-k", type=int, help="Only so many of the likeliest tokens."),
+    click.option(
+        "--min-p", type=float, help="Only tokens with this share of the likeliest one's probability."
+    ),
+    click.option("--seed", type=int, help="The run's; each row's own follows from it and the row's number."),
+    click.option("--n", type=int, help="Completions of each row; from 2 on the output has lists of them."),
+    click.option("--presence-penalty", type=float, help="Off the logit of each token there is, -2 to 2."),
+    click.option("--frequency-penalty", type=float, help="The same, as often as the token is there."),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        help="Divides the logit of each token of prompt and completion; 1 changes nothing.",
+    ),
+    click.option(
+        "--logit-bias", callback=json_value(dict), help='What to add to logits, as JSON: {"token id": 2.5}.'
+    ),
+    click.option("--allowed-token-ids", callback=json_value(list), help="No other tokens, as JSON: [1, 2]."),
+    click.option("--bad-words", multiple=True, help="A text that no completion has; may be given again."),
+    click.option(
+        "--structured-outputs",
+        callback=json_value(dict),
+        help='What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or '
+        '"grammar".',
+    ),
+    click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once."),
+    click.option(
+        "--include-stop-str-in-output",
+        is_flag=True,
+        default=None,
+        help="Leave the text of --stop that ends a completion at its end.",
+    ),
+    click.option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        default=None,
+        help="Leave special tokens out of a completion's text, as is done by default, or in.",
+    ),
+    click.option(
+        "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
+        default=None,
+        help="With them in, leave the spaces between two, as is done by default, or take them out.",
+    ),
+    click.option(
+        "--truncate-prompt-tokens", type=int, help="Read only so many last tokens of a prompt; -1: what fits."
+    ),
     click.option(
         "--labels",
         callback=label_list,
@@ -97,6 +152,40 @@ _PROMPT = (
     ),
     click.option(
         "--model", help="Only a worker that serves this model, by name, path or hub id, plans the run."
+    ),
+)
+
+_CHECK = (
+    click.option(
+        "--check-schema",
+        metavar="JSON|FILE",
+        callback=schema,
+        help="Answers must be JSON of this JSON schema; one that is not goes back with the reason.",
+    ),
+    click.option("--check-regex", help="The same of a pattern of Python's re, for the whole answer."),
+    click.option(
+        "--check-function",
+        metavar="MODULE.NAME",
+        help="The same of a function(row, completion) -> None or the reason, which workers must allow.",
+    ),
+    click.option(
+        "--check-columns",
+        multiple=True,
+        callback=column_list,
+        help="What its row has beside the prompt's columns, such as id,answer.",
+    ),
+    click.option(
+        "--max-attempts",
+        type=int,
+        help=f"Answers of a row at most, the first one included; {DEFAULT_MAX_ATTEMPTS} by default.",
+    ),
+    click.option(
+        "--continue-on-length",
+        is_flag=True,
+        help="Let an answer that --max-tokens has cut go on; each time is an attempt.",
+    ),
+    click.option(
+        "--repair-template", help="Text that asks for another answer; the reason stands for {reason} in it."
     ),
 )
 
@@ -154,4 +243,4 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
-check_options, output_options = _all(CHECK_OPTIONS), _all(_OUTPUT)
+check_options, output_options = _all(_CHECK), _all(_OUTPUT)

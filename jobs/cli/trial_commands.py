@@ -27,23 +27,6 @@ MAX_SHOWN_CHARS = 20_000
 MAX_ROWS_READ = 1_000_000
 
 
-#: Where a command has no such options: nothing is written.
-_DEFAULTS = {
-    "output": os.devnull,
-    "rows_per_shard": 1000,
-    "redo_damaged": False,
-    "extend": False,
-    "max_errors": None,
-    "webhook": None,
-    "on_end": None,
-    "keep": None,
-    "drop": None,
-    "output_prefix": "",
-    "single_file": False,
-    "output_format": None,
-}
-
-
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
@@ -122,10 +105,10 @@ def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float
 
 def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Have a worker look at a run's prompts. Raises what its planning would."""
-    arguments = run_arguments({**_DEFAULTS, **options})
-    model = parse_model(arguments.pop("model"))
+    arguments = run_arguments({"output": os.devnull, **options})
+    model = parse_model(arguments.pop("model", None))
     for name in ("redo_damaged", "extend", "max_errors", "webhook", "on_end"):
-        arguments.pop(name)
+        arguments.pop(name, None)
     check_queue_name(queue)
     spec = RunSpec.from_arguments(**arguments)
     told = {name: value for name, value in spec.to_json().items() if value is not None}
