@@ -88,7 +88,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     asked = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None]
     if len(asked) > 1:
         raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    given: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
     given = {name: value for name, value in given.items() if value not in (None, [])}
     given["input"] = given.pop("files")
     if os.path.isfile(output := given["output"]):
