@@ -36,7 +36,7 @@ from tokenmill_dashboard.guard import (
     Sessions,
     TriesInTurn,
 )
-from tokenmill_dashboard.pages import PAGES, Missing, Name, job_path, time_left
+from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
 from tokenmill_dashboard.watcher import IDLE_S, Watcher
 
@@ -83,13 +83,7 @@ class Dashboard:
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
             self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
-        self._templates.globals.update(
-            share=display.share,
-            form_token=self._form_token,
-            name_of=Name.of,
-            job_path=job_path,
-            time_left=time_left,
-        )
+        self._templates.globals.update(share=display.share, form_token=self._form_token, time_left=time_left)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -247,13 +241,7 @@ class Dashboard:
 
 
 #: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {
-    "/": "overview",
-    "/failed": "failed",
-    "/runs/{run}": "run",
-    "/jobs": "job",
-    "/jobs/{job_id:path}": "job",
-}
+_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
 
 
 def _here(request: Request) -> str:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
 
-from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
@@ -57,13 +55,13 @@ class WorkerRow:
         """On which it listens, as they may be shown."""
         if self.sample is not None:
             return ", ".join(self.sample.queues)
-        return safe_name(self.seen.fields.get("queues", b"")) if self.seen else ""
+        return self.seen.fields.get("queues", "") if self.seen else ""
 
     @property
     def state(self) -> str:
         if self.sample is not None:
             return "silent" if self.sample.is_silent else (self.sample.state or "unknown")
-        return safe_name(self.seen.fields.get("state", b"unknown"), 40) if self.seen else "unknown"
+        return self.seen.fields.get("state", "unknown") if self.seen else "unknown"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Look:
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
-        return sum(queue.counts[where] or 0 for queue in self.queues)
+        return sum(queue.counts[where] for queue in self.queues)
 
     def rate(self, name: str) -> float:
         """A rate of all workers together that tell of themselves now, by its name in WorkerRow."""
@@ -160,34 +158,21 @@ class Watcher:
             for point in (*earlier.get(sample.name, ()), sample):
                 history.add_point(sample.name, point, point.at - ahead_s)
         history.forget([sample.name for sample in samples])
-        depth = {
-            safe_name(queue.name): queue.counts["waiting"]
-            for queue in queues
-            if queue.counts["waiting"] is not None
-        }
-        history.add_depth({name: length for name, length in depth.items() if length is not None}, now)
+        history.add_depth({queue.name: queue.counts["waiting"] for queue in queues}, now)
 
     def _rows(self, names: Sequence[str], samples: Sequence[WorkerSample]) -> tuple[WorkerRow, ...]:
         """Return a row for each worker, those first that somebody should look at."""
         told = {sample.name: sample for sample in samples}
         silent_of_us = [name for name in names if name not in told]
-        seen = {worker.name.decode(errors="backslashreplace"): worker for worker in self._seen(silent_of_us)}
+        seen = list_workers(self.connection, silent_of_us) if silent_of_us else []
         rate = self._history.rate
         rows = [
-            WorkerRow(
-                safe_name(name), sample, None, rate(name, "generation_tokens"), rate(name, "prompt_tokens")
-            )
+            WorkerRow(name, sample, None, rate(name, "generation_tokens"), rate(name, "prompt_tokens"))
             for name, sample in told.items()
         ]
-        rows += [WorkerRow(safe_name(name), None, worker) for name, worker in seen.items()]
+        rows += [WorkerRow(worker.name, None, worker) for worker in seen]
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 
-    def _seen(self, names: Sequence[str]) -> list[WorkerSeen]:
-        return list_workers(self.connection, names) if names else []
 
-
-def _busiest(queue: QueueCounts) -> tuple[int, bytes]:
-    return -sum(queue.counts[where] or 0 for where in ("waiting", "executing", "failed")), queue.name
-
-
-__all__ = ["Look", "RedisError", "Watcher", "WorkerRow"]
+def _busiest(queue: QueueCounts) -> tuple[int, str]:
+    return -sum(queue.counts[where] for where in ("waiting", "executing", "failed")), queue.name

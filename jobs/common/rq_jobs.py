@@ -25,6 +25,7 @@ from rq.registry import (
     CanceledJobRegistry,
     DeferredJobRegistry,
     FailedJobRegistry,
+    FinishedJobRegistry,
     ReadyJobRegistry,
     ScheduledJobRegistry,
     StartedJobRegistry,
@@ -68,13 +69,14 @@ class QueueKeys:
     """The keys of one queue.
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. failed, deferred, ready, scheduled, cancelled: sorted sets of job ids. workers: set
-    of the keys of those that listen.
+    `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
+    workers: set of the keys of those that listen.
     """
 
     waiting: str
     popped: str
     started: str
+    finished: str
     failed: str
     deferred: str
     ready: str
@@ -90,6 +92,7 @@ def queue_keys(name: str) -> QueueKeys:
         waiting=waiting,
         popped=IntermediateQueue.get_intermediate_queue_key(waiting),
         started=StartedJobRegistry.key_template.format(name),
+        finished=FinishedJobRegistry.key_template.format(name),
         failed=FailedJobRegistry.key_template.format(name),
         deferred=DeferredJobRegistry.key_template.format(name),
         ready=ReadyJobRegistry.key_template.format(name),
