@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -27,22 +27,13 @@ from jobs.common.display import safe_name
 from jobs.doctor.redis_server import troubles
 from tokenmill_dashboard import display
 from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, notice, retry_all, retry_one
-from tokenmill_dashboard.guard import (
-    METRICS_PATH,
-    SESSION_COOKIE,
-    SESSION_S,
-    Guard,
-    Hosts,
-    Sessions,
-    TriesInTurn,
-)
+from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
 from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
 from tokenmill_dashboard.watcher import IDLE_S, Watcher
 
-#: A form's body, and the seconds within which it must have come; ours are far smaller.
+#: A form's body; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
-FORM_S = 10.0
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -69,7 +60,6 @@ class Dashboard:
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher, self._options = Watcher(connection), options
         self._sessions = Sessions(options.token) if options.token else None
-        self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
         # Of this process: a page of an earlier one gets the new one with its next update.
         self._form_token = secrets.token_urlsafe(32)
@@ -142,7 +132,8 @@ class Dashboard:
 
     def _away(self, request: Request, error: RedisError) -> Response:
         """Say that Redis does not answer. A page that is open stays as it is, and goes on asking."""
-        problem = "Redis does not answer." if _is_lost(error) else "Redis refused what the page asked for."
+        is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
+        problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
         response = self._render(request, "away.html", 503, problem=problem, detail=detail)
         if _is_update(request):
@@ -170,7 +161,7 @@ class Dashboard:
         return JSONResponse(await run_in_threadpool(self.watcher.series))
 
     async def _livez(self, request: Request) -> Response:
-        """Whether it answers is all: while Redis is away the page says so, and a new start helps nobody."""
+        """Whether it answers is all: a new start does not bring Redis back."""
         return PlainTextResponse("ok\n")
 
     async def _tell(self, request: Request) -> Response:
@@ -213,12 +204,7 @@ class Dashboard:
         form = await _form(request)
         if self._sessions is None:
             return RedirectResponse("/", 303)
-        if not await self._tries.take():
-            text = "Too many wrong tokens were tried: wait a moment, then try again.\n"
-            return PlainTextResponse(text, 429, {"Retry-After": "5"})
-        is_right = self._sessions.is_token(form.get("token", ""))
-        self._tries.note(is_right=is_right)
-        if not is_right:
+        if not self._sessions.is_token(form.get("token", "")):
             return self._login_page(request, "That is not the token that the dashboard was started with.")
         to = form.get("to", "/")
         response = RedirectResponse(to if _is_ours(to) else "/", 303)
@@ -250,10 +236,6 @@ def _here(request: Request) -> str:
     return quote(request.url.path) + (f"?{query}" if query else "")
 
 
-def _is_lost(error: RedisError) -> bool:
-    return isinstance(error, (RedisConnectionError, RedisTimeoutError))
-
-
 def _is_update(request: Request) -> bool:
     return "hx-request" in request.headers
 
@@ -268,16 +250,12 @@ def _same(given: str, expected: str) -> bool:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form; none of one that is larger or slower than ours."""
+    """Return the fields of a form; none of one that is larger than ours."""
     body = b""
-    try:
-        async with asyncio.timeout(FORM_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_FORM_BYTES:
-                    return {}
-    except (TimeoutError, ClientDisconnect):
-        return {}
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM_BYTES:
+            return {}
     try:
         fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=20)
     except ValueError:

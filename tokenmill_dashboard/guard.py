@@ -1,4 +1,4 @@
-"""Who gets an answer, for how long a connection is kept, and what an answer may do in the browser.
+"""Who gets an answer, and what an answer may do in the browser.
 
 A browser lets any page send requests to 127.0.0.1, and a name that its owner points there (DNS rebinding)
 lets that page read the answers: so only requests to our own names are answered. Where a token is set, a
@@ -6,20 +6,17 @@ browser has to log in with it. Actions need POST from our own pages. What produc
 pages: should a way to smuggle a script in be found, the browser does not run it.
 """
 
-import asyncio
 import hashlib
 import hmac
 import time
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SESSION_COOKIE = "tokenmill_session"
 SESSION_S = 7 * 24 * 3600
@@ -163,55 +160,3 @@ def _cookie(headers: Headers, name: str) -> str:
     except CookieError:
         return ""
     return found.value if found else ""
-
-
-#: Seconds that a connection lasts at most; a browser makes a new one for its next request.
-CONNECTION_S = 30.0
-
-#: At a time. A further one takes the place of the oldest, so that those that hang keep nobody out.
-MAX_CONNECTIONS = 500
-
-
-class TimedConnection(H11Protocol):
-    """One connection. What is being answered at its end is answered first."""
-
-    made_at: float
-
-    def connection_made(self, transport: Any) -> None:
-        if len(self.connections) >= MAX_CONNECTIONS:
-            oldest: Any = min(self.connections, key=lambda each: getattr(each, "made_at", 0.0))
-            oldest.transport.abort()
-            self.connections.discard(oldest)
-        super().connection_made(transport)
-        self.made_at = self.loop.time()
-        self._end = self.loop.call_later(CONNECTION_S, self.shutdown)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end.cancel()
-        super().connection_lost(exc)
-
-
-class TriesInTurn:
-    """Lets logins be tried freely until ten were wrong; from then on one a second, and few wait for it."""
-
-    def __init__(self, pause_s: float = 1.0) -> None:
-        self._pause_s, self._wrong, self._waiting = pause_s, 0, 0
-        self._turn = asyncio.Lock()
-
-    async def take(self) -> bool:
-        """Wait for a try. False: too many wait already."""
-        if self._wrong < 10:
-            return True
-        if self._waiting >= 10:
-            return False
-        self._waiting += 1
-        try:
-            async with self._turn:
-                await asyncio.sleep(self._pause_s)
-        finally:
-            self._waiting -= 1
-        return True
-
-    def note(self, *, is_right: bool) -> None:
-        """Take note of what the try was."""
-        self._wrong = 0 if is_right else self._wrong + 1

@@ -9,11 +9,9 @@ from ipaddress import ip_address
 
 import uvicorn
 from redis import Redis
-from starlette.types import ASGIApp
 
 from jobs.common.plain_log import AUTO, VARIABLE, checked_format, handle_all, is_json
 from tokenmill_dashboard.app import Dashboard, Options
-from tokenmill_dashboard.guard import TimedConnection
 
 #: With which a browser logs in. Asked for wherever it is set.
 TOKEN_VARIABLE = "TOKENMILL_DASHBOARD_TOKEN"
@@ -21,6 +19,9 @@ MIN_TOKEN_CHARS = 16
 
 #: Redis is taken for away after so long: the page says so, and goes on asking.
 REDIS_TIMEOUT_S = 5.0
+
+#: At a time; a further one is refused with 503.
+MAX_CONNECTIONS = 500
 
 logger = logging.getLogger(__name__)
 
@@ -73,20 +74,6 @@ def is_loopback(bind: str) -> bool:
         return bind == "localhost"
 
 
-def make_app(
-    redis_url: str, bind: str, hosts: Collection[str], *, show_prompts: bool, queues: Sequence[str] = ()
-) -> ASGIApp:
-    """Return the application. queues: those that /metrics counts. Raises NotServed as check_token does."""
-    token = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind)
-    is_local = is_loopback(bind)
-    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
-    connection = Redis.from_url(
-        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-    )
-    dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts, queues))
-    return dashboard.app()
-
-
 def serve(
     redis_url: str,
     bind: str,
@@ -96,9 +83,17 @@ def serve(
     show_prompts: bool,
     queues: Sequence[str] = (),
 ) -> None:
-    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had."""
+    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had.
+
+    queues: those that /metrics counts.
+    """
     writes_json = start_log()
-    app = make_app(redis_url, bind, hosts, show_prompts=show_prompts, queues=queues)
+    token, is_local = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind), is_loopback(bind)
+    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
+    connection = Redis.from_url(
+        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+    )
+    app = Dashboard(connection, Options(named, is_local, token, show_prompts, queues)).app()
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=128)
@@ -115,7 +110,7 @@ def serve(
         log_config=None if writes_json else uvicorn.config.LOGGING_CONFIG,
         log_level="warning",
         access_log=False,
-        http=TimedConnection,
+        limit_concurrency=MAX_CONNECTIONS,
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=3,

@@ -9,6 +9,7 @@ import click
 import redis
 from tqdm import tqdm
 
+from jobs.common.display import duration_text
 from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
@@ -141,17 +142,6 @@ def time_left_text(snapshot: RunSnapshot) -> str | None:
     if snapshot.left_s is None or snapshot.state != "running":
         return None
     return duration_text(snapshot.left_s)
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time in its two largest units."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600, whole // 60
-    if days:
-        return f"{days} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
 #: Failed shards shown by name; the rest are counted.
