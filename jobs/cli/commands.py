@@ -6,6 +6,7 @@ from typing import Any
 import click
 import redis
 
+from jobs import client
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
@@ -26,11 +27,10 @@ from jobs.cli.watch_commands import (
     watch_option,
     workers,
 )
-from jobs.client import check_here
 from jobs.common.version import code_version
 from jobs.errors import ForeignJobsPackage, UnknownRun
 from jobs.installed import model_table
-from jobs.runs.control import cancel_run, describe_again, submit_run
+from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.obstacles import obstacles
 from jobs.runs.watching.snapshot import read_planned
@@ -103,7 +103,7 @@ def submit(
         if dry_run:
             tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
             return
-        run = submit_run(connection, queue, check_run=check_here, **arguments)
+        run = submit_run(connection, queue, check_run=client.check_here, **arguments)
         if wait:
             click.echo(run)
             wait_for_end(connection, run)
@@ -157,16 +157,10 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     the run again resumes it.
     """
     with errors_told():
-        run, output = named_run(connection, run)
-        try:
-            snapshot = read_planned(connection, run)
-        except UnknownRun:
-            if output is None or not describe_again(connection, output):
-                raise
-            snapshot = read_planned(connection, run)
-        cancelled = cancel_run(connection, snapshot.run)
-        if snapshot.finished and not cancelled.removed and not cancelled.stopped:
-            click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
+        found = client.run(run, connection=connection)
+        cancelled = found.cancel()
+        if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+            click.echo(f"run {found.id} is finished: nothing was left to cancel")
         else:
             click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
