@@ -106,12 +106,6 @@ class ResultTooLarge(JobsError):
     )
 
 
-class ForeignJobsPackage(JobsError):
-    """Raised when `import jobs` found a package that is not ours: (path of what was found)."""
-
-    message = "the imported package 'jobs' is {0}, not Tokenmill's: remove it from the import path"
-
-
 class RunError(JobsError):
     """Base of the errors of a Parquet run."""
 

@@ -3,13 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
 
-from jobs.errors import UnknownRun
-from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_runs
@@ -25,9 +23,6 @@ IDLE_S = 10.0
 
 #: What is looked at, at most. Of more, the page says that there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
-
-#: Running runs of the overview whose end is told by their shards, and of how many: each is read whole.
-MAX_TIMED, MAX_TIMED_SHARDS = 4, 2000
 
 #: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
 MAX_NEW = 20
@@ -85,35 +80,28 @@ class Look:
         return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
 
 
-@dataclass
-class _Turn:
-    look: Look | None = None
-    taken_at: float = float("-inf")
-    serves_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Watcher:
     """Reads Redis in the calling thread; safe to call from many. clock: Unix seconds."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection, self.clock = connection, clock
-        self._history, self._turn = History(), _Turn()
+        self._history, self._lock = History(), threading.Lock()
+        self._last: Look | None = None
+        self._serves_until = 0.0
 
     def look(self) -> Look:
         """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
-        turn = self._turn
-        with turn.lock:
+        with self._lock:
             began = time.monotonic()
-            if turn.look is None or not 0 <= began - turn.taken_at < turn.serves_s:
-                turn.look = self._look()
-                turn.taken_at = time.monotonic()
-                turn.serves_s = max(LOOK_S, (turn.taken_at - began) / LOOK_SHARE)
-            return turn.look
+            if self._last is None or began >= self._serves_until:
+                self._last = self._look()
+                now = time.monotonic()
+                self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
+            return self._last
 
     def series(self) -> dict[str, Any]:
         """Return the charts' lines, as they are known from the last look."""
-        with self._turn.lock:
+        with self._lock:
             return self._history.series(self.clock())
 
     def _look(self) -> Look:
@@ -131,21 +119,9 @@ class Watcher:
             num_queues=len(all_queues),
             workers=self._rows(names, samples),
             num_workers=len(all_workers),
-            runs=self._runs(),
+            runs=tuple(list_runs(self.connection, MAX_RUNS)),
             failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
         )
-
-    def _runs(self) -> tuple[RunSummary, ...]:
-        runs = list_runs(self.connection, MAX_RUNS)
-        timed = [run for run in runs if run.state == "running" and (run.shards or 0) <= MAX_TIMED_SHARDS]
-        left = {run.run: self._left_s(run.run) for run in timed[:MAX_TIMED]}
-        return tuple(replace(run, left_s=left.get(run.run)) for run in runs)
-
-    def _left_s(self, run: str) -> float | None:
-        try:
-            return read_snapshot(self.connection, run).left_s
-        except UnknownRun:  # since it was listed
-            return None
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history

@@ -1,6 +1,5 @@
 """The `tokenmill` command line: submit a Parquet run, look at it, cancel it."""
 
-import importlib
 from typing import Any
 
 import click
@@ -28,7 +27,7 @@ from jobs.cli.watch_commands import (
     workers,
 )
 from jobs.common.version import code_version
-from jobs.errors import ForeignJobsPackage, UnknownRun
+from jobs.errors import UnknownRun
 from jobs.installed import model_table
 from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, named_run, output_here
@@ -48,8 +47,6 @@ from jobs.runs.watching.snapshot import read_planned
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
-    with errors_told():
-        check_jobs_package()
     try:
         context.obj = redis.Redis.from_url(url)
     except ValueError:  # its text may hold the password
@@ -182,13 +179,6 @@ main.add_command(info)
 main.add_command(dashboard)
 main.add_command(doctor)
 main.add_command(requeue_command)
-
-
-def check_jobs_package() -> None:
-    """Raise ForeignJobsPackage when `jobs`, which workers import by name, is another package here."""
-    found = importlib.import_module("jobs")
-    if not getattr(found, "__tokenmill__", False):
-        raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
 
 
 def _output_state(output: RunOutput) -> str:
