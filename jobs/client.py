@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,9 @@ def submit(
                 "a table is written by this program, which has no keys of the object store: name an "
                 "input_folder on a disk that the workers see, or put the table into the store yourself"
             )
-        paths = [_written(input, run_path(folder))]
+        with _needs_pyarrow("a table as input"):
+            from jobs.parquet.tables.given_table import write_given_table
+        paths = [write_given_table(input, run_path(folder))]
     elif input_folder is not None:
         raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
     run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
@@ -203,12 +206,13 @@ class Run:
 
     def _reader(self, call: str) -> FolderReader:
         """Return what reads its folder; its id may be another one where a worker's real paths differ."""
-        reader_of = _reader_class(f"{call}()")
+        with _needs_pyarrow(f"{call}()"):
+            from jobs.parquet.outputs.read_back import FolderReader
         if is_stored(self.output):
-            return reader_of(self.output)
+            return FolderReader(self.output)
         if not os.path.isdir(self.output):
             raise RunNotHere(self.id, self.output, "there is no such folder")
-        return reader_of(os.path.realpath(self.output))
+        return FolderReader(os.path.realpath(self.output))
 
     def _told(self, snapshot: RunSnapshot, end: End) -> str:
         if end is End.FINISHED:
@@ -304,21 +308,10 @@ def _paths(given: Any) -> list[str] | None:
     return None
 
 
-def _written(table: Any, folder: str) -> str:
+@contextmanager
+def _needs_pyarrow(what: str) -> Iterator[None]:
+    """Name the remedy where an import within fails."""
     try:
-        from jobs.parquet.tables.given_table import write_given_table
+        yield
     except ImportError as error:
-        raise _needs_pyarrow("a table as input", error) from error
-    return write_given_table(table, folder)
-
-
-def _reader_class(call: str) -> type[FolderReader]:
-    try:
-        from jobs.parquet.outputs.read_back import FolderReader
-    except ImportError as error:
-        raise _needs_pyarrow(call, error) from error
-    return FolderReader
-
-
-def _needs_pyarrow(what: str, error: ImportError) -> ImportError:
-    return ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow")
+        raise ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow") from error

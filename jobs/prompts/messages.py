@@ -62,25 +62,24 @@ def _message(message: object, number: int) -> dict[str, Any]:
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise UnusableMessages(f"message {number} holds {brief(key)}, which is not built: {known}")
     calls = given.get("tool_calls")
-    if "content" not in message and calls is None:
-        raise UnusableMessages(f"message {number} has no 'content'")
-    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}")}
-    if calls is not None and "content" not in given:
-        normal["content"] = ""
+    content = message.get("content")
+    if content is None and calls is not None:
+        content = ""
+    if isinstance(content, list):
+        content = [{"type": "text", "text": _part(part, number)} for part in content]
     else:
-        normal["content"] = _content(message["content"], number)
+        content = _text(content, f"content of message {number}")
+    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}"), "content": content}
     if calls is not None:
-        normal["tool_calls"] = _calls(calls, number)
+        if not isinstance(calls, list):
+            raise UnusableMessages(
+                f"tool_calls of message {number} is {type(calls).__name__}, expected a list"
+            )
+        normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
         if key in given:
             normal[key] = _text(given[key], f"{key} of message {number}")
     return normal
-
-
-def _content(content: object, number: int) -> Any:
-    if isinstance(content, list):
-        return [{"type": "text", "text": _part(part, number)} for part in content]
-    return _text(content, f"content of message {number}")
 
 
 def _part(part: object, number: int) -> str:
@@ -97,12 +96,6 @@ def _part(part: object, number: int) -> str:
             f"a part of message {number} of the type 'text' must hold exactly 'type' and 'text'"
         )
     return _text(part["text"], f"content of message {number}")
-
-
-def _calls(calls: object, number: int) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise UnusableMessages(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
-    return [_call(call, number) for call in calls]
 
 
 def _call(call: object, number: int) -> dict[str, Any]:

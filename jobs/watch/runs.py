@@ -50,7 +50,12 @@ MAX_REASONS = 20
 #: Entries that are read of a queue's registry of running or failed jobs.
 MAX_ENTRIES = 20_000
 
-_SHOWN_COUNTS = ("errors", "failed_checks", "cut", "prompt_tokens", "completion_tokens", "cached_tokens")
+#: What a summary has of a snapshot, and of its counts, as it is there.
+_SAME = (
+    *("run", "state", "output", "rows", "rows_done", "shards", "tokens", "stopped", "workers"),
+    *("awaited_model", "plan_error"),
+)
+_SAME_COUNTS = ("errors", "failed_checks", "cut", "prompt_tokens", "completion_tokens", "cached_tokens")
 
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
@@ -110,11 +115,6 @@ class RunSummary:
     def is_active(self) -> bool:
         """Whether it moves on, or waits to."""
         return self.state in ("planning", "running", "ending")
-
-    @property
-    def shards_queued(self) -> int:
-        rest = (self.shards or 0) - self.shards_done - self.shards_started - self.shards_failed
-        return max(0, rest - self.shards_left)
 
     @property
     def shards_left(self) -> int:
@@ -327,32 +327,23 @@ def _summary(snapshot: RunSnapshot, facts: Mapping[str, str], planned_at: float 
         max(0, snapshot.tokens - counts["generated_tokens"]),
     )
     model = facts.get("model_text")
+    same: dict[str, Any] = {name: getattr(snapshot, name) for name in _SAME}
+    same |= {name: counts[name] for name in _SAME_COUNTS}
     return RunSummary(
-        run=snapshot.run,
-        state=snapshot.state,
-        output=snapshot.output,
         queue=safe_name(snapshot.queue),
         model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
         # The last submission's number is when it came; the index has when it was planned, once it is.
         submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or planned_at,
         began_at=totals.began_at,
         ended_at=totals.ended_at,
-        rows=snapshot.rows,
-        rows_done=snapshot.rows_done,
-        shards=snapshot.shards,
         shards_done=snapshot.done,
         shards_started=snapshot.started,
         shards_failed=0 if snapshot.cancelled else len(snapshot.failures),
-        tokens=snapshot.tokens,
         rows_per_s=rows_per_s,
         tokens_per_s=tokens_per_s,
         worked_s=totals.worked_s if snapshot.finished else None,
-        stopped=snapshot.stopped,
-        workers=snapshot.workers,
-        awaited_model=snapshot.awaited_model,
         left_s=snapshot.left_s if snapshot.state == "running" else None,
-        plan_error=snapshot.plan_error,
-        **{name: counts[name] for name in _SHOWN_COUNTS},
+        **same,
     )
 
 

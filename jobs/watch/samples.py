@@ -111,11 +111,6 @@ class WorkerSample(Point):
         """Whether it has told nothing for so long that it is frozen, cut off or dead."""
         return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes nothing new."""
-        return self.state == "draining"
-
 
 def worker_names(connection: Redis) -> list[str]:
     """Return the names of all workers that are registered, RQ's own among them, in order.

@@ -16,7 +16,6 @@ from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
-ODD = b"\xff\xfe\x1b[2J"
 SHARDS = 4
 
 
@@ -34,34 +33,6 @@ def run(runs: Runs, submit: Callable[[], str]) -> str:
     told = submit().splitlines()[0]
     runs.work()
     return told
-
-
-def spoil_workers(redis: Redis, run: str) -> None:
-    redis.lpush("rq:queue:bulk", ODD)
-    for name in (ODD, b"text", b"list"):
-        redis.sadd("rq:workers:bulk", b"rq:worker:" + name)
-        redis.hset(b"rq:worker:" + name, mapping={"queues": ODD, "state": ODD})
-    redis.set("tokenmill:worker:text", ODD)
-    redis.set("tokenmill:worker:list", '{"models": [["m"], 3]}')
-
-
-def spoil_jobs(redis: Redis, run: str) -> None:
-    for shard, meta in enumerate(["junk", "[1]", '{"rows_done": "x", "tokens": 1e400}', "9" * 5000]):
-        redis.hset(f"rq:job:{run}-{shard}", mapping={"meta": meta, "status": ODD, "origin": ODD})
-        redis.zadd("rq:wip:bulk", {f"{run}-{shard}:execution": 1e12})
-    redis.hset(run_key(run), mapping={"rows": ODD, "shards": "9" * 5000, "model_text": ODD})
-
-
-@pytest.mark.parametrize("spoil", [spoil_workers, spoil_jobs])
-def test_an_entry_that_cannot_be_read_is_passed_over(
-    redis: Redis, invoke: Invoke, submit: Callable[[], str], run: str, spoil: Callable[[Redis, str], None]
-) -> None:
-    spoil(redis, run)
-    for command in (("status", run), ("info",), ("cancel", run)):
-        told = invoke(*command)
-        assert told.exit_code == 0, told.output
-        assert all(line.isprintable() for line in told.output.splitlines())
-    assert submit().splitlines()[0] == run
 
 
 def test_what_unpacks_to_far_more_than_it_has_stays_packed_and_keeps_no_run_from_going_on(

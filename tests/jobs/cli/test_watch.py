@@ -120,7 +120,7 @@ def test_workers_are_read_in_the_order_of_their_names_without_those_that_tell_no
     assert worker_names(redis) == ["rq's own", *names]
     assert [sample.name for sample in samples] == names
     assert [sample.name for sample in samples if sample.is_silent] == ["w007"]
-    assert samples[0].is_draining
+    assert samples[0].state == "draining"
     assert (samples[0].queues, samples[0].batch_fill) == (["a"], 0.75)
     assert [sample.name for sample in read_samples(redis, ["w001", "gone"])] == ["w001"]
 
@@ -160,7 +160,7 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     assert one.rows_per_s == pytest.approx(5 / one.worked_s)
     two = found[moving]
     assert (two.rows_done, two.tokens, two.shards_done, two.shards_started) == (2, 10, 1, 1)
-    assert (two.shards_failed, two.shards_queued, two.is_active) == (1, 2, True)
+    assert (two.shards_failed, two.is_active) == (1, True)
     assert two.tokens_per_s
     assert (found[waiting].rows, found[waiting].rows_per_s) == (None, None)
     assert [each.run for each in list_runs(redis, states=["finished"])] == [done]
@@ -218,5 +218,5 @@ def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
     assert invoke("cancel", run).exit_code == 0
     for found in (list_runs(redis)[0], read_run(redis, run).summary):
         assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
-        assert (found.shards_queued, found.shards_left) == (0, 4)
+        assert found.shards_left == 4
     assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]
