@@ -1,10 +1,8 @@
 """The page as an application: what is asked for, and what is answered."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, notice,
 from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
 from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
-from tokenmill_dashboard.watcher import IDLE_S, Watcher
+from tokenmill_dashboard.watcher import Watcher
 
 #: A form's body; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
@@ -93,24 +91,9 @@ class Dashboard:
                 Route("/logout", self._log_out, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
                 Route("/{path:path}", self._page("missing")),
-            ],
-            lifespan=self._looking,
+            ]
         )
         return Guard(app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions)
-
-    @asynccontextmanager
-    async def _looking(self, app: Starlette) -> AsyncIterator[None]:
-        """Look now and then, also while nobody else does."""
-
-        async def look_on() -> None:
-            while True:
-                with suppress(RedisError):
-                    await run_in_threadpool(self.watcher.look)
-                await asyncio.sleep(IDLE_S)
-
-        task = asyncio.create_task(look_on())
-        yield
-        task.cancel()
 
     def _page(self, name: str) -> Answer:
         connection = self.watcher.connection

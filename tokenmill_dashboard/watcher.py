@@ -18,8 +18,8 @@ from tokenmill_dashboard.history import History
 LOOK_S = 1.0
 LOOK_SHARE = 0.2
 
-#: Between two looks while nobody looks at the page, so that its charts have no gaps.
-IDLE_S = 10.0
+#: After so long without a look the last hour is read anew, so that the charts have no gap.
+FORGET_S = 60.0
 
 #: What is looked at, at most. Of more, the page says that there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
@@ -106,6 +106,8 @@ class Watcher:
 
     def _look(self) -> Look:
         now = self.clock()
+        if self._last is not None and now - self._last.at > FORGET_S:
+            self._history = History()
         all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
