@@ -17,8 +17,9 @@ from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
-from rq.job import Job, Retry
+from rq.job import Job
 from rq.job import JobStatus as JobStatus
+from rq.job import Retry as Retry
 from rq.queue import EnqueueData
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
@@ -115,11 +116,8 @@ def relatives_keys(job_id: str) -> tuple[str, str]:
 def dependency_ids(connection: Redis, job_id: str) -> list[str]:
     """Return the ids of the jobs that a job depends on, as it was enqueued; [] for none."""
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
-    try:
-        ids = json.loads(raw or b"[]")
-    except (ValueError, RecursionError):
-        return []
-    return ids if isinstance(ids, list) and all(isinstance(each, str) for each in ids) else []
+    ids: list[str] = json.loads(raw or b"[]")
+    return ids
 
 
 def executions_key(job_id: str) -> str:
@@ -189,15 +187,8 @@ class JobQueue:
         self._queue.enqueue_many(jobs, pipeline=pipe)
 
 
-def retries(most: int) -> Retry:
-    """Return the `retry` of a job that may fail so often and is enqueued again."""
-    return Retry(max=most)
-
-
-def prepared_job(function: str, **options: Any) -> EnqueueData:
-    """Return a job for JobQueue.enqueue_many. options: those of RQ's Queue.prepare_data."""
-    return Queue.prepare_data(function, **options)
-
+#: Makes a job for JobQueue.enqueue_many.
+prepared_job = Queue.prepare_data
 
 #: Of an error's text, unpacked; a worker writes far less.
 MAX_ERROR_BYTES = 1 << 20

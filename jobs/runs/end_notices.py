@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.common import stored
 from jobs.common.display import brief
 from jobs.common.keys import run_key
-from jobs.common.rq_jobs import JobQueue, retries
+from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import InvalidValue, RunBusy, UnknownRun
@@ -189,7 +189,7 @@ def _enqueue(jobs: JobQueue, pipe: Pipeline, function: str, args: tuple[Any, ...
         failure_ttl=FAILURE_TTL_S,
         description=f"end of run {job_id.partition('-')[0]}",
         job_id=job_id,
-        retry=retries(RETRIES),
+        retry=Retry(max=RETRIES),
     )
 
 
