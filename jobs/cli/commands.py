@@ -168,30 +168,19 @@ def models() -> None:
     click.echo(model_table())
 
 
-main.add_command(preview)
-main.add_command(runs)
-main.add_command(workers)
-main.add_command(errors)
-main.add_command(tail)
-main.add_command(verify)
-main.add_command(report)
-main.add_command(info)
-main.add_command(dashboard)
-main.add_command(doctor)
+for command in (preview, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
+    main.add_command(command)
 main.add_command(requeue_command)
 
 
-def _output_state(output: RunOutput) -> str:
-    if output.finished:
-        return "incomplete" if output.num_gone else "finished"
-    return "this Redis does not know it any more"
-
-
 def _output_text(output: RunOutput) -> str:
+    state = "this Redis does not know it any more"
+    if output.finished:
+        state = "incomplete" if output.num_gone else "finished"
     errors = "" if output.errors is None else f", {output.errors} with an error"
     return "\n".join(
         [
-            f"run {output.run}: {_output_state(output)}",
+            f"run {output.run}: {state}",
             f"output   {output.folder}",
             f"rows     {output.rows}{errors}",
             f"shards   {output.parts} of {output.shards} done",
