@@ -74,14 +74,10 @@ class Bar:
         )
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        # What an earlier submit finished, or planning finds done, is not this one's speed.
-        begins = self._bar.total != snapshot.rows or snapshot.awaits_plan or snapshot.rows_done < self._bar.n
-        if snapshot.rows is not None and begins:
-            self._bar.reset(snapshot.rows)
-            self._bar.initial = self._bar.n = snapshot.rows_done
+        if snapshot.rows is not None:
+            self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
         self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
-        self._bar.update(max(0, snapshot.rows_done - self._bar.n))
         self._bar.refresh()
 
     def warn(self, text: str) -> None:

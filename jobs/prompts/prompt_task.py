@@ -189,12 +189,8 @@ def _row(request: Request) -> dict[str, Any]:
     return {"prompt": request.prompt}
 
 
-class _Nothing:
-    """Stands for an argument that was not given; null was."""
-
-
 def complete_task(
-    prompt: object = _Nothing, *, prompt_template: object = None, model: object = None, **sampling: Any
+    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
@@ -220,7 +216,7 @@ def complete_task(
 
 
 def chat_task(
-    messages: object = _Nothing, *, messages_template: object = None, model: object = None, **options: Any
+    messages: object = None, *, messages_template: object = None, model: object = None, **options: Any
 ) -> Task:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
@@ -241,10 +237,10 @@ def chat_task(
 
 def _has_template(name: str, given: object, template: object) -> bool:
     """Whether a template says what to ask. Raises InvalidJob unless one of the two does."""
-    if template is None and given is _Nothing:
+    if template is None and given is None:
         raise InvalidJob(
             f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
         )
-    if template is not None and given not in (None, _Nothing):
+    if template is not None and given is not None:
         raise InvalidJob(f"{name} and {name}_template each say what to ask: give one of them")
     return template is not None
