@@ -11,7 +11,7 @@ from redis import Redis
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_runs
-from jobs.watch.samples import WorkerSample, WorkerSeen, list_workers, read_points, read_samples, worker_names
+from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
@@ -30,33 +30,21 @@ MAX_NEW = 20
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None of one that tells nothing of itself, such as RQ's own; seen is its record.
+    """One worker. sample: None of one that tells nothing of itself, such as RQ's own.
 
     Rates are per second, None where they cannot be told yet.
     """
 
     name: str
-    sample: WorkerSample | None
-    seen: WorkerSeen | None
+    state: str
+    queues: str
+    sample: WorkerSample | None = None
     generated_per_s: float | None = None
     prompt_per_s: float | None = None
 
     @property
     def is_silent(self) -> bool:
-        return self.sample is not None and self.sample.is_silent
-
-    @property
-    def queues(self) -> str:
-        """On which it listens, as they may be shown."""
-        if self.sample is not None:
-            return ", ".join(self.sample.queues)
-        return self.seen.fields.get("queues", "") if self.seen else ""
-
-    @property
-    def state(self) -> str:
-        if self.sample is not None:
-            return "silent" if self.sample.is_silent else (self.sample.state or "unknown")
-        return self.seen.fields.get("state", "unknown") if self.seen else "unknown"
+        return self.state == "silent"
 
 
 @dataclass(frozen=True)
@@ -145,10 +133,20 @@ class Watcher:
         seen = list_workers(self.connection, silent_of_us) if silent_of_us else []
         rate = self._history.rate
         rows = [
-            WorkerRow(name, sample, None, rate(name, "generation_tokens"), rate(name, "prompt_tokens"))
+            WorkerRow(
+                name,
+                "silent" if sample.is_silent else sample.state or "unknown",
+                ", ".join(sample.queues),
+                sample,
+                rate(name, "generation_tokens"),
+                rate(name, "prompt_tokens"),
+            )
             for name, sample in told.items()
         ]
-        rows += [WorkerRow(worker.name, None, worker) for worker in seen]
+        rows += [
+            WorkerRow(worker.name, worker.fields.get("state", "unknown"), worker.fields.get("queues", ""))
+            for worker in seen
+        ]
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import click
@@ -71,12 +70,8 @@ def tell_dry_run(
         )
     survey = _survey(connection, queue, options, pick=NUM_TRIED, max_rows=max_rows)
     model = options["model"]
-    found = estimate(survey, partial(_answer, connection, queue, model))
+    found = estimate(survey, lambda trials: try_jobs(connection, queue, trials, model))
     click.echo("\n".join(dry_run_lines(survey, found, price_per_hour)))
-
-
-def _answer(connection: redis.Redis, queue: str, model: str | None, trials: Sequence[Trial]) -> list[Tried]:
-    return try_jobs(connection, queue, trials, model)
 
 
 def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float | None) -> list[str]:

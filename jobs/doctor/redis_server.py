@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,21 +51,21 @@ class NotReached(Exception):
         self.finding = finding
 
 
-def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
+def reach(url: str) -> Server:
     """Ask a server for what it is. Raises NotReached."""
     wait: Any = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
     try:
         for _ in range(5):
-            asked_at = clock()
+            asked_at = time.time()
             info: Any = client.info("everything")
-            took_s.append(clock() - asked_at)
+            took_s.append(time.time() - asked_at)
     except RedisError as error:
         raise NotReached(not_served(url, error)) from error
     config: dict[str, str] = {}
     with suppress(ResponseError):  # not as this user, and on some hosted servers not as any
-        for name in ("appendfsync", "save", "stream-node-max-bytes"):
+        for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
     ahead_s = info.get("server_time_usec", asked_at * 1e6) / 1e6 - asked_at
     return Server(client, _shown(url), _user(url), info, min(took_s), ahead_s, config)
@@ -106,9 +106,6 @@ SLOW_S, MAX_SKEW_S = 0.01, 1.0
 #: Share of the memory that Redis may take.
 FULL = 0.9
 
-#: RQ keeps each job's results in a stream; nodes of this size hold one with little waste.
-STREAM_NODE_BYTES = 512
-
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
 
 
@@ -126,10 +123,6 @@ def check_server(server: Server) -> Iterator[Finding]:
     yield from _durability(server)
     yield from _replay(server) if server.info.get("aof_enabled") else ()
     yield from _faults(server.info)
-    size = server.config.get("stream-node-max-bytes", "0")
-    if int(size) > STREAM_NODE_BYTES:
-        found = f"stream-node-max-bytes is {size}: each finished job takes 6.2 KB in place of 2.8"
-        yield warning("redis memory", found, _set("stream-node-max-bytes", STREAM_NODE_BYTES))
     if abs(server.ahead_s) > MAX_SKEW_S:
         found = f"the clock of Redis is {server.ahead_s:+.1f} s from this machine's"
         yield warning("clock", found, "run a time service on both machines (timedatectl set-ntp true)")

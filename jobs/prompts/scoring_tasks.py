@@ -204,13 +204,17 @@ def _one_prompt(prompt: object) -> str | list[int]:
     return found
 
 
+def _listed(name: str, given: object, most: int) -> Sequence[Any]:
+    if not isinstance(given, list | tuple):
+        raise InvalidValue(f"{name} is {{}}, expected a list of texts", brief(given))
+    if not 1 <= len(given) <= most:
+        raise InvalidJob(f"{name} holds {len(given)}, expected 1 to {most} of them")
+    return given
+
+
 def _continuations(continuations: object) -> list[str | list[int]]:
-    if not isinstance(continuations, list | tuple):
-        raise InvalidValue("continuations is {}, expected a list of texts", brief(continuations))
-    if not 1 <= len(continuations) <= MAX_CHOICES:
-        raise InvalidJob(f"continuations holds {len(continuations)}, expected 1 to {MAX_CHOICES} of them")
     found: list[str | list[int]] = []
-    for number, each in enumerate(continuations):
+    for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise InvalidValue(
                 f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty",
@@ -239,12 +243,8 @@ def _without_content(messages: object) -> list[Mapping[str, Any]]:
 
 
 def _documents(documents: object) -> list[str]:
-    if not isinstance(documents, list | tuple):
-        raise InvalidValue("documents is {}, expected a list of texts", brief(documents))
-    if not 1 <= len(documents) <= MAX_PROMPTS:
-        raise InvalidJob(f"documents holds {len(documents)}, expected 1 to {MAX_PROMPTS} of them")
     texts = []
-    for number, each in enumerate(documents):
+    for number, each in enumerate(_listed("documents", documents, MAX_PROMPTS)):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
         if problem := text_problem(text, f"document {number}"):
             raise InvalidJob(problem)

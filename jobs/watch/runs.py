@@ -16,7 +16,7 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import run_key, run_parts_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
-from jobs.runs.plans.names import shard_job_id
+from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
 from jobs.runs.redis_state.run_index import newest_runs
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
@@ -68,17 +68,15 @@ _FACTS = (
 class RunSummary:
     """A run as a list shows it.
 
-    state: one of STATES. output, model, stopped, awaited_model, plan_error: as they may be shown; model is
-    None before it is planned. submitted_at, began_at, ended_at:
-    Unix seconds; of the last submission, of the beginning of work on it, and of its last part. rows, shards:
-    None before the run is planned. rows_done, tokens: running shards included; tokens are those generated,
-    the other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows there
-    with an error, that failed their check, or ended at their limit of tokens. plan_error: why planning
-    failed. shards_failed: none of a run that is cancelled or stopped.
-    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None where nothing can be told.
-    worked_s: for how long workers had shards of a finished run, of all submissions. stopped: why it was.
-    workers: how many listen on its queue. awaited_model: its model, where none of them serves it.
-    left_s: seconds until it ends; of a run that is read by itself, and None where nothing tells.
+    state: one of STATES. Texts are as they may be shown. submitted_at, began_at, ended_at: Unix seconds, of
+    the last submission, of the beginning of work on it, and of its last part. model, rows, shards: None
+    before the run is planned. rows_done, tokens: running shards included; tokens are those generated, the
+    other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows there
+    with an error, that failed their check, or ended at their limit of tokens. shards_failed: 0 of a run that
+    is cancelled or stopped. rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None
+    where nothing can be told. worked_s: for how long workers had shards of a finished run, of all
+    submissions. workers: how many listen on its queue. awaited_model: its model, where none of them serves
+    it. left_s: seconds until it ends, only of a run that is read by itself.
     """
 
     run: str
@@ -171,21 +169,20 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
     """
     listed = newest_runs(connection, limit)
     read = _read_facts(connection, listed)
-    busy = {facts["queue"] for facts, _ in read.values() if "finished" not in facts}
+    busy = {facts["queue"] for facts, *_ in read.values() if "finished" not in facts}
     queues = {
         name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)
-        for name in {facts["queue"] for facts, _ in read.values()}
+        for name in {facts["queue"] for facts, *_ in read.values()}
     }
-    statuses = _plan_statuses(connection, {run: facts for run, (facts, _) in read.items()})
     running = {
         run: set() if "finished" in facts else shards_of(run, queues[facts["queue"]].started)
-        for run, (facts, _) in read.items()
+        for run, (facts, *_) in read.items()
     }
     progress = _progress(connection, running)
     found = []
-    for run, (facts, done) in read.items():
+    for run, (facts, done, status) in read.items():
         queue = queues[facts["queue"]]
-        snapshot = _snapshot(run, facts, done, queue, running[run], progress[run], statuses.get(run))
+        snapshot = _snapshot(run, facts, done, queue, running[run], progress[run], status)
         if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = read_snapshot(connection, run)
@@ -237,8 +234,10 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     return found
 
 
-def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[str, str], int]]:
-    """Return for each run the fields that are looked at, and how many parts are recorded.
+def _read_facts(
+    connection: Redis, runs: Iterable[str]
+) -> dict[str, tuple[dict[str, str], int, JobStatus | None]]:
+    """Return for each run the fields that are looked at, its recorded parts, and its planning's status.
 
     Runs of which nothing is left but their place in the index are left out.
     """
@@ -248,23 +247,15 @@ def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[
             pipe.hmget(run_key(run), _FACTS)
             pipe.hlen(run_parts_key(run))
             pipe.hexists(run_parts_key(run), "total")
+            pipe.hget(job_key(plan_job_id(run)), "status")
         replies = pipe.execute()
-    found: dict[str, tuple[dict[str, str], int]] = {}
-    for run, values, length, has_total in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True):
+    found = {}
+    for run, values, length, has_total, status in zip(names, *(replies[i::4] for i in range(4)), strict=True):
         told = zip(_FACTS, values, strict=True)
         facts = {name: stored.text(value) for name, value in told if value is not None}
         if facts.keys() >= {"output", "queue"}:
-            found[run] = facts, length - has_total
+            found[run] = facts, length - has_total, job_status(status)
     return found
-
-
-def _plan_statuses(connection: Redis, runs: Mapping[str, Mapping[str, str]]) -> dict[str, JobStatus | None]:
-    jobs = {run: facts["plan_job"] for run, facts in runs.items() if "plan_job" in facts}
-    with connection.pipeline(transaction=False) as pipe:
-        for job in jobs.values():
-            pipe.hget(job_key(job), "status")
-        replies = pipe.execute(raise_on_error=False)
-    return {run: job_status(status) for run, status in zip(jobs, replies, strict=True)}
 
 
 def _progress(connection: Redis, running: Mapping[str, Collection[int]]) -> dict[str, tuple[int, int]]:
