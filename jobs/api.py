@@ -9,176 +9,84 @@ from typing import Any
 from jobs.installed import run_own_function, run_task
 
 
-def complete(
-    prompt: str | list[Any] | None = None,
-    *,
-    prompt_template: str | None = None,
-    model: str | None = None,
-    **sampling: Any,
-) -> dict[str, Any]:
+def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
+    options: keyword arguments of engine.SamplingParams, and
     prompt_template: instead of a prompt, Jinja over `answers` and `results` of the jobs that this one depends
     on, in the order of `depends_on`. model: the served model's name, path or hub id; any other is refused.
-    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob, AnswerMissing, or RequestFailed
-    naming the prompt that the engine refused.
+    Raises InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
     """
-    template = {} if prompt_template is None else {"prompt_template": prompt_template}
-    return run_task("jobs.complete", (prompt,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
+    return run_task("jobs.complete", (prompt,), options)  # type: ignore[no-any-return]
 
 
-def chat(
-    messages: list[dict[str, Any]] | None = None,
-    *,
-    messages_template: list[dict[str, str]] | None = None,
-    model: str | None = None,
-    **sampling: Any,
-) -> dict[str, Any]:
+def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    messages_template: instead of messages, such whose contents are Jinja, as in `complete`. model: the served
-    model's name, path or hub id; any other is refused. sampling: keyword arguments of engine.SamplingParams.
+    options: keyword arguments of engine.SamplingParams, `model` as in `complete`, and
+    messages_template: instead of messages, such whose contents are Jinja, as in `complete`.
     Raises InvalidJob, AnswerMissing or RequestFailed.
     """
-    template = {} if messages_template is None else {"messages_template": messages_template}
-    return run_task("jobs.chat", (messages,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
+    return run_task("jobs.chat", (messages,), options)  # type: ignore[no-any-return]
 
 
 def classify(
-    prompt: str | list[int] | None = None,
-    labels: list[str] | None = None,
-    *,
-    messages: list[dict[str, Any]] | None = None,
-    prompt_template: str | None = None,
-    messages_template: list[dict[str, str]] | None = None,
-    calibrate: bool | str | list[dict[str, Any]] = False,
-    truncate_prompt_tokens: int | None = None,
-    model: str | None = None,
-    **options: Any,
+    prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the
     softmax over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is
-    scored with the end of the text behind it. calibrate: subtract the labels' log-likelihoods behind a
-    prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as
-    the last message's content. prompt_template, messages_template: as of `complete` and `chat`. options:
-    `chat_template_kwargs` and `tools` of a chat. Raises InvalidJob, AnswerMissing or RequestFailed.
+    scored with the end of the text behind it. options: messages instead of the prompt, with their
+    `chat_template_kwargs` and `tools`; prompt_template, messages_template: as of `complete` and `chat`;
+    calibrate: subtract the labels' log-likelihoods behind a prompt without content (Zhao et al. 2021): one
+    that is given, or for true the text "N/A", in a chat as the last message's content;
+    truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
     """
-    named = {
-        "prompt": prompt,
-        "labels": labels,
-        "messages": messages,
-        "prompt_template": prompt_template,
-        "messages_template": messages_template,
-        "calibrate": calibrate,
-        "truncate_prompt_tokens": truncate_prompt_tokens,
-        "model": model,
-    }
-    return run_task("jobs.classify", (), {**named, **options})  # type: ignore[no-any-return]
+    return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
 
 
 def loglikelihood(
-    prompt: str | list[int],
-    continuations: list[str] | list[list[int]],
-    *,
-    truncate_prompt_tokens: int | None = None,
-    model: str | None = None,
+    prompt: str | list[int], continuations: list[str] | list[list[int]], **options: Any
 ) -> dict[str, Any]:
     """Tell how likely each continuation of a prompt is, by prefill alone.
 
     Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}],
     "usage", "model", ...}`. A text is split into tokens with its prompt, as lm-evaluation-harness does it.
-    Raises InvalidJob, or RequestFailed.
+    options: truncate_prompt_tokens, model. Raises InvalidJob, or RequestFailed.
     """
-    named = {"truncate_prompt_tokens": truncate_prompt_tokens, "model": model}
-    return run_task("jobs.loglikelihood", (prompt, continuations), named)  # type: ignore[no-any-return]
+    return run_task("jobs.loglikelihood", (prompt, continuations), options)  # type: ignore[no-any-return]
 
 
-def rerank(
-    query: str,
-    documents: list[str] | list[dict[str, str]],
-    *,
-    instruction: str | None = None,
-    top_n: int | None = None,
-    return_documents: bool = True,
-    model: str | None = None,
-) -> dict[str, Any]:
+def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
     """Sort documents by how well they answer a query, with a model such as Qwen3-Reranker.
 
     Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`:
     the score is the probability of "yes" against "no" behind the prompt of Qwen3-Reranker's model card.
-    instruction: what makes a document relevant. Raises InvalidJob, or RequestFailed if all documents failed.
+    options: instruction: what makes a document relevant; top_n; return_documents, true by default; model.
+    Raises InvalidJob, or RequestFailed if all documents failed.
     """
-    named = {"instruction": instruction, "top_n": top_n, "return_documents": return_documents, "model": model}
-    return run_task("jobs.rerank", (query, documents), named)  # type: ignore[no-any-return]
+    return run_task("jobs.rerank", (query, documents), options)  # type: ignore[no-any-return]
 
 
-def embed(
-    input: str | list[Any],
-    *,
-    dimensions: int | None = None,
-    encoding_format: str = "float",
-    normalize: bool | None = None,
-    prompt_name: str | None = None,
-    truncate_prompt_tokens: int | None = None,
-    model: str | None = None,
-    user: str | None = None,
-) -> dict[str, Any]:
+def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
-    dimensions: only so many numbers of each, then of length 1. encoding_format: "float" or "base64", which
-    holds little-endian float32. normalize: whether embeddings have length 1; None as the checkpoint says.
-    prompt_name: which of the checkpoint's prompts stands before each text, "query" for example. user: told
-    to nobody. Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
+    options: dimensions: only so many numbers of each, then of length 1. encoding_format: "float" or "base64",
+    which holds little-endian float32. normalize: whether embeddings have length 1; None as the checkpoint
+    says. prompt_name: which of the checkpoint's prompts stands before each text, "query" for example. user:
+    told to nobody. truncate_prompt_tokens; model.
+    Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
     """
-    named = {
-        "dimensions": dimensions,
-        "encoding_format": encoding_format,
-        "normalize": normalize,
-        "prompt_name": prompt_name,
-        "truncate_prompt_tokens": truncate_prompt_tokens,
-        "model": model,
-        "user": user,
-    }
-    return run_task("jobs.embed", (input,), named)  # type: ignore[no-any-return]
+    return run_task("jobs.embed", (input,), options)  # type: ignore[no-any-return]
 
 
-def score_parquet(
-    input: str | list[str],
-    output: str,
-    prompt_column: str = "prompt",
-    messages_column: str | None = None,
-    template: str | list[dict[str, str]] | None = None,
-    sampling: dict[str, Any] | None = None,
-    rows_per_shard: int = 1000,
-    queue: str | None = None,
-    model: str | None = None,
-    filename_column: str | None = None,
-    redo_damaged: bool = False,
-    max_errors: int | str | None = None,
-    extend: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
+def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
-    Arguments and errors are those of `score_parquet` in jobs/parquet/planning/planner.py, which this calls;
-    options are those of jobs.runs.plans.spec.RunSpec.from_arguments.
+    Arguments and errors are those of `score_parquet` in jobs/parquet/planning/planner.py, which this calls.
     """
-    named = {
-        "prompt_column": prompt_column,
-        "messages_column": messages_column,
-        "template": template,
-        "sampling": sampling,
-        "rows_per_shard": rows_per_shard,
-        "queue": queue,
-        "model": model,
-        "filename_column": filename_column,
-        "redo_damaged": redo_damaged,
-        "max_errors": max_errors,
-        "extend": extend,
-    }
-    return run_own_function("jobs.score_parquet", (input, output), {**named, **options})  # type: ignore[no-any-return]
+    return run_own_function("jobs.score_parquet", (input, output, *more), options)  # type: ignore[no-any-return]
 
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from jobs.common.rq_jobs import current_function
 from jobs.errors import InvalidJob, InvalidValue, UnknownRun
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
+from jobs.prompts.arguments import NOT_TEXT
 from jobs.runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
@@ -41,12 +43,7 @@ if TYPE_CHECKING:
 INPUT_SUFFIX = ".input"
 
 #: Sampling values that may stand beside the other arguments, as on the command line.
-SAMPLING_NAMES = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
-    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("truncate_prompt_tokens", "structured_outputs"),
-)
+SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 #: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
 _FRACTIONS = frozenset(
@@ -79,7 +76,8 @@ def submit(
     if current_function() in ("jobs.submit", "jobs.client.submit"):
         raise InvalidJob("jobs.submit is no job: enqueue jobs.score_parquet")
     client = _connection(connection)
-    named = _arguments(arguments)
+    _check_names(arguments)
+    named = run_arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None and named.get("extend"):
@@ -94,7 +92,9 @@ def submit(
                 "a table is written by this program, which has no keys of the object store: name an "
                 "input_folder on a disk that the workers see, or put the table into the store yourself"
             )
-        paths = [_written(input, run_path(folder))]
+        with _needs_pyarrow("a table as input"):
+            from jobs.parquet.tables.given_table import write_given_table
+        paths = [write_given_table(input, run_path(folder))]
     elif input_folder is not None:
         raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
     run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
@@ -206,12 +206,13 @@ class Run:
 
     def _reader(self, call: str) -> FolderReader:
         """Return what reads its folder; its id may be another one where a worker's real paths differ."""
-        reader_of = _reader_class(f"{call}()")
+        with _needs_pyarrow(f"{call}()"):
+            from jobs.parquet.outputs.read_back import FolderReader
         if is_stored(self.output):
-            return reader_of(self.output)
+            return FolderReader(self.output)
         if not os.path.isdir(self.output):
             raise RunNotHere(self.id, self.output, "there is no such folder")
-        return reader_of(os.path.realpath(self.output))
+        return FolderReader(os.path.realpath(self.output))
 
     def _told(self, snapshot: RunSnapshot, end: End) -> str:
         if end is End.FINISHED:
@@ -250,9 +251,11 @@ def _connection(given: Redis | None) -> Redis:
         raise InvalidJob("RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://") from None
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of submit_run. Raises InvalidJob for one that is given by two names."""
-    _check_names(given)
+def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of submit_run that options of the command line stand for, by their names.
+
+    Raises InvalidJob for one that is given by two names.
+    """
     named = dict(given)
     values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
     if values:
@@ -305,21 +308,10 @@ def _paths(given: Any) -> list[str] | None:
     return None
 
 
-def _written(table: Any, folder: str) -> str:
+@contextmanager
+def _needs_pyarrow(what: str) -> Iterator[None]:
+    """Name the remedy where an import within fails."""
     try:
-        from jobs.parquet.tables.given_table import write_given_table
+        yield
     except ImportError as error:
-        raise _needs_pyarrow("a table as input", error) from error
-    return write_given_table(table, folder)
-
-
-def _reader_class(call: str) -> type[FolderReader]:
-    try:
-        from jobs.parquet.outputs.read_back import FolderReader
-    except ImportError as error:
-        raise _needs_pyarrow(call, error) from error
-    return FolderReader
-
-
-def _needs_pyarrow(what: str, error: ImportError) -> ImportError:
-    return ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow")
+        raise ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow") from error

@@ -1,48 +1,5 @@
 """Everything that a job of ours can fail with.
 
-JobsError
-├── InvalidJob                 the arguments of a job are wrong
-│   ├── InvalidValue           one of them has a value that cannot be
-│   └── ModelNotServed         a job asks for a model that this worker does not serve
-├── AnswerMissing              a job that another one depends on has left no answer
-├── RequestFailed              the engine refused every prompt of a job
-├── ResultTooLarge             a job's value is larger than a worker writes
-├── ForeignJobsPackage         another package named `jobs` was imported
-└── RunError                   a Parquet run cannot be planned, resumed or finished
-    ├── InputError
-    │   ├── PathOutsideRoots   a path leads outside the data roots
-    │   ├── UnsupportedScheme  a path names a storage that is not built
-    │   ├── InputNotFound      no file where one was named
-    │   ├── SearchTooLong      the folders of the input hold too many names to look for it
-    │   ├── NestedFolders      a folder's files lie deeper down, in folders of plain names
-    │   ├── CorruptParquet     a file is not readable Parquet
-    │   ├── CorruptTable       a file is not readable in its other format
-    │   ├── MixedFormats       the files of a run have several formats
-    │   ├── TableNotRead       a file takes more to read than a child process may, or ends it
-    │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
-    │   ├── MissingColumn      a named column is not in the input
-    │   ├── WrongColumnType    a column cannot be rendered as a prompt
-    │   ├── ColumnConflict     an input column has the name of an output column
-    │   ├── ShardTooLarge      what a shard reads takes too much memory
-    │   └── InputChanged       an input file is not the one that was planned
-    ├── OutputError
-    │   ├── OutputHoldsAnotherRun
-    │   ├── OutputHoldsForeignFiles
-    │   ├── OutputNotWritable
-    │   ├── DiskFull
-    │   ├── PlanDamaged        the plan is missing, unreadable or of another run
-    │   └── PartDamaged        a part is not what its shard promised
-    ├── StoreError             of an object store; see jobs.parquet.files.filesystem
-    ├── PathSwapped            a folder or file was swapped for a link, or moved, while a run used it
-    ├── RunOfAnotherModel      a run's rows are another model's than the one served here
-    ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
-    ├── RunCancelled           `tokenmill cancel` was called
-    ├── UnknownRun             neither Redis nor a folder has such a run
-    ├── RunResubmitted         a run was submitted again while it was being cancelled
-    ├── TrialFailed            rows of a run could not be tried beforehand, or again
-    ├── CannotVerify           a run's rows cannot be compared with what they are now
-    └── RunBusy                another process holds the run's lock for too long, or has taken the job over
-
 Every message says what was found, what was expected and what to do. All values are positional `args`,
 so that an error pickles and its text can be rebuilt in another process.
 """
@@ -147,12 +104,6 @@ class ResultTooLarge(JobsError):
         "the job's result has more than the limit of {0} bytes: ask for less in one job, score a Parquet "
         "file, or raise the worker's setting TOKENMILL_MAX_RESULT_BYTES"
     )
-
-
-class ForeignJobsPackage(JobsError):
-    """Raised when `import jobs` found a package that is not ours: (path of what was found)."""
-
-    message = "the imported package 'jobs' is {0}, not Tokenmill's: remove it from the import path"
 
 
 class RunError(JobsError):

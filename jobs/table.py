@@ -6,6 +6,8 @@ name attribute by attribute.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from jobs.context import JobContext
@@ -14,7 +16,6 @@ from jobs.parquet.shards.shard_task import VerifyTask, shard_task
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
-from jobs.runs.end_notices import post_run_end
 from jobs.tasks import Task
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
@@ -49,35 +50,14 @@ def task_of(
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
     """Return the function that a worker calls in its thread pool with a JobContext first, or None."""
-    return _OWN_FUNCTIONS.get(function_name)
+    return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
 
 
-def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.planning.planner import score_parquet  # pyarrow: only where a file is really read
-
-    _check_binding("jobs.score_parquet", score_parquet, (context, *args), kwargs)
-    return score_parquet(context, *args, **kwargs)
-
-
-def _retry_rows(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.planning.retry_planner import retry_rows  # pyarrow, as above
-
-    _check_binding("jobs.retry_rows", retry_rows, (context, *args), kwargs)
-    return retry_rows(context, *args, **kwargs)
-
-
-def _post_run_end(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    _check_binding("jobs.post_run_end", post_run_end, (context, *args), kwargs)
-    if len(args) > 2 or kwargs.keys() - {"webhook", "content"}:
-        raise InvalidJob("jobs.post_run_end takes a webhook and its content")
-    return post_run_end(context, *args, **kwargs)
-
-
-def _survey_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    from jobs.parquet.planning.survey import survey_parquet  # pyarrow, as above
-
-    _check_binding("jobs.survey_parquet", survey_parquet, (context, *args), kwargs)
-    return survey_parquet(context, *args, **kwargs)
+def _call(name: str, context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Import a function only now: those of files need pyarrow."""
+    function = getattr(import_module(_OWN_FUNCTIONS[name]), name.removeprefix("jobs."))
+    _check_binding(name, function, (context, *args), kwargs)
+    return function(context, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _check_kinds(name: str, args: object, kwargs: object) -> None:
@@ -95,11 +75,12 @@ def _check_binding(
         raise InvalidJob(f"{name}: {str(error)[:200]}") from None
 
 
-_OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "jobs.score_parquet": _score_parquet,
-    "jobs.survey_parquet": _survey_parquet,
-    "jobs.retry_rows": _retry_rows,
-    "jobs.post_run_end": _post_run_end,
+#: The modules of functions that need no engine.
+_OWN_FUNCTIONS: Mapping[str, str] = {
+    "jobs.score_parquet": "jobs.parquet.planning.planner",
+    "jobs.survey_parquet": "jobs.parquet.planning.survey",
+    "jobs.retry_rows": "jobs.parquet.planning.retry_planner",
+    "jobs.post_run_end": "jobs.runs.end_notices",
 }
 
 #: Exact dotted names of everything of ours that may be enqueued.

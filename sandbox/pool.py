@@ -46,8 +46,10 @@ class Pool:
     @contextmanager
     def lent(self) -> Iterator[Child]:
         """Lend a child. What the body raises ends it: its reply would be the next one's."""
-        child = self._taken()
+        child, is_new = self._taken()
         try:
+            if is_new and self._set_up is not None:
+                self._set_up(child)
             yield child
         except BaseException:
             with self._lock:
@@ -56,28 +58,21 @@ class Pool:
             raise
         self._keep(child)
 
-    def _taken(self) -> Child:
+    def _taken(self) -> tuple[Child, bool]:
+        """Return a child, and whether it has just begun."""
         with self._lock:
             while self._idle:
                 child = self._idle.pop()
                 if child.is_alive:
                     self._busy.add(child)
-                    return child
+                    return child, False
                 child.close()
         child = Child()
         with self._lock:
             self._busy.add(child)
             if self._is_closed:
                 child.kill()
-        try:
-            if self._set_up is not None:
-                self._set_up(child)
-        except BaseException:
-            with self._lock:
-                self._busy.discard(child)
-            child.close()
-            raise
-        return child
+        return child, True
 
     def _keep(self, child: Child) -> None:
         with self._lock:

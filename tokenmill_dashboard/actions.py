@@ -1,7 +1,5 @@
 """What the page's buttons do, and the words that say what came of it."""
 
-from urllib.parse import unquote
-
 from redis import Redis
 
 from jobs.errors import RunBusy, RunResubmitted, UnknownRun
@@ -23,16 +21,15 @@ class Refused(Exception):
 
 
 def retry_one(connection: Redis, form: dict[str, str]) -> str:
-    """Put a failed job back on its queue. form: queue, job_id, both percent-encoded."""
-    queue, job_id = (unquote(form.get(name, "")) for name in ("queue", "job_id"))
-    if not requeue(connection, queue, [job_id.encode(errors="surrogatepass")]).done:
+    """Put a failed job back on its queue. form: queue, job_id."""
+    if not requeue(connection, form.get("queue", ""), [form.get("job_id", "")]):
         raise Refused("gone")
     return "retried-1"
 
 
 def retry_all(connection: Redis, form: dict[str, str]) -> str:
     """Put the failed jobs of a queue back, the oldest first, REQUEUE_LIMIT at most. form: queue."""
-    done = sum(len(chunk.done) for chunk in requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT))
+    done, _ = requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT)
     if not done:
         raise Refused("gone")
     return f"retried-{done}"
@@ -55,8 +52,8 @@ def cancel_run(connection: Redis, form: dict[str, str]) -> str:
 
 
 def cancel_job(connection: Redis, form: dict[str, str]) -> str:
-    """Cancel a job that waits, or have one that runs stopped. form: job_id, percent-encoded."""
-    done = cancel_one(connection, unquote(form.get("job_id", "")))
+    """Cancel a job that waits, or have one that runs stopped. form: job_id."""
+    done = cancel_one(connection, form.get("job_id", ""))
     if done is JobCancel.GONE:
         raise Refused("ended")
     return str(done.value)

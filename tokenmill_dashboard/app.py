@@ -3,8 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,9 @@ from tokenmill_dashboard.guard import (
     Sessions,
     TriesInTurn,
 )
-from tokenmill_dashboard.pages import PAGES, Missing, Name, job_path, time_left
+from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
-from tokenmill_dashboard.watcher import IDLE_S, Watcher
+from tokenmill_dashboard.watcher import Watcher
 
 #: A form's body, and the seconds within which it must have come; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
@@ -83,13 +82,7 @@ class Dashboard:
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
             self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
-        self._templates.globals.update(
-            share=display.share,
-            form_token=self._form_token,
-            name_of=Name.of,
-            job_path=job_path,
-            time_left=time_left,
-        )
+        self._templates.globals.update(share=display.share, form_token=self._form_token, time_left=time_left)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -109,24 +102,9 @@ class Dashboard:
                 Route("/logout", self._log_out, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
                 Route("/{path:path}", self._page("missing")),
-            ],
-            lifespan=self._looking,
+            ]
         )
         return Guard(app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions)
-
-    @asynccontextmanager
-    async def _looking(self, app: Starlette) -> AsyncIterator[None]:
-        """Look now and then, also while nobody else does."""
-
-        async def look_on() -> None:
-            while True:
-                with suppress(RedisError):
-                    await run_in_threadpool(self.watcher.look)
-                await asyncio.sleep(IDLE_S)
-
-        task = asyncio.create_task(look_on())
-        yield
-        task.cancel()
 
     def _page(self, name: str) -> Answer:
         connection = self.watcher.connection
@@ -148,7 +126,8 @@ class Dashboard:
 
     def _away(self, request: Request, error: RedisError) -> Response:
         """Say that Redis does not answer. A page that is open stays as it is, and goes on asking."""
-        problem = "Redis does not answer." if _is_lost(error) else "Redis refused what the page asked for."
+        is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
+        problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
         response = self._render(request, "away.html", 503, problem=problem, detail=detail)
         if _is_update(request):
@@ -176,7 +155,7 @@ class Dashboard:
         return JSONResponse(await run_in_threadpool(self.watcher.series))
 
     async def _livez(self, request: Request) -> Response:
-        """Whether it answers is all: while Redis is away the page says so, and a new start helps nobody."""
+        """Whether it answers is all: a new start does not bring Redis back."""
         return PlainTextResponse("ok\n")
 
     async def _tell(self, request: Request) -> Response:
@@ -247,23 +226,13 @@ class Dashboard:
 
 
 #: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {
-    "/": "overview",
-    "/failed": "failed",
-    "/runs/{run}": "run",
-    "/jobs": "job",
-    "/jobs/{job_id:path}": "job",
-}
+_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
 
 
 def _here(request: Request) -> str:
     """The page's address, without the word of an action that led to it."""
     query = urlencode([each for each in request.query_params.multi_items() if each[0] != "done"])
     return quote(request.url.path) + (f"?{query}" if query else "")
-
-
-def _is_lost(error: RedisError) -> bool:
-    return isinstance(error, (RedisConnectionError, RedisTimeoutError))
 
 
 def _is_update(request: Request) -> bool:

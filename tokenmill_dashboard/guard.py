@@ -168,18 +168,19 @@ def _cookie(headers: Headers, name: str) -> str:
 #: Seconds that a connection lasts at most; a browser makes a new one for its next request.
 CONNECTION_S = 30.0
 
-#: At a time. A further one takes the place of the oldest, so that those that hang keep nobody out.
+#: At a time. A further one takes the place of the oldest that has not asked: those that hang keep nobody out.
 MAX_CONNECTIONS = 500
 
 
 class TimedConnection(H11Protocol):
     """One connection. What is being answered at its end is answered first."""
 
-    made_at: float
+    made_at = 0.0
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= MAX_CONNECTIONS:
-            oldest: Any = min(self.connections, key=lambda each: getattr(each, "made_at", 0.0))
+            silent: list[Any] = [each for each in self.connections if getattr(each, "cycle", None) is None]
+            oldest: Any = min(silent or self.connections, key=lambda each: getattr(each, "made_at", 0.0))
             oldest.transport.abort()
             self.connections.discard(oldest)
         super().connection_made(transport)

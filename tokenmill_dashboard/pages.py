@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 from starlette.requests import Request
 
-from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
@@ -27,43 +23,9 @@ PAGE_ROWS = 50
 #: Shards of a run on one page.
 PAGE_SHARDS = 100
 
-#: Characters of a name.
-MAX_SHOWN_CHARS = 120
-
 
 class Missing(Exception):
     """There is no such thing to be shown; its text says what."""
-
-
-@dataclass(frozen=True)
-class Name:
-    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it.
-
-    Forms carry a text percent-encoded: browsers send a line break as another one.
-    """
-
-    text: str
-    shown: str
-    is_exact: bool
-
-    @classmethod
-    def of(cls, raw: bytes) -> Name:
-        text = stored.text(raw)
-        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.encode() == raw)
-
-
-#: Ids of jobs that are a page's path as they stand: browsers take /../ and the like for another page's.
-_PLAIN_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]+")
-
-
-def is_plain_id(job_id: str) -> bool:
-    """Whether a job's id is the same wherever it stands in a path."""
-    return _PLAIN_ID.fullmatch(job_id) is not None
-
-
-def job_path(job_id: str) -> str:
-    """Return the address of a job's page."""
-    return f"/jobs/{job_id}" if is_plain_id(job_id) else f"/jobs?id={quote(job_id, safe='')}"
 
 
 def time_left(run: RunSummary) -> str:
@@ -91,18 +53,17 @@ def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     """The failed jobs of a queue. Parameters: queue (the one with most, where not given), page."""
     connection = watcher.connection
     counted = count_queues(connection, queue_names(connection)[:200])
-    counts = {safe_name(each.name): each.counts["failed"] or 0 for each in counted}
-    names = {safe_name(each.name): each.name for each in counted}
+    counts = {each.name: each.counts["failed"] for each in counted}
     most = max(counts, key=lambda name: counts[name], default="")
     queue = request.query_params.get("queue", most)
-    if queue not in names and queue:
+    if queue not in counts and queue:
         raise Missing("There is no queue of this name.")
     first, page = _page(request, "page", counts.get(queue, 0), PAGE_ROWS)
     return {
         "queues": {name: count for name, count in counts.items() if count or name == queue},
         "queue": queue,
         "total": counts.get(queue, 0),
-        "jobs": failed_page(connection, names[queue], first, PAGE_ROWS) if queue else [],
+        "jobs": failed_page(connection, queue, first, PAGE_ROWS) if queue else [],
         "page": page,
         "pages": _pages(counts.get(queue, 0), PAGE_ROWS),
     }
@@ -133,8 +94,8 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 
 
 def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, Any]:
-    """One job. Parameters: id (where it is not in the path)."""
-    job_id = request.path_params.get("job_id") or request.query_params.get("id", "")
+    """One job."""
+    job_id = request.path_params["job_id"]
     found = read_job(watcher.connection, job_id, with_arguments=show_prompts)
     if found is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")

@@ -14,14 +14,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from redis import Redis
 
-from jobs.watch.queues import REGISTRIES, count_due, count_queues
+from jobs.watch.queues import count_queues
 
 #: RQ's statuses by the name under which `count_queues` has them.
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 
 class QueueMetrics:
-    """Asks Redis with each exposition, two round trips. For any thread."""
+    """Asks Redis with each exposition. For any thread."""
 
     def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
         self._registry = CollectorRegistry()
@@ -42,8 +42,6 @@ class _QueueCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        names = [name.encode() for name in self._queues]
-        counted, due = count_queues(self._connection, names), count_due(self._connection, names)
         jobs = GaugeMetricFamily(
             "rq_jobs",
             "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum.",
@@ -54,9 +52,9 @@ class _QueueCollector(Collector):
             "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
             labels=["queue"],
         )
-        for name, counts, num_due in zip(self._queues, counted, due, strict=True):
-            for where in ("waiting", *REGISTRIES):
-                jobs.add_metric([name, _STATUSES.get(where, where)], counts.counts[where] or 0)
-            late.add_metric([name], num_due or 0)
+        for queue in count_queues(self._connection, self._queues):
+            for place, count in queue.counts.items():
+                jobs.add_metric([queue.name, _STATUSES.get(place, place)], count)
+            late.add_metric([queue.name], queue.due)
         yield jobs
         yield late

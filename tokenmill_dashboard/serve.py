@@ -9,7 +9,6 @@ from ipaddress import ip_address
 
 import uvicorn
 from redis import Redis
-from starlette.types import ASGIApp
 
 from jobs.common.plain_log import AUTO, VARIABLE, checked_format, handle_all, is_json
 from tokenmill_dashboard.app import Dashboard, Options
@@ -73,20 +72,6 @@ def is_loopback(bind: str) -> bool:
         return bind == "localhost"
 
 
-def make_app(
-    redis_url: str, bind: str, hosts: Collection[str], *, show_prompts: bool, queues: Sequence[str] = ()
-) -> ASGIApp:
-    """Return the application. queues: those that /metrics counts. Raises NotServed as check_token does."""
-    token = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind)
-    is_local = is_loopback(bind)
-    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
-    connection = Redis.from_url(
-        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-    )
-    dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts, queues))
-    return dashboard.app()
-
-
 def serve(
     redis_url: str,
     bind: str,
@@ -96,9 +81,17 @@ def serve(
     show_prompts: bool,
     queues: Sequence[str] = (),
 ) -> None:
-    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had."""
+    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had.
+
+    queues: those that /metrics counts.
+    """
     writes_json = start_log()
-    app = make_app(redis_url, bind, hosts, show_prompts=show_prompts, queues=queues)
+    token, is_local = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind), is_loopback(bind)
+    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
+    connection = Redis.from_url(
+        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+    )
+    app = Dashboard(connection, Options(named, is_local, token, show_prompts, queues)).app()
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=128)

@@ -3,33 +3,26 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
 
-from jobs.common.display import safe_name
-from jobs.errors import UnknownRun
-from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_runs
-from jobs.watch.samples import WorkerSample, WorkerSeen, list_workers, read_points, read_samples, worker_names
+from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
 LOOK_S = 1.0
 LOOK_SHARE = 0.2
 
-#: Between two looks while nobody looks at the page, so that its charts have no gaps.
-IDLE_S = 10.0
+#: After so long without a look the last hour is read anew, so that the charts have no gap.
+FORGET_S = 60.0
 
 #: What is looked at, at most. Of more, the page says that there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
-
-#: Running runs of the overview whose end is told by their shards, and of how many: each is read whole.
-MAX_TIMED, MAX_TIMED_SHARDS = 4, 2000
 
 #: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
 MAX_NEW = 20
@@ -37,33 +30,21 @@ MAX_NEW = 20
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None of one that tells nothing of itself, such as RQ's own; seen is its record.
+    """One worker. sample: None of one that tells nothing of itself, such as RQ's own.
 
     Rates are per second, None where they cannot be told yet.
     """
 
     name: str
-    sample: WorkerSample | None
-    seen: WorkerSeen | None
+    state: str
+    queues: str
+    sample: WorkerSample | None = None
     generated_per_s: float | None = None
     prompt_per_s: float | None = None
 
     @property
     def is_silent(self) -> bool:
-        return self.sample is not None and self.sample.is_silent
-
-    @property
-    def queues(self) -> str:
-        """On which it listens, as they may be shown."""
-        if self.sample is not None:
-            return ", ".join(self.sample.queues)
-        return safe_name(self.seen.fields.get("queues", b"")) if self.seen else ""
-
-    @property
-    def state(self) -> str:
-        if self.sample is not None:
-            return "silent" if self.sample.is_silent else (self.sample.state or "unknown")
-        return safe_name(self.seen.fields.get("state", b"unknown"), 40) if self.seen else "unknown"
+        return self.state == "silent"
 
 
 @dataclass(frozen=True)
@@ -80,19 +61,11 @@ class Look:
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
-        return sum(queue.counts[where] or 0 for queue in self.queues)
+        return sum(queue.counts[where] for queue in self.queues)
 
     def rate(self, name: str) -> float:
         """A rate of all workers together that tell of themselves now, by its name in WorkerRow."""
         return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
-
-
-@dataclass
-class _Turn:
-    look: Look | None = None
-    taken_at: float = float("-inf")
-    serves_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Watcher:
@@ -100,26 +73,29 @@ class Watcher:
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection, self.clock = connection, clock
-        self._history, self._turn = History(), _Turn()
+        self._history, self._lock = History(), threading.Lock()
+        self._last: Look | None = None
+        self._serves_until = 0.0
 
     def look(self) -> Look:
         """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
-        turn = self._turn
-        with turn.lock:
+        with self._lock:
             began = time.monotonic()
-            if turn.look is None or not 0 <= began - turn.taken_at < turn.serves_s:
-                turn.look = self._look()
-                turn.taken_at = time.monotonic()
-                turn.serves_s = max(LOOK_S, (turn.taken_at - began) / LOOK_SHARE)
-            return turn.look
+            if self._last is None or began >= self._serves_until:
+                self._last = self._look()
+                now = time.monotonic()
+                self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
+            return self._last
 
     def series(self) -> dict[str, Any]:
         """Return the charts' lines, as they are known from the last look."""
-        with self._turn.lock:
+        with self._lock:
             return self._history.series(self.clock())
 
     def _look(self) -> Look:
         now = self.clock()
+        if self._last is not None and now - self._last.at > FORGET_S:
+            self._history = History()
         all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
@@ -133,21 +109,9 @@ class Watcher:
             num_queues=len(all_queues),
             workers=self._rows(names, samples),
             num_workers=len(all_workers),
-            runs=self._runs(),
+            runs=tuple(list_runs(self.connection, MAX_RUNS)),
             failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
         )
-
-    def _runs(self) -> tuple[RunSummary, ...]:
-        runs = list_runs(self.connection, MAX_RUNS)
-        timed = [run for run in runs if run.state == "running" and (run.shards or 0) <= MAX_TIMED_SHARDS]
-        left = {run.run: self._left_s(run.run) for run in timed[:MAX_TIMED]}
-        return tuple(replace(run, left_s=left.get(run.run)) for run in runs)
-
-    def _left_s(self, run: str) -> float | None:
-        try:
-            return read_snapshot(self.connection, run).left_s
-        except UnknownRun:  # since it was listed
-            return None
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history
@@ -160,34 +124,31 @@ class Watcher:
             for point in (*earlier.get(sample.name, ()), sample):
                 history.add_point(sample.name, point, point.at - ahead_s)
         history.forget([sample.name for sample in samples])
-        depth = {
-            safe_name(queue.name): queue.counts["waiting"]
-            for queue in queues
-            if queue.counts["waiting"] is not None
-        }
-        history.add_depth({name: length for name, length in depth.items() if length is not None}, now)
+        history.add_depth({queue.name: queue.counts["waiting"] for queue in queues}, now)
 
     def _rows(self, names: Sequence[str], samples: Sequence[WorkerSample]) -> tuple[WorkerRow, ...]:
         """Return a row for each worker, those first that somebody should look at."""
         told = {sample.name: sample for sample in samples}
         silent_of_us = [name for name in names if name not in told]
-        seen = {worker.name.decode(errors="backslashreplace"): worker for worker in self._seen(silent_of_us)}
+        seen = list_workers(self.connection, silent_of_us) if silent_of_us else []
         rate = self._history.rate
         rows = [
             WorkerRow(
-                safe_name(name), sample, None, rate(name, "generation_tokens"), rate(name, "prompt_tokens")
+                name,
+                "silent" if sample.is_silent else sample.state or "unknown",
+                ", ".join(sample.queues),
+                sample,
+                rate(name, "generation_tokens"),
+                rate(name, "prompt_tokens"),
             )
             for name, sample in told.items()
         ]
-        rows += [WorkerRow(safe_name(name), None, worker) for name, worker in seen.items()]
+        rows += [
+            WorkerRow(worker.name, worker.fields.get("state", "unknown"), worker.fields.get("queues", ""))
+            for worker in seen
+        ]
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 
-    def _seen(self, names: Sequence[str]) -> list[WorkerSeen]:
-        return list_workers(self.connection, names) if names else []
 
-
-def _busiest(queue: QueueCounts) -> tuple[int, bytes]:
-    return -sum(queue.counts[where] or 0 for where in ("waiting", "executing", "failed")), queue.name
-
-
-__all__ = ["Look", "RedisError", "Watcher", "WorkerRow"]
+def _busiest(queue: QueueCounts) -> tuple[int, str]:
+    return -sum(queue.counts[where] for where in ("waiting", "executing", "failed")), queue.name

@@ -1,15 +1,15 @@
 """The `tokenmill` command line: submit a Parquet run, look at it, cancel it."""
 
-import importlib
 from typing import Any
 
 import click
 import redis
 
+from jobs import client
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import check_arguments, run_arguments
+from jobs.cli.options import run_arguments
 from jobs.cli.queue_commands import info, requeue_command
 from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
@@ -26,11 +26,10 @@ from jobs.cli.watch_commands import (
     watch_option,
     workers,
 )
-from jobs.client import check_here
 from jobs.common.version import code_version
-from jobs.errors import ForeignJobsPackage, UnknownRun
+from jobs.errors import UnknownRun
 from jobs.installed import model_table
-from jobs.runs.control import cancel_run, describe_again, submit_run
+from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.obstacles import obstacles
 from jobs.runs.watching.snapshot import read_planned
@@ -48,8 +47,6 @@ from jobs.runs.watching.snapshot import read_planned
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
-    with errors_told():
-        check_jobs_package()
     try:
         context.obj = redis.Redis.from_url(url)
     except ValueError:  # its text may hold the password
@@ -95,7 +92,7 @@ def submit(
     Prints the run's id. Submitting the same again resumes the run.
     """
     with errors_told():
-        arguments = {**run_arguments(options), **check_arguments(options)}
+        arguments = run_arguments(options)
         if dry_run and options["extend"]:
             raise click.UsageError(
                 "--dry-run looks at all of an input: name the new files alone, no --extend"
@@ -103,7 +100,7 @@ def submit(
         if dry_run:
             tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
             return
-        run = submit_run(connection, queue, check_run=check_here, **arguments)
+        run = submit_run(connection, queue, check_run=client.check_here, **arguments)
         if wait:
             click.echo(run)
             wait_for_end(connection, run)
@@ -157,16 +154,10 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     the run again resumes it.
     """
     with errors_told():
-        run, output = named_run(connection, run)
-        try:
-            snapshot = read_planned(connection, run)
-        except UnknownRun:
-            if output is None or not describe_again(connection, output):
-                raise
-            snapshot = read_planned(connection, run)
-        cancelled = cancel_run(connection, snapshot.run)
-        if snapshot.finished and not cancelled.removed and not cancelled.stopped:
-            click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
+        found = client.run(run, connection=connection)
+        cancelled = found.cancel()
+        if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+            click.echo(f"run {found.id} is finished: nothing was left to cancel")
         else:
             click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
@@ -177,37 +168,19 @@ def models() -> None:
     click.echo(model_table())
 
 
-main.add_command(preview)
-main.add_command(runs)
-main.add_command(workers)
-main.add_command(errors)
-main.add_command(tail)
-main.add_command(verify)
-main.add_command(report)
-main.add_command(info)
-main.add_command(dashboard)
-main.add_command(doctor)
+for command in (preview, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
+    main.add_command(command)
 main.add_command(requeue_command)
 
 
-def check_jobs_package() -> None:
-    """Raise ForeignJobsPackage when `jobs`, which workers import by name, is another package here."""
-    found = importlib.import_module("jobs")
-    if not getattr(found, "__tokenmill__", False):
-        raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
-
-
-def _output_state(output: RunOutput) -> str:
-    if output.finished:
-        return "incomplete" if output.num_gone else "finished"
-    return "this Redis does not know it any more"
-
-
 def _output_text(output: RunOutput) -> str:
+    state = "this Redis does not know it any more"
+    if output.finished:
+        state = "incomplete" if output.num_gone else "finished"
     errors = "" if output.errors is None else f", {output.errors} with an error"
     return "\n".join(
         [
-            f"run {output.run}: {_output_state(output)}",
+            f"run {output.run}: {state}",
             f"output   {output.folder}",
             f"rows     {output.rows}{errors}",
             f"shards   {output.parts} of {output.shards} done",

@@ -28,15 +28,7 @@ SERVE = "tokenmill_dashboard.serve"
     help="A queue whose jobs /metrics counts for Prometheus; without one there is no /metrics.",
 )
 @click.pass_context
-def dashboard(
-    context: click.Context,
-    /,
-    bind: str,
-    port: int,
-    hosts: tuple[str, ...],
-    show_prompts: bool,
-    queues: tuple[str, ...],
-) -> None:
+def dashboard(context: click.Context, /, **options: Any) -> None:
     """Show what waits, runs and fails in a browser.
 
     On other addresses than 127.0.0.1 browsers have to log in with the token in TOKENMILL_DASHBOARD_TOKEN.
@@ -47,8 +39,7 @@ def dashboard(
         raise click.ClickException(
             f"{error.name} is not installed: pip install 'tokenmill[dashboard]'"
         ) from None
-    url = context.find_root().params["url"]
     try:
-        found.serve(url, bind, port, hosts, show_prompts=show_prompts, queues=queues)
+        found.serve(context.find_root().params["url"], **options)
     except found.NotServed as refused:
         raise click.ClickException(str(refused)) from None

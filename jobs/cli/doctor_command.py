@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.version import code_version
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import NotReached, check_permissions, check_server, reach, secrets_of
+from jobs.doctor.redis_server import NotReached, check_permissions, check_server, reach
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}
@@ -39,9 +38,9 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     role = role or ("worker" if find_spec("torch") and find_spec("pydantic_settings") else "producer")
     found = []
     for each in examine(_examinations(url, role)):
-        found.append(_without(secrets_of(url), each))
+        found.append(each)
         if not as_json:
-            subject, level, text, mend = found[-1]
+            subject, level, text, mend = each
             click.echo(f"{click.style(f'{level:8}', fg=_COLOURS[level])} {subject:13} {text}")
             click.echo(f"{'':22} -> {mend}\n" if mend else "", nl=False)
     faults, warnings = (sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING))
@@ -77,12 +76,3 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
     with server.client:
         yield from check_server(server)
         yield from check_permissions(server, "worker" if role == "worker" else "producer")
-
-
-def _without(secrets: list[str], each: Finding) -> Finding:
-    """Remove from a finding what no message may repeat and what a terminal would obey."""
-    texts = [each.found, each.mend]
-    for secret in secrets:
-        texts = [text.replace(secret, "***") for text in texts]
-    found, mend = (safe_name(text, MAX_TEXT_CHARS) for text in texts)
-    return each._replace(found=found, mend=mend)

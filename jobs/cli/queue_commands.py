@@ -1,7 +1,5 @@
 """`tokenmill info` and `tokenmill requeue`: RQ's commands, for queues whose jobs nobody vouches for."""
 
-import os
-
 import click
 import redis
 
@@ -26,8 +24,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """
     with errors_told():
         known = queue_names(connection)
-        names = [os.fsencode(name) for name in queues] or known
-        seen = count_queues(connection, names)
+        seen = count_queues(connection, queues or known)
         missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
         for counts in seen:
             if counts.name not in missing:
@@ -57,35 +54,29 @@ def requeue_command(
         raise click.UsageError("name the jobs, or give --all")
     with errors_told():
         if not is_all:
-            found = requeue(connection, queue, [os.fsencode(job_id) for job_id in job_ids])
-            click.echo(f"requeued {len(found.done)} jobs")
-            if found.left:
-                raise click.ClickException(
-                    f"not among the failed jobs of {safe_name(queue)}: {_ids(found.left)}"
-                )
+            done = requeue(connection, queue, job_ids)
+            click.echo(f"requeued {len(done)} jobs")
+            if left := [job_id for job_id in job_ids if job_id not in done]:
+                raise click.ClickException(f"not among the failed jobs of {safe_name(queue)}: {_ids(left)}")
             return
-        done = 0
-        left: list[bytes] = []
-        for chunk in requeue_all(connection, queue, limit):
-            done += len(chunk.done)
-            left += chunk.left
-        click.echo(f"requeued {done} jobs")
+        num_done, left = requeue_all(connection, queue, limit)
+        click.echo(f"requeued {num_done} jobs")
         if left:
             click.echo(f"{len(left)} are listed as failed but gone: {_ids(left)}", err=True)
 
 
-def _ids(job_ids: list[bytes] | tuple[bytes, ...]) -> str:
+def _ids(job_ids: list[str]) -> str:
     more = f" and {len(job_ids) - MAX_SHOWN} more" if len(job_ids) > MAX_SHOWN else ""
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
 
 
 def _queue_line(seen: QueueCounts) -> str:
-    counts = (f"{'?' if count is None else count} {name}" for name, count in seen.counts.items())
+    counts = (f"{count} {place}" for place, count in seen.counts.items())
     return f"queue {safe_name(seen.name)}: {', '.join(counts)}"
 
 
 def _worker_line(worker: WorkerSeen) -> str:
-    shown = {name: safe_name(value) for name, value in worker.fields.items()}
+    shown = worker.fields
     job = f", job {shown['current_job']}" if "current_job" in shown else ""
     return (
         f"worker {safe_name(worker.name)}: {shown.get('state', '?')} on {shown.get('queues', '?')}{job}; "

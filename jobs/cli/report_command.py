@@ -1,28 +1,23 @@
 """`tokenmill report` writes a finished run's page again; `tokenmill verify` computes rows of one again."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 import redis
 
 from jobs.cli.errors_told import errors_told
+from jobs.cli.rows_commands import folder_reader
 from jobs.common.display import safe_name
 from jobs.errors import CannotVerify, InputNotFound, InvalidJob
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
-from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
 from jobs.runs.watching.snapshot import read_planned
 from jobs.runs.watching.trials import Trial, try_job
-
-if TYPE_CHECKING:
-    from jobs.parquet.outputs.read_back import FolderReader
 
 
 @click.command()
@@ -39,39 +34,18 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     with errors_told():
         run, found = named_run(connection, run)
         folder = RunState(connection, run).facts()["output"] if found is None else found.folder
-        reader = _stored(folder) if is_stored(folder) else None
-        path = os.path.join(folder, MANIFEST)
+        reader, why = folder_reader(folder)
+        if reader is None:
+            raise InvalidJob(f"{folder} cannot be read: {why}")
         try:
-            manifest = json.loads(_read(path) if reader is None else reader.text(MANIFEST))
-            page = report_html(manifest, price_per_hour)
-        except (OSError, InputNotFound) as error:
-            what = f"{path} cannot be read ({error}): a run has a report when it is finished"
-            raise InvalidJob(what) from None
+            page = report_html(json.loads(reader.text(MANIFEST)), price_per_hour)
+        except InputNotFound as error:
+            raise InvalidJob(f"{error}: a run has a report when it is finished") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidJob(f"{path} is no manifest of this version of Tokenmill: {error}") from None
-        if reader is not None and output is None:
-            click.echo(reader.write(REPORT, page))
-            return
-        target = output or os.path.join(folder, REPORT)
-        temporary = f"{target}.{os.getpid()}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(temporary, target)
-        click.echo(target)
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
-def _stored(folder: str) -> FolderReader:
-    try:
-        from jobs.parquet.outputs.read_back import FolderReader
-
-        return FolderReader(folder)
-    except ImportError as error:
-        raise InvalidJob(f"{folder} is in a store, and there is no {error.name} here to read it") from None
+            raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
+        if output is not None:
+            Path(output).write_text(page, encoding="utf-8")
+        click.echo(reader.write(REPORT, page) if output is None else output)
 
 
 #: Exit codes: some row differs; nothing could be compared.

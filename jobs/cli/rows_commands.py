@@ -71,7 +71,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
             snapshot = read_planned(connection, found)
         if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
             raise click.ClickException(f"run {found} has no rows: its planning failed: {snapshot.plan_error}")
-        reader, why = _reader(folder)
+        reader, why = folder_reader(folder)
         rows: list[FailedRow] = []
         if reader is None:
             reasons = recorded_reasons(connection, found)
@@ -107,7 +107,7 @@ def tail(
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
-        reader, why = _reader(folder)
+        reader, why = folder_reader(folder)
         if reader is None:
             missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
             raise RunNotHere(found, folder or "its output", missing)
@@ -169,7 +169,7 @@ def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
     return run, None if output is None else os.path.realpath(output.folder)
 
 
-def _reader(folder: str | None) -> tuple[FolderReader | None, str]:
+def folder_reader(folder: str | None) -> tuple[FolderReader | None, str]:
     """Return what reads a run's folder; None and the reason where it cannot be read from here."""
     if folder is None:
         return None, "its folder is not on this machine"

@@ -5,20 +5,26 @@ from typing import Any
 
 import click
 
-from jobs.cli.options import CHECK_OPTIONS, assignments, column_list, json_value, label_list, sampling_options
+from jobs.cli.options import assignments, column_list, json_value, label_list, schema
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
 from jobs.runs.plans.embedding_options import TASKS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
 
 Decorator = Callable[[Any], Any]
 
+
+def _option(flag: str, help: str, **how: Any) -> Decorator:
+    return click.option(flag, help=help, **how)
+
+
 _INPUT = (
-    click.option(
+    _option(
         "--model-alias",
+        "A model that lines of batch files name, in whose place the served one answers; * for any.",
         multiple=True,
         metavar="NAME",
-        help="A model that lines of batch files name, in whose place the served one answers; * for any.",
     ),
-    click.option("--filename-column", help="Add a column of this name that holds each row's file."),
+    _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option(
         "--input-format",
         "--format",
@@ -30,114 +36,177 @@ _INPUT = (
 )
 
 _PROMPT = (
-    click.option("--prompt-column", help="Text to complete as it stands; by default the column `prompt`."),
-    click.option("--messages-column", help="Chats instead: lists of role and content, or their JSON."),
-    click.option("--template", help="A prompt text instead, with {column} where a row's value goes."),
-    click.option(
-        "--template-file", type=click.Path(), help="The same from a file, without its last line break."
-    ),
-    click.option(
+    _option("--prompt-column", "Text to complete as it stands; by default the column `prompt`."),
+    _option("--messages-column", "Chats instead: lists of role and content, or their JSON."),
+    _option("--template", "A prompt text instead, with {column} where a row's value goes."),
+    _option("--template-file", "The same from a file, without its last line break.", type=click.Path()),
+    _option(
         "--messages-template",
+        'A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
         callback=json_value(list),
-        help='A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
     ),
-    click.option(
+    _option(
         "--prompt",
+        "Given more than once: several prompts of each row, one after the other. Templates name columns "
+        "and earlier prompts, whose answers stand there; each answer is the column NAME.",
         metavar="NAME=TEMPLATE",
         multiple=True,
         callback=assignments,
-        help="Given more than once: several prompts of each row, one after the other. Templates name columns "
-        "and earlier prompts, whose answers stand there; each answer is the column NAME.",
     ),
-    click.option(
+    _option(
         "--prompts",
-        callback=json_value(list),
-        help='The same as JSON, chats and own sampling values too: [{"name": "summary", "template": "...", '
+        'The same as JSON, chats and own sampling values too: [{"name": "summary", "template": "...", '
         '"sampling": {"max_tokens": 64}}, ...].',
+        callback=json_value(list),
     ),
-    sampling_options,
-    click.option(
-        "--labels",
-        callback=label_list,
-        help="Give the probability of each of these labels, such as yes,no, instead of generating; or as "
-        'JSON: ["yes, please", " no"].',
+    _option(
+        "--sampling",
+        'Any sampling values, as JSON: {"min_tokens": 2}. An option of its own wins.',
+        callback=json_value(dict),
+        default="{}",
     ),
-    click.option(
-        "--calibrate",
+    _option("--max-tokens", "Tokens of a completion at most; 256 by default.", type=int),
+    _option("--temperature", "1 by default; 0 takes the likeliest token.", type=float),
+    _option("--top-p", "Only the likeliest tokens that together have this probability.", type=float),
+    _option("--top-k", "Only so many of the likeliest tokens.", type=int),
+    _option("--min-p", "Only tokens with this share of the likeliest one's probability.", type=float),
+    _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
+    _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
+    _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
+    _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
+    _option(
+        "--repetition-penalty",
+        "Divides the logit of each token of prompt and completion; 1 changes nothing.",
+        type=float,
+    ),
+    _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', callback=json_value(dict)),
+    _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", callback=json_value(list)),
+    _option("--bad-words", "A text that no completion has; may be given again.", multiple=True),
+    _option(
+        "--structured-outputs",
+        'What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or '
+        '"grammar".',
+        callback=json_value(dict),
+    ),
+    _option("--stop", "Text that ends a completion; may be given more than once.", multiple=True),
+    _option(
+        "--include-stop-str-in-output",
+        "Leave the text of --stop that ends a completion at its end.",
         is_flag=True,
-        help="Subtract what each of --labels has behind the prompt with N/A for all columns.",
+        default=None,
     ),
-    click.option(
+    _option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        "Leave special tokens out of a completion's text, as is done by default, or in.",
+        default=None,
+    ),
+    _option(
+        "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
+        "With them in, leave the spaces between two, as is done by default, or take them out.",
+        default=None,
+    ),
+    _option(
+        "--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int
+    ),
+    _option(
+        "--labels",
+        "Give the probability of each of these labels, such as yes,no, instead of generating; or as "
+        'JSON: ["yes, please", " no"].',
+        callback=label_list,
+    ),
+    _option(
+        "--calibrate",
+        "Subtract what each of --labels has behind the prompt with N/A for all columns.",
+        is_flag=True,
+    ),
+    _option(
         "--task",
+        "embed gives each row's embedding instead of a completion, as a list of float32.",
         type=click.Choice(TASKS),
-        help="embed gives each row's embedding instead of a completion, as a list of float32.",
     ),
-    click.option(
-        "--dimensions", type=int, help="Of each embedding the first so many numbers, brought to length 1."
-    ),
-    click.option("--prompt-name", help="Which of the checkpoint's prompts stands before a text to embed."),
-    click.option(
+    _option("--dimensions", "Of each embedding the first so many numbers, brought to length 1.", type=int),
+    _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
+    _option(
         "--template-format",
+        "How templates are written: {column}, or Jinja's {{ column }}; a --template-file *.j2 is Jinja.",
         type=click.Choice(["fields", "jinja"]),
-        help="How templates are written: {column}, or Jinja's {{ column }}; a --template-file *.j2 is Jinja.",
     ),
-    click.option(
+    _option(
         "--default",
+        "Text that stands for null of a column in the template; without one such a row is an error.",
         metavar="COLUMN=TEXT",
         multiple=True,
         callback=assignments,
-        help="Text that stands for null of a column in the template; without one such a row is an error.",
     ),
-    click.option(
+    _option(
         "--column",
+        "Take each row's own value from a column, such as max_tokens=limit; null leaves the run's.",
         metavar="NAME=COLUMN",
         multiple=True,
         callback=assignments,
-        help="Take each row's own value from a column, such as max_tokens=limit; null leaves the run's.",
     ),
-    click.option(
-        "--model", help="Only a worker that serves this model, by name, path or hub id, plans the run."
+    _option("--model", "Only a worker that serves this model, by name, path or hub id, plans the run."),
+)
+
+_CHECK = (
+    _option(
+        "--check-schema",
+        "Answers must be JSON of this JSON schema; one that is not goes back with the reason.",
+        metavar="JSON|FILE",
+        callback=schema,
     ),
+    _option("--check-regex", "The same of a pattern of Python's re, for the whole answer."),
+    _option(
+        "--check-function",
+        "The same of a function(row, completion) -> None or the reason, which workers must allow.",
+        metavar="MODULE.NAME",
+    ),
+    _option(
+        "--check-columns",
+        "What its row has beside the prompt's columns, such as id,answer.",
+        multiple=True,
+        callback=column_list,
+    ),
+    _option(
+        "--max-attempts",
+        f"Answers of a row at most, the first one included; {DEFAULT_MAX_ATTEMPTS} by default.",
+        type=int,
+    ),
+    _option(
+        "--continue-on-length",
+        "Let an answer that --max-tokens has cut go on; each time is an attempt.",
+        is_flag=True,
+    ),
+    _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
 _OUTPUT = (
-    click.option(
-        "--keep",
-        multiple=True,
-        callback=column_list,
-        help="Only these columns of the input, such as id,text.",
+    _option(
+        "--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list
     ),
-    click.option("--drop", multiple=True, callback=column_list, help="All columns of the input but these."),
-    click.option("--output-prefix", default="", help="Text before the names of the columns that are added."),
-    click.option("--limit", type=int, help="Score so many rows, the first ones, and no more."),
-    click.option(
-        "--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them."
-    ),
-    click.option(
-        "--extend", is_flag=True, help="Add what the input has gained to the run in OUT; compute only that."
-    ),
-    click.option(
+    _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
+    _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
+    _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
+    _option("--redo-damaged", "Remove parts that the run has not written so; redo them.", is_flag=True),
+    _option("--extend", "Add what the input has gained to the run in OUT; compute only that.", is_flag=True),
+    _option(
         "--max-errors",
-        help="Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
+        "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
     ),
-    click.option(
-        "--webhook", metavar="URL", help="Gets a POST once the run ends; workers must allow its host."
-    ),
-    click.option("--on-end", metavar="MODULE.NAME", help="A function that runs then; workers must allow it."),
-    click.option(
-        "--single-file", is_flag=True, help="In the end, write all rows into one file, OUT/output.parquet."
-    ),
-    click.option(
+    _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
+    _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
+    _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),
+    _option(
         "--output-format",
+        "Format of that file, whose name then ends so; Parquet by default.",
         type=click.Choice(OUTPUTS),
-        help="Format of that file, whose name then ends so; Parquet by default.",
     ),
-    click.option(
+    _option(
         "--rows-per-shard",
+        "Rows of a part, which one worker computes and writes.",
         type=int,
         default=1000,
         show_default=True,
-        help="Rows of a part, which one worker computes and writes.",
     ),
 )
 
@@ -154,4 +223,4 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
-check_options, output_options = _all(CHECK_OPTIONS), _all(_OUTPUT)
+check_options, output_options = _all(_CHECK), _all(_OUTPUT)

@@ -9,6 +9,7 @@ import click
 import redis
 from tqdm import tqdm
 
+from jobs.common.display import duration_text
 from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
@@ -73,14 +74,10 @@ class Bar:
         )
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        # What an earlier submit finished, or planning finds done, is not this one's speed.
-        begins = self._bar.total != snapshot.rows or snapshot.awaits_plan or snapshot.rows_done < self._bar.n
-        if snapshot.rows is not None and begins:
-            self._bar.reset(snapshot.rows)
-            self._bar.initial = self._bar.n = snapshot.rows_done
+        if snapshot.rows is not None:
+            self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
         self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
-        self._bar.update(max(0, snapshot.rows_done - self._bar.n))
         self._bar.refresh()
 
     def warn(self, text: str) -> None:
@@ -141,17 +138,6 @@ def time_left_text(snapshot: RunSnapshot) -> str | None:
     if snapshot.left_s is None or snapshot.state != "running":
         return None
     return duration_text(snapshot.left_s)
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time in its two largest units."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600, whole // 60
-    if days:
-        return f"{days} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
 #: Failed shards shown by name; the rest are counted.

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import click
@@ -25,23 +24,6 @@ MAX_SHOWN_CHARS = 20_000
 
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
 MAX_ROWS_READ = 1_000_000
-
-
-#: Where a command has no such options: nothing is written.
-_DEFAULTS = {
-    "output": os.devnull,
-    "rows_per_shard": 1000,
-    "redo_damaged": False,
-    "extend": False,
-    "max_errors": None,
-    "webhook": None,
-    "on_end": None,
-    "keep": None,
-    "drop": None,
-    "output_prefix": "",
-    "single_file": False,
-    "output_format": None,
-}
 
 
 @click.command()
@@ -88,12 +70,8 @@ def tell_dry_run(
         )
     survey = _survey(connection, queue, options, pick=NUM_TRIED, max_rows=max_rows)
     model = options["model"]
-    found = estimate(survey, partial(_answer, connection, queue, model))
+    found = estimate(survey, lambda trials: try_jobs(connection, queue, trials, model))
     click.echo("\n".join(dry_run_lines(survey, found, price_per_hour)))
-
-
-def _answer(connection: redis.Redis, queue: str, model: str | None, trials: Sequence[Trial]) -> list[Tried]:
-    return try_jobs(connection, queue, trials, model)
 
 
 def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float | None) -> list[str]:
@@ -122,10 +100,10 @@ def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float
 
 def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Have a worker look at a run's prompts. Raises what its planning would."""
-    arguments = run_arguments({**_DEFAULTS, **options})
-    model = parse_model(arguments.pop("model"))
+    arguments = run_arguments({"output": os.devnull, **options})
+    model = parse_model(arguments.pop("model", None))
     for name in ("redo_damaged", "extend", "max_errors", "webhook", "on_end"):
-        arguments.pop(name)
+        arguments.pop(name, None)
     check_queue_name(queue)
     spec = RunSpec.from_arguments(**arguments)
     told = {name: value for name, value in spec.to_json().items() if value is not None}

@@ -89,13 +89,14 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
         if snapshot.stopped is not None:
             raise click.ClickException(f"run {snapshot.run} was stopped: {snapshot.stopped}")
         raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
-    if followed.end is End.FORGOTTEN:
-        raise click.ClickException(f"{followed.end.value}; its parts stay: submit it again to resume it")
-    if followed.end is End.STRANDED:
-        raise click.ClickException(f"{followed.end.value}: submit it again, which also repairs its end")
     if followed.end is End.PLAN_FAILED:
         raise click.ClickException(_refusal_text(snapshot))
-    raise click.ClickException(f"{followed.end.value}: repair what is named above, then submit again")
+    advice = {
+        End.FORGOTTEN: "its parts stay, submit it again to resume it",
+        End.STRANDED: "submit it again, which also repairs its end",
+    }
+    told = advice.get(followed.end, "repair what is named above, then submit again")
+    raise click.ClickException(f"{followed.end.value}: {told}")
 
 
 def _refusal_text(snapshot: RunSnapshot) -> str:

@@ -197,4 +197,4 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
 
 
 def _worker_object(worker: WorkerSample) -> dict[str, Any]:
-    return {**worker.to_object(), "silent": worker.is_silent, "draining": worker.is_draining}
+    return {**worker.to_object(), "silent": worker.is_silent, "draining": worker.state == "draining"}

@@ -43,6 +43,15 @@ def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
 
 
+def duration_text(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    whole = max(0, round(seconds))
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a list or dict as JSON, in the characters that it has; indent: as of json.dumps.
 

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import structlog
-from structlog.typing import EventDict
 
 from jobs.common.plain_log import JOB_ID, without_colour
 
@@ -21,6 +20,7 @@ MAX_EXCEPTIONS_CHARS = 50_000
 MAX_EVENT_CHARS = 20_000
 
 _ENCODER = json.JSONEncoder(default=str)
+_transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
 
 
 class JsonLine(logging.Formatter):
@@ -38,13 +38,10 @@ class JsonLine(logging.Formatter):
     ) -> None:
         super().__init__()
         self._bound, self._more_of = dict(bound), more_of
-        transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
-        self._with_exception = structlog.processors.ExceptionRenderer(_Cut(transform))
-        self._render = structlog.processors.JSONRenderer(_json)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, without its end."""
-        fields: EventDict = {
+        fields: dict[str, Any] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -57,28 +54,21 @@ class JsonLine(logging.Formatter):
             if self._more_of is not None:
                 fields.update(self._more_of(job_id))
         if record.exc_info and record.exc_info[0] is not None:
-            fields["exc_info"] = record.exc_info
-            fields = self._with_exception(None, "", fields)
-        return str(self._render(None, "", fields))
+            fields["exception"] = _exceptions(record.exc_info)
+        return _json(fields)
 
 
-class _Cut:
-    """Cuts the texts of exceptions; where that is too much still, leaves their types and texts."""
-
-    def __init__(self, transform: Callable[[Any], list[dict[str, Any]]]) -> None:
-        self._transform = transform
-
-    def __call__(self, exc_info: Any) -> list[dict[str, Any]]:
-        found = self._transform(exc_info)
-        for each in found:
-            each["exc_value"] = str(each["exc_value"])[:MAX_EXCEPTION_CHARS]
-        if len(_json(found)) > MAX_EXCEPTIONS_CHARS:
-            kept = found[:1] if len(found) == 1 else [found[0], found[-1]]
-            return [{name: each[name] for name in ("exc_type", "exc_value")} for each in kept]
-        return found
+def _exceptions(exc_info: Any) -> list[dict[str, Any]]:
+    """Return exceptions with their texts cut; where that is too much still, only their types and texts."""
+    found = _transform(exc_info)
+    for each in found:
+        each["exc_value"] = str(each["exc_value"])[:MAX_EXCEPTION_CHARS]
+    if len(_json(found)) > MAX_EXCEPTIONS_CHARS:
+        kept = found[:1] if len(found) == 1 else [found[0], found[-1]]
+        return [{name: each[name] for name in ("exc_type", "exc_value")} for each in kept]
+    return found
 
 
-def _json(value: Any, **options: Any) -> str:
-    """As json.dumps. An encoder made for each line, as that makes one for such options, takes as long as the
-    rest."""
+def _json(value: Any) -> str:
+    """Write as json.dumps does: an encoder made for each line takes as long as all the rest."""
     return _ENCODER.encode(value)

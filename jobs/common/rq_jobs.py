@@ -17,14 +17,16 @@ from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
-from rq.job import Job, Retry
+from rq.job import Job
 from rq.job import JobStatus as JobStatus
+from rq.job import Retry as Retry
 from rq.queue import EnqueueData
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
     CanceledJobRegistry,
     DeferredJobRegistry,
     FailedJobRegistry,
+    FinishedJobRegistry,
     ReadyJobRegistry,
     ScheduledJobRegistry,
     StartedJobRegistry,
@@ -68,13 +70,14 @@ class QueueKeys:
     """The keys of one queue.
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. failed, deferred, ready, scheduled, cancelled: sorted sets of job ids. workers: set
-    of the keys of those that listen.
+    `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
+    workers: set of the keys of those that listen.
     """
 
     waiting: str
     popped: str
     started: str
+    finished: str
     failed: str
     deferred: str
     ready: str
@@ -90,6 +93,7 @@ def queue_keys(name: str) -> QueueKeys:
         waiting=waiting,
         popped=IntermediateQueue.get_intermediate_queue_key(waiting),
         started=StartedJobRegistry.key_template.format(name),
+        finished=FinishedJobRegistry.key_template.format(name),
         failed=FailedJobRegistry.key_template.format(name),
         deferred=DeferredJobRegistry.key_template.format(name),
         ready=ReadyJobRegistry.key_template.format(name),
@@ -112,11 +116,8 @@ def relatives_keys(job_id: str) -> tuple[str, str]:
 def dependency_ids(connection: Redis, job_id: str) -> list[str]:
     """Return the ids of the jobs that a job depends on, as it was enqueued; [] for none."""
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
-    try:
-        ids = json.loads(raw or b"[]")
-    except (ValueError, RecursionError):
-        return []
-    return ids if isinstance(ids, list) and all(isinstance(each, str) for each in ids) else []
+    ids: list[str] = json.loads(raw or b"[]")
+    return ids
 
 
 def executions_key(job_id: str) -> str:
@@ -186,15 +187,8 @@ class JobQueue:
         self._queue.enqueue_many(jobs, pipeline=pipe)
 
 
-def retries(most: int) -> Retry:
-    """Return the `retry` of a job that may fail so often and is enqueued again."""
-    return Retry(max=most)
-
-
-def prepared_job(function: str, **options: Any) -> EnqueueData:
-    """Return a job for JobQueue.enqueue_many. options: those of RQ's Queue.prepare_data."""
-    return Queue.prepare_data(function, **options)
-
+#: Makes a job for JobQueue.enqueue_many.
+prepared_job = Queue.prepare_data
 
 #: Of an error's text, unpacked; a worker writes far less.
 MAX_ERROR_BYTES = 1 << 20

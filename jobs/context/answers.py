@@ -85,13 +85,8 @@ class AnswerMemo:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
-        self._bytes = 0
+        self.num_bytes = 0  # which the answers take, as estimated
         self._begun: set[bytes] = set()
-
-    @property
-    def num_bytes(self) -> int:
-        """What the answers take, as estimated."""
-        return self._bytes
 
     def get(self, key: bytes) -> Answer | None:
         """Return a prompt's answer, if it is kept."""
@@ -107,9 +102,9 @@ class AnswerMemo:
             if key in self._answers:
                 return
             self._answers[key] = answer
-            self._bytes += _size(answer)
-            while self._bytes > self._max_bytes:
-                self._bytes -= _size(self._answers.popitem(last=False)[1])
+            self.num_bytes += _size(answer)
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= _size(self._answers.popitem(last=False)[1])
 
     def begin(self, key: bytes) -> bool:
         """Say that a prompt is being computed; return False when it is already."""

@@ -73,33 +73,19 @@ def _pattern(pattern: str) -> Check:
     return lambda row, text: None if found.fullmatch(text) else reason
 
 
-def _function(name: str) -> Check:
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:length])
-        try:
-            with unlimited_memory():
-                found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-                continue
-            raise _not_imported(name, error) from error
-        except BaseException as error:  # a module raises what it likes
-            raise _not_imported(name, error) from error
-        try:
-            for part in parts[length:]:
-                found = getattr(found, part)
-        except AttributeError as error:
-            raise _not_imported(name, error) from error
-        if not callable(found):
-            raise Unusable(f"function of check: {name} is a {type(found).__name__}, expected a function")
-        check: Check = found
-        return check
-    raise Unusable(f"function of check: no module of {name} is found")
-
-
-def _not_imported(name: str, error: BaseException) -> Unusable:
-    return Unusable(f"function of check: {name} cannot be imported ({type(error).__name__}: {error})")
+def _function(dotted: str) -> Check:
+    module, _, name = dotted.rpartition(".")
+    try:
+        with unlimited_memory():
+            found: Any = getattr(importlib.import_module(module), name)
+    except BaseException as error:  # a module raises what it likes
+        raise Unusable(
+            f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not callable(found):
+        raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
+    check: Check = found
+    return check
 
 
 def _schema(schema: dict[str, Any]) -> Check:

@@ -1,12 +1,13 @@
 """Calls webhooks: URLs that producers name, on hosts that an operator allows."""
 
-import io
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cache
-from http.client import HTTPConnection, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -45,7 +46,6 @@ def call_webhook(
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
     resolve: Callable[..., Any] = socket.getaddrinfo,
-    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Make one HTTP request and return the answer's status. Follows no redirect and asks no proxy.
 
@@ -55,14 +55,38 @@ def call_webhook(
     the request cannot be made or no answer came within DEADLINE_S. Looking up a name can take longer.
     """
     check_host(url, hosts)
-    parts, until = _parsed(url), clock() + DEADLINE_S
+    parts = _parsed(url)
     given = {name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS}
-    addresses = _allowed_addresses(parts, hosts, resolve)
-    with _connect(parts, addresses, lambda: _left(until, clock)) as sock:
-        connection = _connection(parts)
-        connection.sock = _TimedSocket(sock, lambda: _left(until, clock))
-        connection.request(method, _target(parts), body, {**given, "Connection": "close"})
-        return connection.getresponse().status
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    until = time.monotonic() + DEADLINE_S
+    sock = _connected(_allowed_addresses(parts, hosts, resolve))
+    end = sock.dup()  # of the same connection: TLS takes the socket itself
+    timer = threading.Timer(until - time.monotonic(), _shut_down, [end])
+    timer.start()
+    try:
+        connection = HTTPConnection(str(parts.hostname), parts.port)
+        if parts.scheme == "https":
+            sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
+            connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
+        connection.sock = sock
+        connection.request(method, target, body, {**given, "Connection": "close"})
+        status = connection.getresponse().status
+    except (OSError, HTTPException):
+        if time.monotonic() < until:
+            raise
+    finally:
+        timer.cancel()
+        end.close()
+        sock.close()
+    if time.monotonic() >= until:
+        raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
+    return status
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection under the hands of the thread that reads it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _parsed(url: Any) -> SplitResult:
@@ -78,17 +102,6 @@ def _parsed(url: Any) -> SplitResult:
         except ValueError:
             pass
     raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
-
-
-def _target(parts: SplitResult) -> str:
-    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-
-
-def _left(until: float, clock: Callable[[], float]) -> float:
-    left = until - clock()
-    if left <= 0:
-        raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
-    return left
 
 
 def _allowed_addresses(
@@ -112,58 +125,14 @@ def _may_call(address: str, hosts: Collection[str]) -> bool:
     return str(ip) in hosts or (ip.is_global and not ip.is_multicast)
 
 
-def _connect(
-    parts: SplitResult, addresses: list[tuple[str, int]], left: Callable[[], float]
-) -> socket.socket:
-    """Connect to the first address that answers; each may take an equal share of the time that is left."""
-    for tried, address in enumerate(addresses):
-        try:
-            sock = socket.create_connection(address, left() / (len(addresses) - tried))
-            break
-        except OSError:
-            if address == addresses[-1]:
-                raise
-    if parts.scheme == "http":
-        return sock
-    try:
-        sock.settimeout(left())
-        return _tls().wrap_socket(sock, server_hostname=parts.hostname)
-    except BaseException:
-        sock.close()
-        raise
+def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
+    """Connect to the first address that answers; each may take an equal share of the time."""
+    for address in addresses[:-1]:
+        with suppress(OSError):
+            return socket.create_connection(address, DEADLINE_S / len(addresses))
+    return socket.create_connection(addresses[-1], DEADLINE_S / len(addresses))
 
 
 @cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
-
-
-def _connection(parts: SplitResult) -> HTTPConnection:
-    """An HTTP connection without its socket, which knows what to call the host."""
-    if parts.scheme == "https":
-        return HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
-    return HTTPConnection(str(parts.hostname), parts.port)
-
-
-class _TimedSocket(io.RawIOBase):
-    """What http.client needs of a socket, with one deadline for all calls: left() seconds, or it raises."""
-
-    def __init__(self, sock: socket.socket, left: Callable[[], float]) -> None:
-        self._sock, self._left = sock, left
-
-    def sendall(self, data: Any) -> None:
-        self._sock.settimeout(self._left())
-        self._sock.sendall(data)
-
-    def close(self) -> None:
-        """Stay open: http.client closes this while the answer's reader still refers to it."""
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(self._left())
-        return self._sock.recv_into(buffer)

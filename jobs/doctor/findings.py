@@ -3,13 +3,11 @@
 import os
 import queue
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 from jobs.common.version import code_version
@@ -86,20 +84,10 @@ def _run(examination: Examination, put: Callable[[Finding | None], None]) -> Non
 VARIABLES = {"RQ_JOB_CLASS": "rq.job.Job", "RQ_WORKER_CLASS": "worker.BatchWorker"}
 
 
-def check_installation(
-    import_path: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
-    """Look for other packages of our name, and at variables. import_path: by default sys.path."""
-    for folder in sys.path if import_path is None else import_path:
-        places = (Path(folder or ".") / "jobs", Path(folder or ".") / "jobs.py")
-        found = next((each for each in places if each.exists()), None)
-        if found is not None and found.resolve() != Path(__file__).parents[1]:
-            mend = "give it another name, or take its folder from the import path (PYTHONPATH, rq's --path)"
-            yield fault("installation", f"{found} is another module named jobs, imported before ours", mend)
-        if found is not None:
-            break
+def check_installation() -> Iterator[Finding]:
+    """Look at variables, and tell versions."""
     for name, expected in VARIABLES.items():
-        if (given := environ.get(name, expected)) != expected:
+        if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
     yield ok(
         "installation", f"Tokenmill {code_version()}, rq {installed('rq')}, redis-py {installed('redis')}"

@@ -29,15 +29,6 @@ NOT_TEXT = frozenset(
     }
 )
 
-#: Such a value where it is no number, as it stands behind `:=`.
-EXAMPLES = {
-    "allowed_token_ids": "[17, 18]",
-    "bad_words": '["maybe"]',
-    "logit_bias": '{"17": 2.5}',
-    "stop_token_ids": "[17, 18]",
-    "structured_outputs": '{"choice": ["yes", "no"]}',
-}
-
 Prompt = str | list[int]
 
 
@@ -124,13 +115,6 @@ def _prompt(item: object, what: str) -> Prompt | Unusable:
 
 
 def _arrived_as_text(name: str, value: str) -> InvalidValue:
-    if name in EXAMPLES:
-        example = EXAMPLES[name].replace("{", "{{").replace("}", "}}")
-        return InvalidValue(
-            f"{name} arrived as the text {{}}, expected JSON such as {example}: "
-            f"with rq enqueue write {name}:='{example}', in Python pass no text",
-            brief(value),
-        )
     return InvalidValue(
         f"{name} arrived as the text {{}}, expected JSON: "
         f"with rq enqueue write {name}:={{}}, in Python and JSON pass it without quotes",

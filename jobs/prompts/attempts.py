@@ -26,7 +26,7 @@ class Attempted:
     attempts: how often it was asked. check_error: why the answer is not valid, None where it is, or where
     nothing checks it. error: why the first attempt failed, or a further one. num_prompt_tokens,
     num_cached_tokens, num_generated_tokens: of all attempts together; what an answer that goes on has already
-    is of its prompt then. The rest is as in Completion.
+    is of its prompt then. The rest is that of `answer`, the prompt's own of `first`.
     """
 
     attempts: int
@@ -34,18 +34,13 @@ class Attempted:
     num_generated_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
-    token_ids: Sequence[int]
-    text: str
-    finish_reason: str
     error: str | None
     logprobs: Sequence[Mapping[int, Logprob]] | None
-    reasoning: str | None
-    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
-    prompt_text: str | None
-    prompt_tokens: Sequence[str] | None
-    index: int = 0
-    loglikelihoods: None = None
-    embedding: None = None
+    answer: Completion
+    first: Completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.first if name.startswith("prompt_") else self.answer, name)
 
 
 class Attempts:
@@ -109,15 +104,10 @@ class Attempts:
             num_generated_tokens=self._generated,
             num_prompt_tokens=self._prompt,
             num_cached_tokens=self._cached,
-            token_ids=answer.token_ids,
-            text=answer.text,
-            finish_reason=answer.finish_reason,
             error=self._error or answer.error,
             logprobs=None if answer.logprobs is None else self._logprobs,
-            reasoning=answer.reasoning,
-            prompt_logprobs=self._first.prompt_logprobs,
-            prompt_text=self._first.prompt_text,
-            prompt_tokens=self._first.prompt_tokens,
+            answer=answer,
+            first=self._first,
         )
 
     def _goes_on(self, completion: Completion) -> bool:

@@ -33,14 +33,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-#: Names that vLLM had for `structured_outputs`, and which member each is there.
-OLDER_NAMES = {
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json": "json",
-    "guided_regex": "regex",
-}
-
 #: What says something of a request to a service's operator and nothing to a model, and of what type it is.
 SAID_OF_IT: Mapping[str, type] = {
     "metadata": dict,
@@ -60,10 +52,6 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if name in SAID_OF_IT:
             _check_type(name, value)
-        elif name in OLDER_NAMES:
-            if value is not None:
-                member = OLDER_NAMES[name]
-                raise InvalidJob(f'{name} is an older name: send structured_outputs={{"{member}": ...}}')
         elif name not in NEUTRAL:
             kept[name] = value
         elif value is not None and not _is_neutral(name, value, values):

@@ -87,14 +87,11 @@ def packed(embedding: Sequence[float]) -> bytes:
     return numbers.tobytes()
 
 
-def _embeddings(
-    answers: Answers, *, is_base64: bool, job_id: str, model: str, created: int
-) -> dict[str, Any]:
+def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, Any]:
     num_tokens = usage(answers)["prompt_tokens"]
     return {
         "object": "list",
         "data": [_entry(index, samples[0], is_base64=is_base64) for index, samples in enumerate(answers)],
-        "model": model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 

@@ -62,47 +62,37 @@ def _message(message: object, number: int) -> dict[str, Any]:
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise UnusableMessages(f"message {number} holds {brief(key)}, which is not built: {known}")
     calls = given.get("tool_calls")
-    if "content" not in message and calls is None:
-        raise UnusableMessages(f"message {number} has no 'content'")
-    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}")}
-    if calls is not None and "content" not in given:
-        normal["content"] = ""
+    content = message.get("content")
+    if content is None and calls is not None:
+        content = ""
+    if isinstance(content, list):
+        content = [{"type": "text", "text": _part(part, number)} for part in content]
     else:
-        normal["content"] = _content(message["content"], number)
+        content = _text(content, f"content of message {number}")
+    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}"), "content": content}
     if calls is not None:
-        normal["tool_calls"] = _calls(calls, number)
+        if not isinstance(calls, list):
+            raise UnusableMessages(
+                f"tool_calls of message {number} is {type(calls).__name__}, expected a list"
+            )
+        normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
         if key in given:
             normal[key] = _text(given[key], f"{key} of message {number}")
     return normal
 
 
-def _content(content: object, number: int) -> Any:
-    if isinstance(content, list):
-        return [{"type": "text", "text": _part(part, number)} for part in content]
-    return _text(content, f"content of message {number}")
-
-
 def _part(part: object, number: int) -> str:
-    """The text of a part. Raises UnusableMessages where it is no text."""
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise UnusableMessages(f"a part of message {number} must be an object with a type, such as 'text'")
-    if part["type"] != "text":
+    """Return the text of a part. Raises UnusableMessages where it is no text."""
+    given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if isinstance(given.get("type"), str) and given["type"] != "text":
         raise UnusableMessages(
-            f"message {number} holds a part of the type {brief(part['type'])}: "
+            f"message {number} holds a part of the type {brief(given['type'])}: "
             "text alone is read, no images, audio or video"
         )
-    if {key for key, value in part.items() if value is not None} != {"type", "text"}:
-        raise UnusableMessages(
-            f"a part of message {number} of the type 'text' must hold exactly 'type' and 'text'"
-        )
-    return _text(part["text"], f"content of message {number}")
-
-
-def _calls(calls: object, number: int) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise UnusableMessages(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
-    return [_call(call, number) for call in calls]
+    if given.keys() != {"type", "text"}:
+        raise UnusableMessages(f"a part of message {number} must be {{'type': 'text', 'text': ...}}")
+    return _text(given["text"], f"content of message {number}")
 
 
 def _call(call: object, number: int) -> dict[str, Any]:
@@ -203,18 +193,13 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
         raise InvalidJob(f"tools holds {len(tools)} functions, more than the limit of {MAX_TOOLS}")
     for number, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise InvalidJob(f"tool {number} must be {{'type': 'function', 'function': {{'name': ...}}}}")
-        if tool["type"] != "function":
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
             raise InvalidValue(
-                f"tool {number} is of the type {{}}, which is not built: functions alone are",
-                brief(tool["type"]),
+                f"tool {number} is {{}}, expected an object of type 'function' with a 'function'; other "
+                "types are not built",
+                brief(tool),
             )
-        function = tool.get("function")
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
+        if not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidJob(f"tool {number} has no function with a name")
     return tools

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
@@ -24,68 +25,68 @@ from jobs.tasks import Completion, OpenTask, Request, Task
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
 
+#: What the id of a result begins with, by its kind; a list of embeddings has none.
+ID_PREFIXES = {
+    "text_completion": "cmpl",
+    "chat.completion": "chatcmpl",
+    "classification": "classify",
+    "loglikelihood": "loglikelihood",
+    "rerank": "rerank",
+}
+
+
 class Respond(Protocol):
-    """Builds the job's result, see responses.py."""
+    """Builds the job's result but for its id, time and model, see responses.py."""
 
-    def __call__(self, answers: Answers, *, job_id: str, model: str, created: int) -> dict[str, Any]: ...
+    def __call__(self, answers: Answers, job_id: str) -> dict[str, Any]: ...
 
 
+@dataclass(frozen=True)
 class PromptTask(Task):
-    """The prompts of one job, in order, and how they are to be answered."""
+    """The prompts of one job, in order, and how they are to be answered.
 
-    blocking = False
+    sampling: that of every request. model: what the job asks for; None takes whichever is served. repairs:
+    what is asked of the answers.
+    """
 
-    def __init__(
-        self,
-        prompts: Sequence[Request | Unusable],
-        sampling: Mapping[str, Any],
-        respond: Respond,
-        model: str | None = None,
-        repairs: RepairOptions = NO_REPAIRS,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """sampling: that of every request. model: what the job asks for; None takes whichever is served.
-        repairs: what is asked of the answers."""
-        self._prompts, self._sampling, self._respond = prompts, sampling, respond
-        self._model, self._repairs, self._clock = model, repairs, clock
+    blocking: ClassVar[bool] = False
+
+    prompts: Sequence[Request | Unusable]
+    sampling: Mapping[str, Any]
+    respond: Respond
+    model: str | None = None
+    repairs: RepairOptions = NO_REPAIRS
+    clock: Callable[[], float] = time.time
 
     def open(self, context: JobContext) -> OpenPrompts:
         """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
         sampling values that no request could use, and for a check that may not be made here."""
-        context.model.check_asked_for(self._model)
-        context.check_sampling(self._sampling)
-        context.checks.admit(self._repairs)
-        return OpenPrompts(context, self._prompts, self._sampling, self._respond, self._repairs, self._clock)
+        context.model.check_asked_for(self.model)
+        context.check_sampling(self.sampling)
+        context.checks.admit(self.repairs)
+        return OpenPrompts(context, self)
 
 
 class OpenPrompts(OpenTask):
     """Holds its answers in memory, and its requests until they are asked for: a job is never larger than what
     Redis took."""
 
-    def __init__(
-        self,
-        context: JobContext,
-        prompts: Sequence[Request | Unusable],
-        sampling: Mapping[str, Any],
-        respond: Respond,
-        repairs: RepairOptions,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, context: JobContext, task: PromptTask) -> None:
         self._job_id, self._model_name = context.job_id, context.model.name
         self._max_bytes, self._num_chars = context.max_result_bytes, 0
-        self._sampling, self._respond, self._clock = sampling, respond, clock
-        self._repairs, self._checks = repairs, context.checks
+        self._sampling, self._respond, self._clock = task.sampling, task.respond, task.clock
+        self._repairs, self._checks = task.repairs, context.checks
         self._began_at: float | None = None
         self._shown_at, self._shown = 0.0, dict[str, int]()
         self._num_tokens = 0
         self._unsent = deque(
-            (place, prompt) for place, prompt in enumerate(prompts) if isinstance(prompt, Request)
+            (place, prompt) for place, prompt in enumerate(task.prompts) if isinstance(prompt, Request)
         )
         #: What answers lead to, and of each request that was sent: its prompt's place, and the prompt's way.
         self._following: deque[tuple[int, Attempts, Request]] = deque()
         self._sent: list[tuple[int, Attempts | None]] = []
         self._answers: list[Sequence[Completion]] = [
-            self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
+            self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in task.prompts
         ]
         self._num_done = sum(map(bool, self._answers))
 
@@ -170,9 +171,10 @@ class OpenPrompts(OpenTask):
         """Return OpenAI's response shape. Raises RequestFailed when every prompt failed."""
         assert all(self._answers), "result() before every request was delivered"
         check_answers(self._answers)
-        return self._respond(
-            self._answers, job_id=self._job_id, model=self._model_name, created=int(self._clock())
-        )
+        content = self._respond(self._answers, self._job_id)
+        prefix = ID_PREFIXES.get(content["object"])
+        named = {} if prefix is None else {"id": f"{prefix}-{self._job_id}", "created": int(self._clock())}
+        return {**named, "model": self._model_name, **content}
 
 
 def _least_chars(sample: Completion) -> int:
@@ -187,12 +189,8 @@ def _row(request: Request) -> dict[str, Any]:
     return {"prompt": request.prompt}
 
 
-class _Nothing:
-    """Stands for an argument that was not given; null was."""
-
-
 def complete_task(
-    prompt: object = _Nothing, *, prompt_template: object = None, model: object = None, **sampling: Any
+    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
@@ -218,7 +216,7 @@ def complete_task(
 
 
 def chat_task(
-    messages: object = _Nothing, *, messages_template: object = None, model: object = None, **options: Any
+    messages: object = None, *, messages_template: object = None, model: object = None, **options: Any
 ) -> Task:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
@@ -239,10 +237,10 @@ def chat_task(
 
 def _has_template(name: str, given: object, template: object) -> bool:
     """Whether a template says what to ask. Raises InvalidJob unless one of the two does."""
-    if template is None and given is _Nothing:
+    if template is None and given is None:
         raise InvalidJob(
             f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
         )
-    if template is not None and given not in (None, _Nothing):
+    if template is not None and given is not None:
         raise InvalidJob(f"{name} and {name}_template each say what to ask: give one of them")
     return template is not None

@@ -206,10 +206,8 @@ PLAIN = ResponseOptions()
 Answers = Sequence[Sequence[Completion]]
 
 
-def text_completion(
-    answers: Answers, *, job_id: str, model: str, created: int, options: ResponseOptions = PLAIN
-) -> dict[str, Any]:
-    """Return a `text_completion`; choices run over prompts, then samples. created: Unix time in seconds.
+def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
+    """Return a `text_completion`; choices run over prompts, then samples.
 
     The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
     """
@@ -222,23 +220,16 @@ def text_completion(
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
         choices.append(choice | _of_prompt(sample, options))
-    response = _response("cmpl", "text_completion", choices, answers, job_id, model, created)
+    used = usage(answers)
     if options.prompt_only:
-        usage = response["usage"]
-        response["usage"] = usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-    return response
+        used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+    return {"object": "text_completion", "choices": choices, "usage": used}
 
 
 def chat_completion(
-    answers: Answers,
-    *,
-    job_id: str,
-    model: str,
-    created: int,
-    options: ResponseOptions = PLAIN,
-    has_tools: bool = False,
+    answers: Answers, job_id: str, options: ResponseOptions = PLAIN, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Return a `chat.completion`, one choice for each sample. created: Unix time in seconds.
+    """Return a `chat.completion`, one choice for each sample.
 
     has_tools: calls of tools in a text become `tool_calls`. A message has its `reasoning` where there is any.
     """
@@ -257,7 +248,7 @@ def chat_completion(
         if sample.logprobs is not None and options.num_top is not None:
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(sample, options))
-    return _response("chatcmpl", "chat.completion", choices, answers, job_id, model, created)
+    return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
 
 
 @dataclass(frozen=True)
@@ -304,25 +295,6 @@ def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
 def _ending(sample: Completion) -> dict[str, Any]:
     ending: dict[str, Any] = {"finish_reason": sample.finish_reason, "logprobs": None}
     return ending if sample.error is None else {**ending, "error": sample.error}
-
-
-def _response(
-    prefix: str,
-    kind: str,
-    choices: list[dict[str, Any]],
-    answers: Answers,
-    job_id: str,
-    model: str,
-    created: int,
-) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{job_id}",
-        "object": kind,
-        "created": created,
-        "model": model,
-        "choices": choices,
-        "usage": usage(answers),
-    }
 
 
 def usage(answers: Answers) -> dict[str, Any]:

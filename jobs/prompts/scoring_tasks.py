@@ -132,34 +132,24 @@ def rerank_task(
     return PromptTask(requests, {}, respond, asked_for)
 
 
-def _classification(
-    answers: Answers, *, labels: Sequence[str], job_id: str, model: str, created: int
-) -> dict[str, Any]:
+def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dict[str, Any]:
     logprobs = [_logprobs(number, samples[0]) for number, samples in enumerate(answers)]
     found = classify(labels, *logprobs)
     if found is None:
         raise RequestFailed(0, "a label has no finite log-likelihood: its probability cannot be told")
     return {
-        "id": f"classify-{job_id}",
         "object": "classification",
-        "created": created,
-        "model": model,
         "label": found.label,
         "probabilities": dict(found.probabilities),
         "usage": usage(answers),
     }
 
 
-def _loglikelihood(
-    answers: Answers, *, continuations: Sequence[str | list[int]], job_id: str, model: str, created: int
-) -> dict[str, Any]:
+def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | list[int]]) -> dict[str, Any]:
     likelihoods = answers[0][0].loglikelihoods
     assert likelihoods is not None, "an answer without what was asked for"
     return {
-        "id": f"loglikelihood-{job_id}",
         "object": "loglikelihood",
-        "created": created,
-        "model": model,
         "choices": [
             {
                 "index": index,
@@ -175,29 +165,14 @@ def _loglikelihood(
 
 
 def _ranking(
-    answers: Answers,
-    *,
-    documents: Sequence[str] | None,
-    top_n: int | None,
-    job_id: str,
-    model: str,
-    created: int,
+    answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None
 ) -> dict[str, Any]:
     """One result for each document, the most relevant first; those that failed come last."""
     results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
-    results.sort(key=lambda each: _order(each["relevance_score"]))
-    return {
-        "id": f"rerank-{job_id}",
-        "object": "rerank",
-        "created": created,
-        "model": model,
-        "results": results[:top_n],
-        "usage": usage(answers),
-    }
-
-
-def _order(score: float | None) -> float:
-    return 1.0 if score is None else -score
+    results.sort(
+        key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True
+    )
+    return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
 
 
 def _result(number: int, sample: Completion, documents: Sequence[str] | None) -> dict[str, Any]:
@@ -229,13 +204,17 @@ def _one_prompt(prompt: object) -> str | list[int]:
     return found
 
 
+def _listed(name: str, given: object, most: int) -> Sequence[Any]:
+    if not isinstance(given, list | tuple):
+        raise InvalidValue(f"{name} is {{}}, expected a list of texts", brief(given))
+    if not 1 <= len(given) <= most:
+        raise InvalidJob(f"{name} holds {len(given)}, expected 1 to {most} of them")
+    return given
+
+
 def _continuations(continuations: object) -> list[str | list[int]]:
-    if not isinstance(continuations, list | tuple):
-        raise InvalidValue("continuations is {}, expected a list of texts", brief(continuations))
-    if not 1 <= len(continuations) <= MAX_CHOICES:
-        raise InvalidJob(f"continuations holds {len(continuations)}, expected 1 to {MAX_CHOICES} of them")
     found: list[str | list[int]] = []
-    for number, each in enumerate(continuations):
+    for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise InvalidValue(
                 f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty",
@@ -264,12 +243,8 @@ def _without_content(messages: object) -> list[Mapping[str, Any]]:
 
 
 def _documents(documents: object) -> list[str]:
-    if not isinstance(documents, list | tuple):
-        raise InvalidValue("documents is {}, expected a list of texts", brief(documents))
-    if not 1 <= len(documents) <= MAX_PROMPTS:
-        raise InvalidJob(f"documents holds {len(documents)}, expected 1 to {MAX_PROMPTS} of them")
     texts = []
-    for number, each in enumerate(documents):
+    for number, each in enumerate(_listed("documents", documents, MAX_PROMPTS)):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
         if problem := text_problem(text, f"document {number}"):
             raise InvalidJob(problem)

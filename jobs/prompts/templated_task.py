@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from jobs.common.display import brief, safe_name
 from jobs.common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_key, result_type, results_key
 from jobs.common.stored import text
@@ -99,16 +97,11 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
             pipe.hget(job_key(job_id), "status")
-        found = pipe.execute(raise_on_error=False)
-    for reply in found:
-        if isinstance(reply, Exception) and not isinstance(reply, ResponseError):
-            raise reply
-    ends = []
-    for job_id, entries, status in zip(ids, found[::2], found[1::2], strict=True):
-        if isinstance(entries, ResponseError) or isinstance(status, ResponseError):
-            raise AnswerMissing(safe_name(job_id), "its keys in Redis are damaged")
-        ends.append((job_id, entries[0][1] if entries else {}, text(status or b"")))
-    return ends
+        found = pipe.execute()
+    return [
+        (job_id, entries[0][1] if entries else {}, text(status or b""))
+        for job_id, entries, status in zip(ids, found[::2], found[1::2], strict=True)
+    ]
 
 
 def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.common import stored
 from jobs.common.display import brief
 from jobs.common.keys import run_key
-from jobs.common.rq_jobs import JobQueue, retries
+from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import InvalidValue, RunBusy, UnknownRun
@@ -189,7 +189,7 @@ def _enqueue(jobs: JobQueue, pipe: Pipeline, function: str, args: tuple[Any, ...
         failure_ttl=FAILURE_TTL_S,
         description=f"end of run {job_id.partition('-')[0]}",
         job_id=job_id,
-        retry=retries(RETRIES),
+        retry=Retry(max=RETRIES),
     )
 
 
@@ -203,9 +203,7 @@ MAX_BODY_BYTES = 64 << 10
 _PASSING = frozenset({408, 425, 429})
 
 
-def post_run_end(
-    context: JobContext, webhook: str, content: dict[str, Any], sleep: Callable[[float], None] = time.sleep
-) -> dict[str, Any]:
+def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
 
     Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed in the end, after
@@ -224,7 +222,7 @@ def post_run_end(
             raise WebhookRefused(f"it answered {status}")
         if pause_s is None:
             break
-        sleep(pause_s)
+        time.sleep(pause_s)
     raise WebhookFailed(problem)
 
 

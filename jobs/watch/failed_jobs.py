@@ -1,21 +1,19 @@
-"""Failed jobs with their errors, within bounds: a queue may have many thousands, written by anybody."""
+"""Failed jobs with their errors, within bounds: a queue may have many thousands."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.common import stored
 from jobs.common.display import printable, safe_name
 from jobs.common.rq_jobs import (
-    JOB_PREFIX,
     JobStatus,
     dependency_ids,
     error_text,
+    job_key,
     job_status,
     queue_keys,
     relatives_keys,
@@ -41,9 +39,6 @@ MAX_STOPPED = 100
 #: Of a job's dependencies, and of its dependents, so many are shown.
 MAX_RELATIVES = 20
 
-#: A job's name among messages: the class of an error, at the beginning of its last line.
-_CLASS = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w{0,79})(?=:|$)", re.ASCII)
-
 _TIMES = ("created_at", "enqueued_at", "started_at", "ended_at")
 _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmill_model")
 
@@ -52,18 +47,17 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 class FailedJob:
     """One entry of a queue's failed jobs.
 
-    job_id: as it is listed. function: its name, None where the job is gone, too large or not readable.
-    ended_at: Unix time in seconds. reason: the error's class. error: its last line. Both are "" for none.
-    is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among the failed ones.
+    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error:
+    its last line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among
+    the failed ones.
     """
 
-    job_id: bytes
-    queue: bytes
+    job_id: str
+    queue: str
     function: str | None
     ended_at: float | None
-    reason: str
     error: str
-    is_stopped: bool = False
+    is_stopped: bool
 
 
 @dataclass(frozen=True)
@@ -92,115 +86,96 @@ class JobSeen:
     error_line: str
 
 
-def newest_failed(connection: Redis, queues: Sequence[bytes], most: int) -> list[FailedJob]:
+def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
     """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`.
 
     Those that were stopped are left out, as far as so many entries of a queue show others.
     """
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
-            pipe.zrevrange(_failed(queue), 0, most + MAX_STOPPED - 1, withscores=True)
-        replies = pipe.execute(raise_on_error=False)
-    found = [
-        (score, job_id, queue)
-        for queue, reply in zip(queues, replies, strict=True)
-        if isinstance(reply, list)
-        for job_id, score in reply
-    ]
+            pipe.zrevrange(queue_keys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
+        found = [
+            (score, stored.text(job_id), queue)
+            for queue, entries in zip(queues, pipe.execute(), strict=True)
+            for job_id, score in entries
+        ]
     found.sort(key=lambda entry: entry[0], reverse=True)
-    entries = [(job_id, queue) for _, job_id, queue in found[: most + MAX_STOPPED]]
+    newest = [(job_id, queue) for _, job_id, queue in found[: most + MAX_STOPPED]]
     with connection.pipeline(transaction=False) as pipe:
-        for job_id, _ in entries:
-            pipe.hget(JOB_PREFIX.encode() + job_id, "status")
-        statuses = pipe.execute(raise_on_error=False)
-    failed = [each for each, status in zip(entries, statuses, strict=True) if not _is_stopped(status)]
+        for job_id, _ in newest:
+            pipe.hget(job_key(job_id), "status")
+        statuses = pipe.execute()
+    failed = [each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)]
     return _read_failed(connection, failed[:most])
 
 
-def failed_page(connection: Redis, queue: bytes, offset: int, most: int) -> list[FailedJob]:
-    """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`.
-
-    Raises redis.exceptions.ResponseError where the key is of another type.
-    """
-    job_ids: Any = connection.zrevrange(_failed(queue), offset, offset + most - 1)
-    return _read_failed(connection, [(job_id, queue) for job_id in job_ids])
+def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[FailedJob]:
+    """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`."""
+    job_ids: Any = connection.zrevrange(queue_keys(queue).failed, offset, offset + most - 1)
+    return _read_failed(connection, [(stored.text(job_id), queue) for job_id in job_ids])
 
 
 def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
     """Return what is known of a job, None for one that Redis does not know."""
-    key = JOB_PREFIX + job_id
+    key = job_key(job_id)
     with connection.pipeline(transaction=False) as pipe:
         pipe.hmget(key, [*_TEXTS, *_TIMES])
         pipe.hstrlen(key, "data")
         pipe.hstrlen(key, "meta")
-        pipe.hstrlen(key, "dependency_ids")
         pipe.xrevrange(results_key(job_id), count=1)
-        fields, data_bytes, meta_bytes, ids_bytes, results = pipe.execute(raise_on_error=False)
-    if isinstance(fields, Exception) or not any(each is not None for each in fields):
+        fields, data_bytes, meta_bytes, results = pipe.execute()
+    if not any(each is not None for each in fields):
         return None
     texts = dict(zip(_TEXTS, fields, strict=False))
     times = dict(zip(_TIMES, fields[len(_TEXTS) :], strict=True))
-    queue = texts["origin"] or b""
     with connection.pipeline(transaction=False) as pipe:
-        pipe.hget(key, "data" if _fits(data_bytes) else "")
-        pipe.hget(key, "meta" if _fits(meta_bytes) else "")
-        pipe.zscore(_failed(queue), job_id)
-        pipe.srandmember(relatives_keys(job_id)[0], MAX_RELATIVES)
-        data, meta, score, dependents = pipe.execute(raise_on_error=False)
-    called, error, kept = _call(data), _error(results), stored.json_object(meta)
+        pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
+        pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
+        pipe.zscore(queue_keys(stored.text(texts["origin"] or b"")).failed, job_id)
+        pipe.smembers(relatives_keys(job_id)[0])
+        data, meta, score, dependents = pipe.execute()
+    (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)
     return JobSeen(
         job_id=job_id,
         texts={name: safe_name(raw) for name, raw in texts.items() if raw},
-        times={name: at for name, raw in times.items() if (at := _unix(raw)) is not None},
-        function=called.function if called else None,
-        arguments=called.arguments if called and with_arguments else None,
+        times={name: at for name, raw in times.items() if (at := stored.moment(raw)) is not None},
+        function=function,
+        arguments=arguments if with_arguments else None,
         meta=_json_text(kept) if kept and with_arguments else None,
         progress={
             safe_name(name, 40): number
             for name, value in list(kept.items())[:20]
             if (number := stored.count(value)) is not None
         },
-        depends_on=dependency_ids(connection, job_id)[:MAX_RELATIVES] if _fits(ids_bytes) else [],
-        dependents=sorted(stored.text(each) for each in dependents) if isinstance(dependents, list) else [],
-        is_failed=isinstance(score, float),
+        depends_on=dependency_ids(connection, job_id)[:MAX_RELATIVES],
+        dependents=sorted(map(stored.text, dependents))[:MAX_RELATIVES],
+        is_failed=score is not None,
         is_under_way=job_status(texts["status"]) in CANCELLABLE,
         error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
         error_line=error_line(error),
     )
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: str
-    arguments: str
-
-
-def _read_failed(connection: Redis, entries: Sequence[tuple[bytes, bytes]]) -> list[FailedJob]:
-    keys = [JOB_PREFIX.encode() + job_id for job_id, _ in entries]
+def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
+    """entries: ids of jobs, each with its queue."""
+    keys = [job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):
             pipe.hmget(key, "ended_at", "status")
             pipe.hstrlen(key, "data")
-            pipe.xrevrange(results_key("").encode() + job_id, count=1)
-        told = pipe.execute(raise_on_error=False)
+            pipe.xrevrange(results_key(job_id), count=1)
+        told = pipe.execute()
         for key, data_bytes in zip(keys, told[1::3], strict=True):
-            pipe.hget(key, "data" if _fits(data_bytes) else "")
-        payloads = pipe.execute(raise_on_error=False)
+            pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
+        payloads = pipe.execute()
     found = []
-    for (job_id, queue), fields, results, data in zip(entries, told[::3], told[2::3], payloads, strict=True):
-        ended_at, status = (None, None) if isinstance(fields, Exception) else fields
-        called, error = _call(data), _error(results)
-        line = error_line(error)
+    for entry, (ended_at, status), results, data in zip(
+        entries, told[::3], told[2::3], payloads, strict=True
+    ):
+        error = _error(results)
+        is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
         found.append(
-            FailedJob(
-                job_id,
-                queue,
-                called.function if called else None,
-                _unix(ended_at),
-                reason_of(line),
-                line,
-                _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}"),
-            )
+            FailedJob(*entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped)
         )
     return found
 
@@ -209,44 +184,20 @@ def _is_stopped(status: object) -> bool:
     return job_status(status) is JobStatus.STOPPED
 
 
-def reason_of(line: str) -> str:
-    """Return the class of an error by its last line, such as `PromptTooLong`; "" where it names none."""
-    found = _CLASS.match(line)
-    return found[1] if found else ""
-
-
-def _error(results: object) -> str:
+def _error(results: Sequence[Any]) -> str:
     """Return the error in what XREVRANGE gave of a job's results; "" for none."""
-    if not isinstance(results, list) or not results:
-        return ""
-    return error_text(results[0][1])
+    return error_text(results[0][1]) if results else ""
 
 
-def _failed(queue: bytes) -> bytes:
-    return queue_keys("").failed.encode() + queue
-
-
-def _fits(num_bytes: object) -> bool:
-    return isinstance(num_bytes, int) and num_bytes <= MAX_PAYLOAD_BYTES
-
-
-def _unix(raw: object) -> float | None:
+def _call(data: bytes | None) -> tuple[str | None, str | None]:
+    """Return the function that a payload of JSON calls, and its arguments; None for any other payload."""
     try:
-        return datetime.fromisoformat(raw.decode()).timestamp() if isinstance(raw, bytes) else None
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _call(data: object) -> _Call | None:
-    """Return what a payload of JSON calls; None for any other."""
-    unpacked = stored.unpacked(data, 4 * MAX_PAYLOAD_BYTES) if isinstance(data, bytes) else None
-    try:
-        function, _, args, kwargs = json.loads(unpacked or b"")
+        function, _, args, kwargs = json.loads(stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b"")
     except (ValueError, TypeError, RecursionError):
-        return None
+        return None, None
     if not isinstance(function, str):
-        return None
-    return _Call(safe_name(function, 120), _json_text({"args": args, "kwargs": kwargs}))
+        return None, None
+    return safe_name(function, 120), _json_text({"args": args, "kwargs": kwargs})
 
 
 def _json_text(value: object) -> str:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import WatchError
-
 from jobs.common import stored
 from jobs.common.rq_jobs import (
-    JOB_PREFIX,
     QUEUES_KEY,
     RATE_LIMITS_KEY,
     JobStatus,
@@ -28,7 +24,6 @@ from jobs.common.rq_jobs import (
     rate_limited_key,
     time_text,
 )
-from jobs.common.stored import text
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.lock import transact
 
@@ -44,120 +39,79 @@ CHUNK = 100
 REQUEUE_LIMIT = 10_000
 
 
-@dataclass(frozen=True)
-class Requeued:
-    """ids of the jobs that were put back on their queues, and of those that were not: gone, or not failed."""
-
-    done: tuple[bytes, ...]
-    left: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """The key of its hash, and what that says of waiting. limit: of a rate, "" for none."""
-
-    key: bytes
-    ttl_s: int | None
-    limit: str
-    concurrency: bytes | None
-
-
-def requeue(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> Requeued:
+def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
     """Put failed jobs of a queue back at its end, in the order given; whoever runs them counts deaths anew.
 
-    Each is moved at once or not at all, so that it is neither lost nor queued twice.
+    Each is moved at once or not at all, so that it is neither lost nor queued twice. Returns those that were;
+    the others are gone, or not failed.
     """
-    done: list[bytes] = []
-    for start in range(0, len(job_ids), CHUNK):
-        done += _requeue_chunk(connection, queue, job_ids[start : start + CHUNK])
-    moved = set(done)
-    return Requeued(tuple(done), tuple(job_id for job_id in job_ids if job_id not in moved))
+    chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
+    return [
+        job_id
+        for chunk in chunks
+        for job_id in transact(connection, partial(_requeue, connection, queue, chunk), *map(job_key, chunk))
+    ]
 
 
-def requeue_all(connection: Redis, queue: str, limit: int) -> Iterator[Requeued]:
-    """Requeue the failed jobs that were there at the start, `limit` at most; yield after each chunk."""
-    key = failed_key(queue)
-    remaining = min(limit, int(connection.zcard(key)))
-    skipped = 0
-    while remaining > 0:
-        found: Any = connection.zrange(key, skipped, skipped + min(CHUNK, remaining) - 1)
-        if not found:
-            return
-        result = requeue(connection, queue, found)
-        skipped += len(result.left)
-        remaining -= len(found)
-        yield result
+def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
+    """Requeue the failed jobs that are there now, the oldest first, `limit` at most.
 
-
-def failed_key(queue: str) -> str:
-    """Return the key of a queue's failed jobs."""
-    return queue_keys(queue).failed
-
-
-def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> list[bytes]:
-    keys = {job_id: JOB_PREFIX.encode() + job_id for job_id in job_ids}
-    pipe: Any
-    while True:
-        with connection.pipeline() as pipe:
-            try:
-                # A job that another requeues, deletes or ends meanwhile has its hash written.
-                pipe.watch(*keys.values())
-                failed = _failed_jobs(connection, queue, keys)
-                if not failed:
-                    return []
-                pipe.multi()
-                _queue_again(pipe, queue, failed)
-                pipe.execute()
-            except WatchError:
-                continue
-            return list(failed)
-
-
-def _failed_jobs(connection: Redis, queue: str, keys: dict[bytes, bytes]) -> dict[bytes, _Failed]:
-    """Return those of the jobs that are among the queue's failed ones and have a payload.
-
-    Raises ResponseError where a key of the queue itself is of another type: half of a transaction would hold.
+    Returns how many those were, and ids of those that are listed and gone.
     """
-    with connection.pipeline() as pipe:
-        pipe.zcard(failed_key(queue))
-        pipe.llen(queue_keys(queue).waiting)
-        pipe.scard(QUEUES_KEY)
-        pipe.execute()
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id, key in keys.items():
-            pipe.zscore(failed_key(queue), job_id)
-            pipe.hexists(key, "data")
-            pipe.hmget(key, "ttl", "rate_limit_key", "rate_limit_concurrency")
-        replies = pipe.execute(raise_on_error=False)
-    found: dict[bytes, _Failed] = {}
-    for i, job_id in enumerate(keys):
-        score, has_data, fields = replies[3 * i : 3 * i + 3]
-        if score is not None and has_data is True:
-            ttl, limit, concurrency = fields
-            ttl_s = int(ttl) if ttl is not None and ttl.isdigit() else None
-            found[job_id] = _Failed(keys[job_id], ttl_s, text(limit or b""), concurrency)
-    return found
+    found: Any = connection.zrange(queue_keys(queue).failed, 0, limit - 1)
+    job_ids = list(map(stored.text, found))
+    done = set(requeue(connection, queue, job_ids))
+    return len(done), [job_id for job_id in job_ids if job_id not in done]
 
 
-def _queue_again(pipe: Any, queue: str, failed: dict[bytes, _Failed]) -> None:
-    """Write what RQ writes when it requeues these jobs. One with a rate limit is let in by a worker."""
-    for job_id, job in failed.items():
-        pipe.zrem(failed_key(queue), job_id)
-        pipe.hset(job.key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
-        if job.limit and job.concurrency:
-            pipe.hset(job.key, "status", JobStatus.RATE_LIMITED.value)
-            pipe.sadd(RATE_LIMITS_KEY, job.limit)
-            pipe.hset(rate_limit_key(job.limit), "concurrency", job.concurrency)
-            pipe.zadd(rate_limited_key(job.limit), {job_id: time.time()})
-        else:
-            pipe.hset(job.key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
-            pipe.rpush(queue_keys(queue).waiting, job_id)
-        pipe.hdel(job.key, "exc_info")
-        if job.ttl_s is None:
-            pipe.persist(job.key)  # it was to go as a failed job
-        else:
-            pipe.expire(job.key, job.ttl_s)
-    pipe.sadd(QUEUES_KEY, queue_keys(queue).waiting)
+def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+    """Requeue those of the jobs that are among the queue's failed ones and have a payload.
+
+    pipe: watches their hashes, which whoever else requeues, deletes or ends one of them writes.
+    """
+    keys = queue_keys(queue)
+    with connection.pipeline(transaction=False) as reads:
+        reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction
+        for job_id in job_ids:
+            reads.zscore(keys.failed, job_id)
+            reads.hexists(job_key(job_id), "data")
+            reads.hmget(job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
+        _, *found = reads.execute()
+    failed = {
+        job_id: fields
+        for job_id, score, has_data, fields in zip(job_ids, found[::3], found[1::3], found[2::3], strict=True)
+        if score is not None and has_data
+    }
+    if not failed:
+        return []
+    pipe.multi()
+    for job_id, (ttl_s, limit, concurrency) in failed.items():
+        _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
+    pipe.sadd(QUEUES_KEY, keys.waiting)
+    pipe.execute()
+    return list(failed)
+
+
+def _queue_again(
+    pipe: Pipeline, queue: str, job_id: str, ttl_s: bytes | None, limit: str, concurrency: bytes | None
+) -> None:
+    """Write what RQ writes when it requeues a job. One with a rate limit is let in by a worker."""
+    key = job_key(job_id)
+    pipe.zrem(queue_keys(queue).failed, job_id)
+    pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
+    if limit and concurrency:
+        pipe.hset(key, "status", JobStatus.RATE_LIMITED.value)
+        pipe.sadd(RATE_LIMITS_KEY, limit)
+        pipe.hset(rate_limit_key(limit), "concurrency", concurrency)
+        pipe.zadd(rate_limited_key(limit), {job_id: time.time()})
+    else:
+        pipe.hset(key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
+        pipe.rpush(queue_keys(queue).waiting, job_id)
+    pipe.hdel(key, "exc_info")
+    if ttl_s:
+        pipe.expire(key, int(ttl_s))
+    else:
+        pipe.persist(key)  # it was to go as a failed job
 
 
 #: Where a job may be that a person may cancel, by what its hash says.

@@ -1,21 +1,21 @@
 """Workers as they show themselves: how each stands now, points of an hour for charts, RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
-`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. Anybody may have written
-anything there: a field that cannot be is read as its default.
+`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. A worker of another
+version may write other fields: unknown ones are passed over, and what it lacks has its default.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from jobs.common.stored import count, json_object, text
+from jobs.common.stored import json_object, text
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -29,12 +29,6 @@ MAX_HELD_NAMED = 20
 
 #: State of a worker that loads its model, which tells so once and then nothing for as long as that may take.
 LOADING, LOADING_S = "loading", 600.0
-
-_MAX_POINT_BYTES = 1 << 14
-_MAX_ITEMS = 100
-_MAX_NUMBER = 1e15
-_BATCH = 200
-"""Workers that are read in one round trip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +78,9 @@ class Point:
 
     @classmethod
     def from_object(cls, found: Mapping[str, Any], **more: Any) -> Self:
-        """Read what `to_text` wrote, in an object that may hold anything. more: fields that are known."""
-        known = {each.name: _read(each.default, found.get(each.name)) for each in fields(cls)}
-        return cls(**{**known, "depth": _counts(found.get("depth")), **more})
+        """Read what a worker wrote. more: fields that are known."""
+        names = {each.name for each in fields(cls)}
+        return cls(**{**{name: value for name, value in found.items() if name in names}, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +100,9 @@ class WorkerSample(Point):
     dtype: str = ""
     attention_backend: str = ""
     version: str = ""
-    queues: tuple[str, ...] = ()
+    queues: Sequence[str] = ()
     held: Mapping[str, int] = field(default_factory=dict)
-    held_jobs: tuple[str, ...] = ()
+    held_jobs: Sequence[str] = ()
     started_at: float = 0.0
     stuck_threads: int = 0
 
@@ -116,24 +110,6 @@ class WorkerSample(Point):
     def is_silent(self) -> bool:
         """Whether it has told nothing for so long that it is frozen, cut off or dead."""
         return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes nothing new."""
-        return self.state == "draining"
-
-    @classmethod
-    def of_worker(cls, name: str, found: Mapping[str, Any], silent_s: float) -> WorkerSample:
-        """Read what the worker of this name wrote, an object that may hold anything."""
-        return cls.from_object(
-            found,
-            name=name,
-            silent_s=silent_s,
-            at=_read(0.0, found.get("updated_at")),
-            queues=_names(found.get("queues")),
-            held=_counts(found.get("held")),
-            held_jobs=_names(found.get("held_jobs")),
-        )
 
 
 def worker_names(connection: Redis) -> list[str]:
@@ -151,69 +127,33 @@ def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[
     Those that have told nothing for an hour, or never, such as RQ's own, are left out. Raises
     redis.exceptions.RedisError.
     """
+    names = worker_names(connection) if names is None else names
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            for key in (worker_key(name), loading_key(name)):
+                pipe.get(key)
+                pipe.pttl(key)
+        replies = pipe.execute()
     found = []
-    for chunk in _chunks(worker_names(connection) if names is None else names):
-        with connection.pipeline(transaction=False) as pipe:
-            for name in chunk:
-                for key in (worker_key(name), loading_key(name)):
-                    pipe.get(key)
-                    pipe.pttl(key)
-            replies = pipe.execute(raise_on_error=False)
-        for name, *told_twice in zip(chunk, *(replies[i::4] for i in range(4)), strict=True):
-            raw, left_ms = told_twice[:2] if told_twice[0] is not None else told_twice[2:]
-            told = json_object(raw)
-            if told and isinstance(left_ms, int):
-                silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
-                found.append(WorkerSample.of_worker(name, told, silent_s))
+    for name, *told_twice in zip(names, *(replies[i::4] for i in range(4)), strict=True):
+        raw, left_ms = told_twice[:2] if told_twice[0] is not None else told_twice[2:]
+        if told := json_object(raw):
+            silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
+            own = {"name": name, "silent_s": silent_s, "at": told.get("updated_at", 0.0)}
+            found.append(WorkerSample.from_object(told, **own))
     return found
 
 
-def read_points(connection: Redis, names: Sequence[str], most: int = MAX_POINTS) -> dict[str, list[Point]]:
-    """Return the last points of workers, `most` each at most, the oldest first.
-
-    Raises redis.exceptions.RedisError.
-    """
-    found: dict[str, list[Point]] = {name: [] for name in names}
-    for chunk in _chunks(names if most > 0 else ()):  # to Redis, "up to the one at -1" is all of them
-        with connection.pipeline(transaction=False) as pipe:
-            for name in chunk:
-                pipe.lrange(samples_key(name), 0, min(most, MAX_POINTS) - 1)
-            replies = pipe.execute(raise_on_error=False)
-        for name, raws in zip(chunk, replies, strict=True):
-            points = _points(raws if isinstance(raws, list) else [])
-            found[name] = sorted(points, key=lambda point: point.at)
-    return found
-
-
-def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (names[start : start + _BATCH] for start in range(0, len(names), _BATCH))
-
-
-def _points(raws: Iterable[bytes]) -> list[Point]:
-    told = (json_object(raw) for raw in raws if len(raw) <= _MAX_POINT_BYTES)
-    return [point for each in told if each and (point := Point.from_object(each)).at > 0]
-
-
-def _read(default: Any, value: object) -> Any:
-    """A field's value where it can be one: as its default a count, a number or a text."""
-    if type(default) is int:
-        return count(value) or default
-    if type(default) is float:
-        if isinstance(value, (int, float)) and 0 <= value < _MAX_NUMBER:  # which NaN is not
-            return float(value)
-        return default
-    return safe_name(value) if isinstance(value, str) and isinstance(default, str) else default
-
-
-def _names(value: object) -> tuple[str, ...]:
-    found = value if isinstance(value, list) else []
-    return tuple(safe_name(each) for each in found[:_MAX_ITEMS] if isinstance(each, str))
-
-
-def _counts(value: object) -> dict[str, int]:
-    found = value if isinstance(value, dict) else {}
-    each = ((safe_name(name), count(number)) for name, number in list(found.items())[:_MAX_ITEMS])
-    return {name: number for name, number in each if number is not None}
+def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
+    """Return the points of workers, the oldest first. Raises redis.exceptions.RedisError."""
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
+        replies = pipe.execute()
+    return {
+        name: [Point.from_object(json_object(raw)) for raw in reversed(raws)]
+        for name, raws in zip(names, replies, strict=True)
+    }
 
 
 #: What is read of a worker's hash.
@@ -222,26 +162,21 @@ _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job
 
 @dataclass(frozen=True)
 class WorkerSeen:
-    """A worker's name and the fields of its hash, as they are in Redis."""
+    """A worker's name and the fields of its hash, as they may be shown."""
 
-    name: bytes
-    fields: dict[str, bytes]
+    name: str
+    fields: dict[str, str]
 
 
 def list_workers(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSeen]:
-    """Return the workers that live, by name: all, or those of `names`. What cannot be read is left out."""
-    if names is None:
-        members: Any = connection.smembers(WORKERS_KEY)
-        keys = sorted(members)
-    else:
-        keys = [f"{WORKER_PREFIX}{name}".encode(errors="surrogatepass") for name in names]
+    """Return the workers that live, by name: all, or those of `names`."""
+    names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
-        for key in keys:
-            pipe.hmget(key, _FIELDS)
-        replies = pipe.execute(raise_on_error=False)
-    prefix = WORKER_PREFIX.encode()
+        for name in names:
+            pipe.hmget(WORKER_PREFIX + name, _FIELDS)
+        replies = pipe.execute()
     return [
-        WorkerSeen(key.removeprefix(prefix), {k: v for k, v in zip(_FIELDS, reply, strict=True) if v})
-        for key, reply in zip(keys, replies, strict=True)
-        if not isinstance(reply, Exception) and any(reply)
+        WorkerSeen(name, {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v})
+        for name, reply in zip(names, replies, strict=True)
+        if any(reply)
     ]

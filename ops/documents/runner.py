@@ -77,14 +77,14 @@ class PageRunner:
                 if time.monotonic() > deadline:
                     raise BlockFailed(f"jobs of the page have not ended after {BLOCK_S:.0f} s")
                 time.sleep(0.05)
-        unexpected = [each for each in self._take_failed() if not each.job_id.decode().startswith(FAILS)]
+        unexpected = [each for each in self._take_failed() if not each.job_id.startswith(FAILS)]
         if unexpected:
             raise BlockFailed(f"jobs of the page failed: {unexpected}")
 
     def _take_failed(self) -> list[FailedJob]:
         """Jobs that have failed since the last call."""
         with Redis.from_url(self._stage.environment["RQ_REDIS_URL"]) as redis:
-            failed = newest_failed(redis, [queue.encode() for queue in _QUEUES], 100)
+            failed = newest_failed(redis, _QUEUES, 100)
             redis.delete(*(f"rq:failed:{queue}" for queue in _QUEUES))
         return failed
 
@@ -181,7 +181,7 @@ def _matches(said: str, printed: str) -> bool:
 
 def _has_open(redis: Redis) -> bool:
     """Whether a job of the page has not ended; one that waits inside the worker is in none of RQ's counts."""
-    counted = count_queues(redis, [queue.encode() for queue in _QUEUES])
+    counted = count_queues(redis, _QUEUES)
     return any(each.counts[state] for each in counted for state in _OPEN) or any(
         redis.hlen(held_key(queue)) for queue in _QUEUES
     )

@@ -1,6 +1,9 @@
 """Who is answered, what an action needs, and what an answer may do in a browser."""
 
+import asyncio
 import re
+import socket
+from contextlib import ExitStack, suppress
 from html import unescape
 
 import pytest
@@ -8,8 +11,9 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from tests.dashboard.conftest import TOKEN, Open
+from tests.dashboard.dashboard_process import ask, running_dashboard
 from tests.jobs.cli.test_failed_jobs import fail
-from tokenmill_dashboard.guard import SESSION_COOKIE, SESSION_S, Hosts, Sessions
+from tokenmill_dashboard.guard import MAX_CONNECTIONS, SESSION_COOKIE, SESSION_S, Hosts, Sessions, TriesInTurn
 
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
 
@@ -151,3 +155,34 @@ def test_only_whole_names_of_open_paths_are_open(redis: Redis, open_page: Open) 
     for path in ("/loginx", "/livezz", "/login/x", "/livez/"):
         assert page.get(path).status_code == 401, path
         assert page.get(path, headers={"Accept": "text/html"}).status_code == 303, path
+
+
+def test_after_ten_wrong_tokens_a_login_waits_for_its_turn() -> None:
+    async def tries() -> list[bool]:
+        turns = TriesInTurn(pause_s=0.001)
+        for _ in range(10):
+            assert await turns.take()
+            turns.note(is_right=False)
+        return await asyncio.gather(*(turns.take() for _ in range(12)))
+
+    assert asyncio.run(tries()) == [True] * 10 + [False] * 2
+
+
+def test_a_login_that_follows_wrong_ones_still_opens_the_page(open_page: Open) -> None:
+    page = open_page(token=TOKEN)
+    for _ in range(10):
+        assert page.post("/login", data={"token": "wrong"}).status_code == 403
+    assert page.post("/login", data={"token": TOKEN}).status_code == 303
+
+
+def test_connections_that_hang_take_nobodys_place() -> None:
+    with running_dashboard("redis://127.0.0.1:1") as address, ExitStack() as open_sockets:
+        port = int(address.rpartition(":")[2])
+        hanging = []
+        for _ in range(MAX_CONNECTIONS + 100):
+            hanging.append(open_sockets.enter_context(socket.create_connection(("127.0.0.1", port))))
+            hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
+        assert ask(address, "/livez").status == 200
+        hanging[0].settimeout(60)
+        with suppress(ConnectionResetError):
+            assert hanging[0].recv(1) == b"", "the oldest has made room"

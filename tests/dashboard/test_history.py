@@ -4,13 +4,11 @@ import json
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.watch.samples import Point
 from tests.dashboard.test_pages import put_worker
-from tokenmill_dashboard.history import NUM_STEPS, History
+from tokenmill_dashboard.history import History
 from tokenmill_dashboard.watcher import Watcher
 
 
@@ -26,19 +24,6 @@ def test_tokens_of_workers_that_tell_at_other_moments_add_up_to_a_steady_rate() 
             at = begins + 9.3 * i
             history.add_point(name, Point(at=at, generation_tokens=int(93 * i)), at)
     assert rates(history, 1350.0)[2:-2] == pytest.approx([20.0] * len(rates(history, 1350.0)[2:-2]), rel=0.02)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e15), st.integers(0, 2**62), st.floats(0, 1e9)), max_size=20))
-def test_whatever_workers_tell_an_hour_is_all_that_is_shown(told: list[tuple[float, int, float]]) -> None:
-    history = History()
-    for at, tokens, moment in told:
-        history.add_point("a", Point(at=at, generation_tokens=tokens, depth={"bulk": tokens}), moment)
-        history.add_depth({"bulk": 1}, moment)
-    series = history.series(1e9)
-    assert len(series["times"]) <= NUM_STEPS
-    for line in (*series["depth"], *series["tokens"]):
-        assert len(line["values"]) == len(series["times"])
-    json.dumps(series, allow_nan=False)
 
 
 def test_a_dashboard_that_starts_late_shows_what_workers_have_told_before(redis: Redis) -> None:

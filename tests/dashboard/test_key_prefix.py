@@ -40,5 +40,3 @@ def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
         assert name in page
         queues = re.findall(r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', page)
         assert set(queues) == {"bulk", "prompts"}
-    redis.set("{mine}:workers", "text")
-    assert "the key {mine}:workers is of type string" in run(*TOKENMILL, "doctor", "--role", "producer")

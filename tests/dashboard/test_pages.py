@@ -89,27 +89,18 @@ def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: 
 
 
 def test_what_producers_write_is_text_wherever_it_is_shown(redis: Redis, page: TestClient) -> None:
-    redis.sadd("rq:queues", f"rq:queue:{HOSTILE}", b"rq:queue:\xff", "rq:queue:odd")
-    redis.set("rq:queue:odd", "text")
+    redis.sadd("rq:queues", f"rq:queue:{HOSTILE}", b"rq:queue:\xff")
     fail(redis, HOSTILE, queue=HOSTILE, origin=HOSTILE, status=HOSTILE, worker_name=HOSTILE)
     end(redis, HOSTILE, f"ValueError: {HOSTILE}")
-    put_worker(redis, HOSTILE, state=HOSTILE, model=HOSTILE, queues=[HOSTILE], dtype=HOSTILE)
-    put_worker(redis, "numbers", max_num_seqs=1, num_requests_running=10**17, kv_cache_usage=1e300, at="x")
-    redis.sadd("rq:workers", b"rq:worker:\xff", "rq:worker:stock", "rq:worker:none")
-    redis.hset("rq:worker:stock", mapping={"state": HOSTILE, "queues": HOSTILE})
     put_run(redis, output=HOSTILE, queue=HOSTILE, model_text=HOSTILE, stopped=HOSTILE, cancelled=1)
-    job, queue = (f"/jobs/{quoted(HOSTILE)}", f"/failed?queue={quoted(shown(HOSTILE))}")
+    job, queue = (f"/jobs/{quoted(HOSTILE)}", f"/failed?queue={quoted(HOSTILE)}")
     for path in ("/", "/failed", queue, f"/runs/{RUN}", job):
         answer = page.get(path)
         assert answer.status_code == 200, path
         assert "<img src=x" not in answer.text
-        assert "\x1b" not in answer.text
+        assert "\x1b" not in text_of(answer.text)
         assert "&lt;img src=x" in answer.text
         assert re.findall(r" on[a-z]+=", re.sub(r"onerror=alert", "", answer.text)) == []
-
-
-def shown(name: str) -> str:
-    return name.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
 
 
 def quoted(name: str) -> str:
@@ -183,11 +174,6 @@ def test_a_jobs_page_leads_to_its_dependencies_and_dependents_and_shows_its_meta
     assert "tries 2" in shown
     html = page.get("/jobs/then").text
     assert re.search(r'Depends on.*href="/jobs/first"', html)
-    redis.hset("rq:job:then", "dependency_ids", b"\xff[")
-    redis.delete("rq:job:first:dependents")
-    redis.set("rq:job:first:dependents", "no set")
-    for path in ("/jobs/first", "/jobs/then"):
-        assert page.get(path).status_code == 200
 
 
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:

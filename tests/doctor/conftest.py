@@ -7,7 +7,7 @@ from jobs.doctor import redis_server
 from tests.redis_server import running_redis_server
 
 #: How a server is set up where nothing is wrong; and what of it tests change besides.
-WELL = {"appendonly": "yes", "appendfsync": "always", "stream-node-max-bytes": "512"}
+WELL = {"appendonly": "yes", "appendfsync": "always"}
 OTHERS = {"save": "", "maxmemory": "0", "maxmemory-policy": "noeviction"}
 
 

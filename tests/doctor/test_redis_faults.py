@@ -1,14 +1,11 @@
 """`tokenmill doctor` finds what is wrong with a Redis, by real settings and users, and writes nothing."""
 
 import socket
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 from redis import Redis
-from rq import Queue
-from rq.serializers import JSONSerializer
 
 from jobs.doctor import redis_server
 from jobs.doctor.findings import Finding, Level
@@ -38,17 +35,9 @@ def as_user(redis: Redis, url: str, role: str, rules: Sequence[str], given: str 
     return url.replace("unix://", f"unix://{role}:{given.replace(':', '%3A')}@")
 
 
-def quick(url: str, clock: Callable[[], float] = time.time) -> Server:
+def quick(url: str) -> Server:
     """The server, as if it had answered at once: a machine that is busy is slow."""
-    return replace(reach(url, clock), latency_s=0.001)
-
-
-def test_a_server_that_is_set_up_well_has_neither_fault_nor_warning(redis: Redis, redis_url: str) -> None:
-    Queue("bulk", connection=redis, serializer=JSONSerializer).enqueue("jobs.complete", "a")
-    server = quick(redis_url)
-    found = [*check_server(server), *check_permissions(server, "worker")]
-    assert {each.level for each in found} == {Level.OK}
-    assert {"redis", "durability", "permissions"} == {each.subject for each in found}
+    return replace(reach(url), latency_s=0.001)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +51,6 @@ def test_a_server_that_is_set_up_well_has_neither_fault_nor_warning(redis: Redis
             "at most snapshots (save 3600 1)",
             "appendonly",
         ),
-        ({"stream-node-max-bytes": "4096"}, Level.WARNING, "6.2 KB in place of 2.8", "max-bytes 512"),
         ({"maxmemory": "800kb"}, Level.FAULT, "soon no job can be enqueued", "CONFIG SET maxmemory"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",

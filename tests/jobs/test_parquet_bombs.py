@@ -234,11 +234,11 @@ def test_one_reader_more_than_there_is_room_for_waits(
     context = make_context()
     room = context.shard_bytes
     run, plan, shard = queued_jobs(redis)[0].args
-    room.reserve_reading(others := room.limit - room.limit // READERS + 1, 0)
+    room.reserve_reading(others := room.limit - room.limit // READERS + 1)
     with pytest.raises(NoRoomYet):
         ShardWork.open(context, run, plan, shard)
     assert room.reading == others
-    room.reserve_reading(-1, 0)
+    room.reserve_reading(-1)
     ShardWork.open(context, run, plan, shard).close()
     assert room.reading == others - 1
 

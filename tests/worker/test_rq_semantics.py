@@ -39,7 +39,7 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(wo
     assert stats["max_running"] >= 32
     assert stats["jobs_finished"] == 200
     [sample] = read_samples(workers.redis, ["w"])
-    assert (sample.state, sample.queues, sample.held) == ("stopped", ("high", "bulk"), {})
+    assert (sample.state, sample.queues, sample.held) == ("stopped", ["high", "bulk"], {})
     assert (sample.model, sample.dtype, sample.max_num_seqs) == ("fake", "auto", 64)
     first, last = (read_points(workers.redis, ["w"])["w"][place] for place in (0, -1))
     assert first.depth == {"high": 0, "bulk": 200 - first.jobs_held - first.jobs_finished}

@@ -110,7 +110,7 @@ def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_
     [name] = worker_names(workers.redis)
     workers.redis.expire(f"tokenmill:worker:{name}", WORKER_STATS_TTL_S - 300)  # as it is after 300 s
     [seen] = read_samples(workers.redis)
-    assert (seen.name, seen.state, seen.queues, seen.is_silent) == (name, "loading", ("high", "bulk"), False)
+    assert (seen.name, seen.state, seen.queues, seen.is_silent) == (name, "loading", ["high", "bulk"], False)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert worker_names(workers.redis) == []

@@ -55,14 +55,14 @@ class RowReader:
         self.next_row = first.start - first.skip
 
     def _reserve(self, num_bytes: int, make_room: Callable[[], None]) -> None:
-        if not self._held.reserve_reading(num_bytes, 0):
+        if not self._held.reserve_reading(num_bytes):
             make_room()
-            if not self._held.reserve_reading(num_bytes, 0):
+            if not self._held.reserve_reading(num_bytes):
                 raise NoRoomYet
         self._reserved = num_bytes
 
     def _let_go(self) -> None:
-        self._held.reserve_reading(-self._reserved, 0)
+        self._held.reserve_reading(-self._reserved)
         self._reserved = 0
 
     def reaches(self, shard: Shard) -> bool:

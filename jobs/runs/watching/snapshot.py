@@ -1,4 +1,4 @@
-"""What Redis knows of a run at one moment, in three round trips however many shards it has."""
+"""What Redis knows of a run at one moment, in a few round trips however many shards it has."""
 
 from __future__ import annotations
 
@@ -164,14 +164,17 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     state = RunState(connection, run)
     facts = state.facts()
     plan_job = facts.get("plan_job")
-    seen = _read_queue(connection, facts["queue"], run, plan_job)
-    parts = state.look(seen.started)  # afterwards: what ends in between is done, and not nowhere
-    running = {shard for shard in seen.started if shard not in parts.shards}
+    plan_status = job_status(connection.hget(job_key(plan_job or ""), "status"))
+    seen = read_queue(connection, facts["queue"])
+    started = shards_of(run, seen.started)
+    parts = state.look(started)  # afterwards: what ends in between is done, and not nowhere
+    running = {shard for shard in started if shard not in parts.shards}
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
     # A failed job of a shard with a part was another execution's; or it failed to end a run that is whole.
-    is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not seen.started
+    is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not started
+    failed_shards = shards_of(run, seen.failed)
     done = frozenset() if is_unended else parts.shards
-    failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed.difference(done, running)))
+    failed = tuple(shard_job_id(run, shard) for shard in sorted(failed_shards.difference(done, running)))
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     rows_done = sum(each.rows for each in progress) + parts.counts["rows"]
     under_way = dict(zip(running, progress, strict=True))
@@ -183,8 +186,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         rest = [shard for shard in planned if shard not in parts.shards]
         if not seen.length:
             claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
-        if "cancelled" not in facts and seen.plan_status not in WAITING:
-            gone = _num_gone(connection, run, [shard for shard in rest if shard not in seen.failed])
+        if "cancelled" not in facts and plan_status not in WAITING:
+            gone = _num_gone(connection, run, [shard for shard in rest if shard not in failed_shards])
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -192,7 +195,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         cancelled="cancelled" in facts,
         finished="finished" in facts,
         plan_job=plan_job,
-        plan_status=seen.plan_status,
+        plan_status=plan_status,
         rows=rows,
         shards=shards,
         done=len(parts.shards),
@@ -204,12 +207,12 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         tokens=sum(each.tokens for each in progress) + parts.counts["generated_tokens"],
         workers=seen.workers,
         queue_length=seen.length,
-        awaited_model=awaited_model(facts, seen.plan_status, seen.models),
+        awaited_model=awaited_model(facts, plan_status, seen.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=too_many_errors(facts, parts.counts["rows"], parts.counts["errors"]),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
         left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
-        plan_error=_plan_error(connection, facts, plan_job, shards, seen.plan_status),
+        plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         counts=parts.counts,
     )
@@ -306,36 +309,35 @@ def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class _QueueSeen:
-    """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own.
+class RunQueue:
+    """What RQ's keys say of a queue, whichever runs are on it.
 
+    started, failed: entries of its registries. length: jobs that wait. workers: those that listen and live.
     models: the names by which jobs may ask for the models that those workers serve; None where one of them
     does not say, as RQ's own workers do not. Those of a silent worker are not among them.
     """
 
-    plan_status: JobStatus | None
-    started: set[int]
-    failed: set[int]
+    started: Sequence[bytes]
+    failed: Sequence[bytes]
+    length: int
     workers: int
     models: set[str] | None
-    length: int
 
 
-def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -> _QueueSeen:
-    """Look at the queue of this name once, in the order in which jobs move on: so none is missed."""
-    keys = queue_keys(queue)
+def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
+    """Look at a queue once, in the order in which jobs move on: so none is missed.
+
+    most: entries of a registry, the newest of the failed ones; 0 for all.
+    """
+    keys = queue_keys(name)
     with connection.pipeline(transaction=False) as pipe:
-        pipe.hget(job_key(plan_job or ""), "status")
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, -1)
-        pipe.zrange(keys.failed, 0, -1)
+        pipe.zrange(keys.started, 0, most - 1)
+        pipe.zrevrange(keys.failed, 0, most - 1)
         pipe.smembers(keys.workers)
-        status, waiting, popped, started, failed, workers = pipe.execute()
-    alive, models = read_workers(connection, workers)
-    return _QueueSeen(
-        job_status(status), shards_of(run, started), shards_of(run, failed), alive, models, waiting + popped
-    )
+        waiting, popped, started, failed, workers = pipe.execute()
+    return RunQueue(started, failed, waiting + popped, *read_workers(connection, workers))
 
 
 def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:

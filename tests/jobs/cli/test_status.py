@@ -36,17 +36,6 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     assert f"{failed.id}: jobs.errors.InputChanged: it changed" in result.stderr
 
 
-def test_status_before_planning_and_after_the_end(runs: Runs, invoke: Invoke, source: Path) -> None:
-    run = invoke("submit", source, runs.output).stdout.strip()
-    assert "planning" in invoke("status", run).stdout
-    runs.work()
-    runs.work()
-    text = invoke("status", run).stdout
-    assert "finished" in text
-    assert "rows     5 of 5, 1 with an error" in text
-    assert f"`tokenmill errors {run}`" in text
-
-
 def test_status_of_a_folder_needs_no_key_in_redis(
     runs: Runs, invoke: Invoke, redis: Redis, source: Path
 ) -> None:
@@ -68,15 +57,13 @@ def test_status_of_a_folder_needs_no_key_in_redis(
     assert "PlanDamaged" in invoke("status", runs.output).output
 
 
-def test_what_others_wrote_into_a_run_steers_no_terminal(
+def test_what_others_wrote_steers_no_terminal(
     invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
 ) -> None:
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
     fail(redis, job, "ValueError: \x1b[2J\x1b]0;title\x07" + "x" * 5000)
-    redis.hset(run_key(run), mapping={"output": "a\nrows  5 of 5\x1b[1m", "plan_model": "\x9b2J"})
     shown = invoke("status", run)
-    assert r"output   a\nrows  5 of 5\x1b[1m" in shown.output
     assert r"planning: ValueError: \x1b[2J\x1b]0;title\x07xxx" in shown.stderr
     refused = invoke("status", "no\x1b[2Jsuch\nrun")
     assert refused.exit_code == 1

@@ -125,15 +125,6 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(
     assert found["usage"]["prompt_tokens"] == 10 + 11 + 10 + 11
 
 
-def test_an_attempt_that_is_refused_leaves_the_answer_before_it(checking: JobContext) -> None:
-    answers = Answers("a", refuse("the prompt is too long"))
-    found = run_task(checking, "jobs.complete", "?", check={"regex": "b"}, answer=answers)
-    (choice,) = found["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["attempts"]) == ("a", "stop", 2)
-    assert choice["check_error"] == "it does not match the pattern b"
-    assert choice["error"] == "attempt 2 failed: the prompt is too long"
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -8,8 +8,10 @@ from redis import Redis
 
 import jobs
 from jobs.cli import waiting
+from jobs.common.keys import run_key
 from jobs.errors import InvalidValue
 from jobs.runs.redis_state.end_calls import ErrorLimit
+from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs
@@ -121,3 +123,17 @@ def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
         waiting.wait_for_end(redis, run)
     with pytest.raises(RunFailed, match="rows have an error"):
         jobs.run(run, connection=redis).wait(timeout=0)
+
+
+def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, runs: Runs) -> None:
+    runs.write([*"abcd"])
+    run = runs.plan(rows_per_shard=1)["run"]
+    redis.hset(run_key(run), "max_errors", "1")
+    first, second, *_ = runs.jobs
+    state = RunState(redis, run)
+    for _ in range(3):  # another execution, or the same again after its worker was killed
+        runs.run(first, answer=lambda request: refuse("x"))
+    assert state.judge() is None
+    assert not state.is_cancelled()
+    runs.run(second, answer=lambda request: refuse("x"))
+    assert state.is_cancelled()

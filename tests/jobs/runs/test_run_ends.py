@@ -232,7 +232,8 @@ def test_a_webhook_is_posted_until_it_is_taken(
     def post(*statuses: int) -> tuple[Any, list[float]]:
         answers, pauses = iter(statuses), list[float]()
         monkeypatch.setattr(end_notices, "call_webhook", lambda *_, **__: next(answers))
-        return post_run_end(make_context(), WEBHOOK, {"run": "x"}, pauses.append), pauses
+        monkeypatch.setattr(end_notices.time, "sleep", pauses.append)
+        return post_run_end(make_context(), WEBHOOK, {"run": "x"}), pauses
 
     assert post(503, 429, 204) == ({"status": 204}, list(PAUSES_S[:2]))
     for status in (404, 302):  # another address may be one that is not allowed
