@@ -110,7 +110,7 @@ def assemble(
     io = IoLoop(
         parts,
         WorkerRecord(clients.io, worker.name, names, worker.beat, facts),
-        Maintenance(parts, worker.scheduler, worker.maintenance_interval),
+        Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:

@@ -381,8 +381,6 @@ class BatchWorker(BaseWorker):
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
         level = logging_level or self.log.level
-        scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
+        self.scheduler = scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
         if burst:
             scheduler.enqueue_once()
-        else:
-            self.scheduler = scheduler
