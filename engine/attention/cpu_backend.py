@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class CpuBackend(KernelBackend):
         self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
-            self.norm_rotate_and_store,
+            elementwise.norm_rotate_and_store,
             elementwise.silu_and_mul,
             elementwise.rms_norm,
             elementwise.gelu_and_mul,
@@ -97,23 +97,7 @@ class CpuBackend(KernelBackend):
         self._sampler.compile_for(dtype)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        self._elementwise.store_kv(keys, values, cache.keys, cache.values, slot_mapping)
-
-    def norm_rotate_and_store(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Normalise, rotate and store in one pass; see NormRotateAndStore."""
-        return self._elementwise.norm_rotate_and_store(
-            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
-        )
+        self._elementwise.store_kv(keys, values, cache, slot_mapping)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
@@ -127,16 +111,7 @@ class CpuBackend(KernelBackend):
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
-        found = self._sampler.choose_tokens(
-            logits,
-            rows.temperature,
-            rows.top_p,
-            rows.min_p,
-            rows.top_k,
-            rows.seed,
-            rows.sample_index,
-            rows.position,
-        )
+        found = self._sampler.choose_tokens(logits, list(vars(rows).values()))
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
@@ -159,14 +134,7 @@ class CpuBackend(KernelBackend):
         if (group, shares) not in metadata.parts:
             metadata.parts[group, shares] = self._split(metadata, group, cache.keys.shape[1], shares=shares)
         parts = metadata.parts[group, shares]
-        kind: dict[str, Any] = {
-            "scale": features.scale,
-            "window": features.window,
-            "chunk": features.chunk,
-            "soft_cap": features.soft_cap,
-            "sinks": sinks,
-            "state": None,
-        }
+        kind = features.options() | {"sinks": sinks, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:

@@ -1,6 +1,7 @@
 """What the attention of one layer is, as data that every backend reads."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,7 @@ class AttentionFeatures:
     chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What attention kernels are told beside tensors."""
+        return {name: getattr(self, name) for name in ("scale", "window", "chunk", "soft_cap")}

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ HEADROOM = 8.0
 Scales = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class LayerKVCache:
+class LayerKVCache(NamedTuple):
     """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim].
 
     scales: what the FP8 numbers of each head's keys and of its values are multiplied with, [kv_heads] float32

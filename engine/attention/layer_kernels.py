@@ -27,7 +27,7 @@ class ExpertKernels:
     """
 
     choose: ChooseExperts
-    group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+    group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor]
 
@@ -38,8 +38,7 @@ class NormRotateAndStore(Protocol):
     Each head of queries and keys is normalised if there are norms, then rotated; keys and values go to their
     slots of the cache, the queries are returned, contiguous. Cosines and sines may be narrower than a head,
     whose other numbers are not rotated then. A slot of -1 marks padding, of which nothing is stored.
-    Shapes are those of RotaryEmbedding and LayerKVCache.write; the norms' weights are [head_dim], or
-    [heads, head_dim] where each head has its own.
+    Shapes are those of RotaryEmbedding and LayerKVCache.write; the norms' weights are [head_dim].
     """
 
     def __call__(
@@ -63,24 +62,6 @@ class NormGate(Protocol):
     ) -> Tensor: ...
 
 
-class ProjectHeads(Protocol):
-    """project_heads of ProductKernels."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class ProductKernels:
     """Linear layers with what stands around them in one launch each, for steps of few rows.
@@ -92,8 +73,6 @@ class ProductKernels:
     norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
     norm_gate(the same, gelu) -> silu(gate) * up of such a product, or gelu by tanh.
     linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
-    project_heads: norm_linear for the merged projection, and NormRotateAndStore of it with the same eps.
-    serves_heads(num_rows, head_dim, width of cosines and sines) -> whether it pays, where `serves` holds.
     """
 
     dtypes: Sequence[torch.dtype]
@@ -101,8 +80,6 @@ class ProductKernels:
     norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
     norm_gate: NormGate
     linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-    project_heads: ProjectHeads
-    serves_heads: Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)

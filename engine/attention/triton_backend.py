@@ -26,10 +26,9 @@ from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.attention.rotary import norm_rotate_and_store
-from engine.kernels.logit_edits import Entries, edit_logits
+from engine.kernels.logit_edits import edit_logits
 from engine.kernels.pending import fill_pending
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
-from engine.kernels.products.fused_heads import project_heads, serves_heads
 from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_product import grouped_product
@@ -91,34 +90,18 @@ class TritonBackend(CapturableBackend):
         self._arrived: list[Tensor] = []
         self.layer_kernels = LayerKernels(
             add_rms_norm,
-            self.norm_rotate_and_store,
+            norm_rotate_and_store,
             silu_and_mul,
             rms_norm,
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
-            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add, project_heads, serves_heads),
+            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
         )
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        store_kv(keys, values, cache.keys, cache.values, slot_mapping, cache.scales)
-
-    def norm_rotate_and_store(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Normalise, rotate and store in one launch; see NormRotateAndStore."""
-        return norm_rotate_and_store(
-            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping, cache.scales
-        )
+        store_kv(keys, values, cache, slot_mapping)
 
     def build_metadata(
         self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
@@ -161,33 +144,14 @@ class TritonBackend(CapturableBackend):
         fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        write_rows(
-            memory.wide,
-            memory.narrow,
-            memory.block_tables,
-            memory.order,
-            sampled,
-            new_rows=writes.rows,
-            new_wide=writes.wide,
-            new_narrow=writes.narrow,
-            sampled_at=writes.sampled_at,
-            table_places=writes.table_places,
-            block_ids=writes.block_ids,
-            new_order=writes.order,
-        )
+        write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
+        outputs = state.token_ids, state.positions, state.slot_mapping, state.context_lens
         advance_rows(
-            state.next_token_ids,
-            state.next_positions,
-            state.block_tables,
-            state.token_ids,
-            state.positions,
-            state.slot_mapping,
-            state.context_lens,
-            state.sampling.position,
-            block_size=state.block_size,
-        )
+            state.next_token_ids, state.next_positions, state.block_tables,
+            (*outputs, state.sampling.position), block_size=state.block_size,
+        )  # fmt: skip
 
     def decode_metadata(
         self,
@@ -197,11 +161,8 @@ class TritonBackend(CapturableBackend):
         max_context_len: int,
         order: Tensor | None = None,
     ) -> AttentionMetadata:
-        none = rows[:0]
-        return TritonMetadata(
-            DecodeRows(rows, context_lens, block_tables, max_context_len, order),
-            PrefillTiles(none, none, none, none, none),
-        )
+        decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order)
+        return TritonMetadata(decode, PrefillTiles(*5 * [rows[:0]]))
 
     def forward(
         self,
@@ -214,38 +175,14 @@ class TritonBackend(CapturableBackend):
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
-        window, chunk = features.window, features.chunk
+        kind = features.options()
         if len(prefill.seqs):
-            prefill_attention(
-                query,
-                cache.keys,
-                cache.values,
-                prefill,
-                out,
-                scale=features.scale,
-                window=window,
-                chunk=chunk,
-                soft_cap=features.soft_cap,
-                sinks=sinks,
-                scales=cache.scales,
-            )
+            prefill_attention(query, cache, prefill, out, sinks=sinks, **kind)
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]
-            decode_attention(
-                query,
-                cache.keys,
-                cache.values,
-                decode,
-                self._counters(num_pairs),
-                out,
-                scale=features.scale,
-                num_programs=choose_num_programs(num_pairs, self._num_processors),
-                window=window,
-                chunk=chunk,
-                soft_cap=features.soft_cap,
-                sinks=sinks,
-                scales=cache.scales,
-            )
+            num_programs = choose_num_programs(num_pairs, self._num_processors)
+            arrived = self._counters(num_pairs)
+            decode_attention(query, cache, decode, arrived, out, num_programs, sinks=sinks, **kind)
         return out
 
     def _counters(self, number: int) -> Tensor:
@@ -260,22 +197,11 @@ class TritonBackend(CapturableBackend):
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit, by one transfer and one launch."""
-        entries = Entries(*(getattr(edits, name) for name in Entries._fields))
-        return edit_logits(logits, edits.rows, entries, sampled)
+        return edit_logits(logits, edits, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens in two launches, which a graph may record: the host never waits."""
-        return choose_tokens(
-            logits,
-            rows.temperature,
-            rows.top_p,
-            rows.min_p,
-            rows.top_k,
-            rows.seed,
-            rows.sample_index,
-            rows.position,
-            chosen=chosen,
-        )
+        return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
 
 
 def upload_beside(

@@ -5,6 +5,7 @@ cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of wei
 tokens of the range that the cut falls into, among which its place is found by halving.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,20 +34,11 @@ LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
 
 
-def choose_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
-) -> Tensor:
+def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     """One token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  The rest:
-    [rows], contiguous, as SamplingRows has them.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  values: the
+    fields of SamplingRows.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -54,10 +46,7 @@ def choose_tokens(
     chosen = torch.empty(num_rows, dtype=torch.int64)
     words = _scratch_words(vocab_size)
     scratch = torch.empty(min(num_rows, torch.get_num_threads()) * words, dtype=torch.int64)
-    _kernel(logits.dtype)(
-        num_rows, logits, logits.stride(0), vocab_size, temperature, top_p, min_p, top_k, seed, sample_index,
-        position, chosen, scratch, words,
-    )  # fmt: skip
+    _kernel(logits.dtype)(num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words)
     return chosen
 
 

@@ -20,6 +20,8 @@ lies below all three are not read again: where few tokens stay, most.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -321,25 +323,14 @@ def choose_token_kernel(
 
 
 def choose_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
-    *,
-    chosen: Tensor | None = None,
-    tile: int = TILE,
+    logits: Tensor, values: Sequence[Tensor], *, chosen: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
     """One token for each row: [rows] int64, -1 where there is none to choose.
 
     logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: where the tokens
-    go, for a new tensor.  The rest: [rows], contiguous, as SamplingRows has them.
+    go, for a new tensor.  values: the fields of SamplingRows.
     """
     num_rows, vocab_size = logits.shape
-    values = (temperature, top_p, min_p, top_k, seed, sample_index, position)
     if chosen is None:
         chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1

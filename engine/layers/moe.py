@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,21 +17,17 @@ from engine.layers.linear import ReplicatedLinear, WeightedModule, fill, linear,
 from engine.layers.parallel import TensorParallel
 from engine.layers.stream import ClampedSwigluAndMul, SiluAndMul
 
-GROUPED_MM_CAPABILITIES = (9, 10)  # major; on others torch waits for the device and loops over the experts
-GROUPED_MM_ALIGNMENT = 8  # numbers of a row, 16 bytes
-
 
 @dataclass(frozen=True)
 class ExpertGroups:
     """A step's choices of experts, sorted by expert: the rows of a grouped product.
 
     tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
-    choice.  experts: [rows] int64, ascending.  ends: [experts] int32, where each expert's rows end.
+    choice.  ends: [experts] int32, where each expert's rows end.
     """
 
     tokens: Tensor
     places: Tensor
-    experts: Tensor
     ends: Tensor
 
     @classmethod
@@ -45,7 +39,7 @@ class ExpertGroups:
         numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
         places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
         ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-        return cls(order // chosen.shape[1], places.view_as(chosen), experts, ends)
+        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -60,70 +54,27 @@ class ExpertGroups:
         return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
-class GroupedLinear(nn.Module, ABC):
-    """Row r of x times the transposed weight of its expert, plus its bias."""
+class GroupedLinear(nn.Module):
+    """Row r of x times the transposed weight of its expert, plus its bias.
 
-    @abstractmethod
+    By the backend's kernel, one launch for all experts; else one expert after the other, their weights packed
+    where that pays.
+    """
+
+    def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
+        """weight: [experts, out, in], its own from now on."""
+        super().__init__()
+        self.product = None if kernels is None else kernels.product
+        if self.product is not None:
+            self.weight = weight
+        else:
+            matrices = (nn.Parameter(matrix, requires_grad=False) for matrix in weight)
+            self.weights = nn.ParameterList(map(pack_weight, matrices))
+
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
         """x: [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
-
-
-def grouped_linear(weight: nn.Parameter, kernels: ExpertKernels | None) -> GroupedLinear:
-    """The fastest for a weight [experts, out, in], which is its own from now on.
-
-    On a GPU one launch for all experts, which a graph can record: torch's where it has one, else the
-    backend's. On a CPU, and where there is neither, one expert after the other.
-    """
-    if _serves_grouped_mm(weight):
-        return TorchGroupedLinear(weight)
-    if kernels is not None:
-        return KernelGroupedLinear(weight, kernels.product)
-    return LinearForEachExpert(weight)
-
-
-def _serves_grouped_mm(weight: Tensor) -> bool:
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    aligned = all(size % GROUPED_MM_ALIGNMENT == 0 for size in weight.shape[1:])
-    return aligned and torch.cuda.get_device_capability(weight.device)[0] in GROUPED_MM_CAPABILITIES
-
-
-class TorchGroupedLinear(GroupedLinear):
-    """torch._grouped_mm."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        product: Tensor = torch._grouped_mm(x, self.weight.transpose(1, 2), groups.ends)
-        return product if bias is None else product.add_(bias[groups.experts])
-
-
-class KernelGroupedLinear(GroupedLinear):
-    """The backend's own kernel."""
-
-    def __init__(
-        self, weight: nn.Parameter, product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.product = product
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        return self.product(x, self.weight, bias, groups.ends)
-
-
-class LinearForEachExpert(GroupedLinear):
-    """Linear layers of those experts that have rows, their weights packed where that pays."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            pack_weight(nn.Parameter(matrix, requires_grad=False)) for matrix in weight
-        )
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.weight, bias, groups.ends)
         products = [
             linear(x[start:end], self.weights[i], None if bias is None else bias[i])
             for i, start, end in groups.spans
@@ -185,7 +136,7 @@ class ExpertMLPs(WeightedModule):
 
     gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
     columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without. Once loaded,
-    the weights are where `grouped_linear` has put them.
+    the weights are in GroupedLinear.
     """
 
     def __init__(
@@ -267,8 +218,8 @@ class ExpertMLPs(WeightedModule):
 
     def finish_loading(self) -> None:
         """Hand the weights to what multiplies by them."""
-        self.gate_up = grouped_linear(self.gate_up_proj, self.kernels)
-        self.down = grouped_linear(self.down_proj, self.kernels)
+        self.gate_up = GroupedLinear(self.gate_up_proj, self.kernels)
+        self.down = GroupedLinear(self.down_proj, self.kernels)
         del self.gate_up_proj, self.down_proj  # it may have packed them
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:

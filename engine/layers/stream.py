@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels, ProductKernels
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.linear import QKVParallelLinear, ReplicatedLinear, WeightedModule, fill
+from engine.layers.linear import ReplicatedLinear, WeightedModule, fill
 from engine.layers.parallel import Share, TensorParallel
 
 
@@ -197,32 +196,6 @@ class StreamProducts:
             return linear(normed), total
         product = kernels.norm_linear(stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
         return product, stream.total
-
-    def heads_after_norm(
-        self,
-        stream: Stream,
-        norm: RMSNorm | None,
-        linear: QKVParallelLinear,
-        rotation: tuple[Tensor, Tensor],
-        head_norms: tuple[Tensor, Tensor] | None,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor | None:
-        """The queries of the normalised stream, rotated, keys and values being stored; None where another
-        way is taken. The stream stays as it is. head_norms: weights, as NormRotateAndStore takes them."""
-        kernels = self._kernels_for(stream.total, linear)
-        if kernels is None or norm is None or stream.squares is None:
-            return None
-        # a cache in another dtype than the model's has scales besides
-        in_dtype = cache.keys.dtype == stream.total.dtype
-        if not in_dtype or not kernels.serves_heads(
-            len(stream.total), linear.head_dim, rotation[0].shape[-1]
-        ):
-            return None
-        return kernels.project_heads(
-            stream.total, stream.squares, norm.eps, linear.weight, linear.bias, rotation, head_norms,
-            cache.keys, cache.values, slot_mapping,
-        )  # fmt: skip
 
     def gate_after_norm(
         self,

@@ -162,12 +162,6 @@ class DecoderAttention(WeightedModule):
         cache: LayerKVCache,
     ) -> tuple[Tensor, Tensor]:
         """Return (the queries, the stream); keys and values are in the cache then."""
-        if self.qk_norm != "whole":
-            queries = self.products.heads_after_norm(
-                stream, norm, self.qkv_proj, rotation, self._head_norms(), cache, batch.slot_mapping
-            )
-            if queries is not None:
-                return queries, stream.total
         qkv, total = self.products.after_norm(stream, norm, self.qkv_proj)
         query, key, value = self.qkv_proj.split(qkv)
         if self.qk_norm == "whole":

@@ -23,6 +23,7 @@ from engine.kernels.attention.kv_tile import (
     FP8_STAGES,
     LOG2_E,
     NUM_STAGES,
+    Cache,
     base2_cap,
     first_seen,
     fold_tile,
@@ -202,33 +203,30 @@ def choose_num_programs(num_pairs: int, num_processors: int) -> int:
 
 def decode_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: Cache,
     batch: DecodeRows,
     arrived: Tensor,
     out: Tensor,
+    num_programs: int,
     *,
     scale: float,
-    num_programs: int,
     window: int | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> None:
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the new token's included.
     arrived: at least decodes * kv_heads int32, all zero, and zero again afterwards; no other launch that may
     run at the same time may have it.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
-    scales: of a cache of FP8 numbers, as LayerKVCache has them.
     num_programs: of each sequence and KV head, see choose_num_programs; the result is the same with any.
     split_tokens: least tokens of a split.
     Sums are float32; the splits' results take decodes * splits * heads * head_dim * 4 bytes meanwhile.
     """
+    key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()

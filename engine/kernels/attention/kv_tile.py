@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+#: LayerKVCache: keys and values [blocks, block_size, kv_heads, head_dim], contiguous; scales of FP8 numbers.
+Cache = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
 MAX_HEAD_DIM = 256
 # Stages of the loops over tiles. Keys and values have two buffers each, because the block ids that their
