@@ -7,6 +7,7 @@ it can serve stands in its class (`check`); here stands which packages its modul
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -14,7 +15,13 @@ import torch
 from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
 from engine.errors import ConfigError, NotDeterministic
 
-NEVER_RAN_ON_GPU = ("torch", "triton")
+#: Where each backend's class is.
+BACKENDS = {
+    "torch": ("torch_backend", "TorchBackend"),
+    "cpu": ("cpu_backend", "CpuBackend"),
+    "triton": ("triton_backend", "TritonBackend"),
+    "flash_attn": ("flash_attn_backend", "FlashAttnBackend"),
+}
 NOT_FP8 = ("cpu", "flash_attn")  # keep keys and values in the queries' dtype only
 
 __all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
@@ -50,49 +57,29 @@ def load_backend(
             f"{device.type}, whose sums depend on what is computed together; change that, or leave "
             "deterministic out"
         )
-    backend = _import_backend(chosen)
+    if chosen not in BACKENDS:
+        known = ", ".join(map(repr, ("auto", *sorted(BACKENDS))))
+        raise ConfigError(f"attention_backend={chosen!r} is no attention backend; use one of {known}")
+    if chosen in ("triton", "flash_attn") and find_spec("triton") is None:
+        raise ConfigError(
+            f"attention_backend={chosen!r} needs the package triton, which is not installed here: "
+            "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
+        )
+    module_name, class_name = BACKENDS[chosen]
+    module = import_module(f"engine.attention.{module_name}")
+    backend: type[KernelBackend] = getattr(module, class_name)
     backend.check(device, dtype, block_size)
     if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
         raise ConfigError(
-            f"attention_backend={backend.name!r} cannot keep keys and values in "
+            f"attention_backend={chosen!r} cannot keep keys and values in "
             f"kv_cache_dtype={kv_cache_dtype!r}: {problem}; use 'torch', or leave kv_cache_dtype out"
         )
     if deterministic:
-        from engine.attention.cpu_backend import DeterministicCpuBackend
-
-        return DeterministicCpuBackend(device)
+        backend = module.DeterministicCpuBackend
     return backend(device)
 
 
-def _import_backend(name: str) -> type[KernelBackend]:
-    if name == "torch":
-        from engine.attention.torch_backend import TorchBackend
-
-        return TorchBackend
-    if name == "cpu":
-        from engine.attention.cpu_backend import CpuBackend
-
-        return CpuBackend
-    if name in ("triton", "flash_attn") and find_spec("triton") is None:
-        raise ConfigError(
-            f"attention_backend={name!r} needs the package triton, which is not installed here: "
-            "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
-        )
-    if name == "triton":
-        from engine.attention.triton_backend import TritonBackend
-
-        return TritonBackend
-    if name == "flash_attn":
-        from engine.attention.flash_attn_backend import FlashAttnBackend
-
-        return FlashAttnBackend
-    raise ConfigError(
-        f"attention_backend={name!r} is no attention backend; use 'auto', 'cpu', 'flash_attn', 'torch' or "
-        "'triton'"
-    )
-
-
-def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
+def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str:
     """The best backend that is installed, with a warning if it has never run on such a device."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
@@ -106,10 +93,9 @@ def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "aut
     if device.type != "cuda":
         return "torch"
     name = "triton" if find_spec("triton") else "torch"
-    if name in NEVER_RAN_ON_GPU:
-        logger.warning(
-            "attention_backend='auto' takes %r, which is tested on CPUs only and has not been run on a GPU "
-            "yet: compare its output with attention_backend='torch' on a CPU before you rely on it",
-            name,
-        )
+    logger.warning(
+        "attention_backend='auto' takes %r, which is tested on CPUs only and has not been run on a GPU "
+        "yet: compare its output with attention_backend='torch' on a CPU before you rely on it",
+        name,
+    )
     return name

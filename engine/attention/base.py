@@ -28,7 +28,6 @@ class AttentionMetadata:
 class KernelBackend(ABC):
     """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
 
-    One object serves all layers. What it keeps between steps is scratch memory, none of a step's values.
     name: as EngineConfig.attention_backend names it.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.

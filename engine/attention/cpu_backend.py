@@ -14,7 +14,7 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.cpu_kernels.shared_prefix import SharedPrefix, find_shared_prefixes
+from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
@@ -55,6 +55,7 @@ class CpuBackend(KernelBackend):
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
+    least_prefill = 2  # new tokens of a sequence; one alone is a decode, which has a kernel of its own
 
     @classmethod
     def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -147,17 +148,10 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """Split a step into shared prefixes, prefills and decodes."""
-        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
-        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 1)
-
-    def _prefixes(
-        self, step: CpuMetadata, group: int, block_size: int, *, shares: bool
-    ) -> tuple[list[SharedPrefix], NDArray[np.int64]]:
-        """What sequences share, and the first token of each that is not shared."""
+        """Split a step into what sequences share, prefills and decodes."""
         prefilling, lens = self._prefilling, step.query_lens
-        begins = np.zeros(len(lens), np.int64)
-        prefixes: list[SharedPrefix] = []
+        starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
+        prefixes = []
         if shares:
             prefixes = find_shared_prefixes(
                 step.block_tables,
@@ -169,37 +163,17 @@ class CpuBackend(KernelBackend):
             )
         for prefix in prefixes:
             begins[prefix.seqs] = prefix.num_tokens
-        return prefixes, begins
-
-    def _parts(
-        self,
-        step: CpuMetadata,
-        group: int,
-        prefixes: list[SharedPrefix],
-        begins: NDArray[np.int64],
-        *,
-        prefills: NDArray[np.bool_],
-    ) -> Parts:
-        """prefills: [seqs], those for the prefill kernel; of the others, those with a token decode."""
-        prefilling, lens = self._prefilling, step.query_lens
-        starts = np.cumsum(lens) - lens
-        decodes = np.flatnonzero((lens == 1) & ~prefills)
+        decodes = np.flatnonzero((lens == 1) & (lens < self.least_prefill))
         seen = step.context_lens[decodes] - begins[decodes]
         decodes = decodes[np.argsort(-seen, kind="stable")]
-        chosen = np.flatnonzero(prefills)
+        chosen = np.flatnonzero(lens >= self.least_prefill)
         of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
+        shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
+        of_decodes = (each[decodes] for each in (starts, step.context_lens, step.block_tables, begins))
         return Parts(
-            prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
-            if prefixes
-            else None,
+            shared,
             prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
-            self._decoding.DecodeRows(
-                torch.from_numpy(starts[decodes]),
-                torch.from_numpy(step.context_lens[decodes]),
-                torch.from_numpy(step.block_tables[decodes]),
-                torch.from_numpy(begins[decodes]),
-                int(seen.max(initial=0)),
-            ),
+            self._decoding.DecodeRows(*map(torch.from_numpy, of_decodes), int(seen.max(initial=0))),
         )
 
 
@@ -210,7 +184,4 @@ class DeterministicCpuBackend(CpuBackend):
     lane of its own; the decode kernel sums in another order.
     """
 
-    def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """The step by kind: what sequences share, and all else as if it were several new tokens."""
-        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
-        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 0)
+    least_prefill = 1

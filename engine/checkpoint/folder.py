@@ -23,27 +23,23 @@ def resolve_model(model: str) -> Path:
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
         return path
-    if _is_path(model):
-        raise _no_folder(model)
+    _refuse_path(model)
     return _fetch(model)
 
 
-def _is_path(model: str) -> bool:
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
-
-
-def _no_folder(model: str) -> ModelNotFound:
-    return ModelNotFound(
-        f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
-    )
+def _refuse_path(model: str) -> None:
+    """Raise ModelNotFound for what can be no hub id."""
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
+        raise ModelNotFound(
+            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
+        )
 
 
 def find_here(model: str) -> Path | None:
     """As resolve_model, but nothing is fetched: None for a hub's model that is not on this machine."""
     if Path(model).expanduser().is_dir():
         return resolve_model(model)
-    if _is_path(model):
-        raise _no_folder(model)
+    _refuse_path(model)
     from huggingface_hub import snapshot_download
 
     try:

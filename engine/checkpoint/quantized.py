@@ -1,8 +1,8 @@
 """Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), unpacked when a model reads them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +12,6 @@ from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
 
 AT_ONCE = 1 << 20  # weights, whose temporaries stay in the processor's cache
-
-
-class Codes(Protocol):
-    """A matrix [out, in] of small numbers."""
-
-    path: Path
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def part(self, *ranges: slice) -> Tensor:
-        """These rows and columns, all of them where no range is given."""
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -52,16 +40,19 @@ class QuantizedTensor(CheckpointTensor):
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
         self._num_scales = count_scales(self.shape, block)
 
-    def whole(self) -> Tensor:
-        """Unpack all of it, on the CPU. Raises DamagedWeights."""
-        return self.part()
-
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these rows and columns, on the CPU. Raises DamagedWeights."""
-        scale, zero_points = self._read_scale(), self._read_zero_points()
+        scale = self._scale.whole().float()
+        scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
+        zero_points = self._zero_points
+        if not isinstance(zero_points, int):
+            zeros = zero_points.part().float().reshape(self._num_scales)
         groups = [torch.arange(size) // block for size, block in zip(self.shape, self._block, strict=True)]
         if self._group_of_column is not None:
-            groups[1] = self._read_group_of_column(self._group_of_column)
+            groups[1] = self._group_of_column.whole().long()
+            if ((groups[1] < 0) | (groups[1] >= self._num_scales[1])).any():
+                problem = f"names other groups than the {self._num_scales[1]} that have scales"
+                raise _damaged(self._group_of_column, problem)
         for dim, part in enumerate(ranges):
             groups[dim] = groups[dim][part]
         codes = self._codes.part(*ranges).contiguous()
@@ -73,33 +64,12 @@ class QuantizedTensor(CheckpointTensor):
             # by way of float16 it is exact, and several times faster than straight to float32
             some.copy_(piece.half() if piece.dtype == torch.float8_e4m3fn else piece)
             rows = groups[0][first : first + step]
-            some -= zero_points if isinstance(zero_points, int) else _spread(zero_points, rows, groups[1])
-            factor = _spread(scale, rows, groups[1])
-            if not factor.all() and ((factor == 0) & (some != 0)).any():
-                # Whoever quantized a weight that was not 0 has divided by its scale.
-                raise _damaged(self._scale, "holds scales of 0 for weights that are not")
-            some *= factor
+            some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
+            some *= _spread(scale, rows, groups[1])
             if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
-                raise _damaged(self, "has weights that are NaN or infinite")
+                damaged = self if scale.isfinite().all() else self._scale
+                raise _damaged(damaged, "has numbers that are NaN or infinite")
         return unpacked
-
-    def _read_scale(self) -> Tensor:
-        scale = self._scale.whole().float()
-        if not scale.isfinite().all():
-            raise _damaged(self._scale, "holds scales that are NaN or infinite")
-        if (scale < 0).any():
-            raise _damaged(self._scale, "holds scales below 0")
-        return scale.t() if self._transposed else scale.reshape(self._num_scales)
-
-    def _read_zero_points(self) -> Tensor | int:
-        stored = self._zero_points
-        return stored if isinstance(stored, int) else stored.part().float().reshape(self._num_scales)
-
-    def _read_group_of_column(self, tensor: CheckpointTensor) -> Tensor:
-        groups = tensor.whole().long()
-        if ((groups < 0) | (groups >= self._num_scales[1])).any():
-            raise _damaged(tensor, f"names other groups than the {self._num_scales[1]} that have scales")
-        return groups
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
@@ -178,6 +148,8 @@ class PackedIntegers:
         return numbers.t() if self.transposed else numbers
 
 
+Codes = CheckpointTensor | PackedIntegers  # a matrix [out, in] of small numbers
+
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32
 
@@ -196,10 +168,6 @@ class Mxfp4Tensor(CheckpointTensor):
         experts, rows, groups, _ = blocks.shape
         self.shape = (experts, groups * BLOCK, rows)
 
-    def whole(self) -> Tensor:
-        """Unpack all of it, on the CPU. Raises DamagedWeights."""
-        return self.part()
-
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
         every = (slice(None),) * 3
@@ -215,10 +183,7 @@ class Mxfp4Tensor(CheckpointTensor):
         blocks, scales = self._blocks.part(*stored), self._scales.part(*stored)
         unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
         if not unpacked.isfinite().all():
-            raise DamagedWeights(
-                f"{self._scales.name!r} in {self._scales.path} holds scales that are NaN or too large; "
-                "fetch the file again"
-            )
+            raise _damaged(self._scales, "holds scales that are NaN or too large")
         return unpacked.narrow(1, columns.start - first * BLOCK, len(columns))
 
 
@@ -358,10 +323,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
-        raise DamagedWeights(
-            f"{shape.name!r} in {shape.path} is {[rows, columns]}, which words of shape {list(words.shape)} "
-            f"in {words.name!r} are not; fetch the files again"
-        )
+        raise _damaged(shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not")
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
     if scheme.zero_points or parts.holds("weight_zero_point"):

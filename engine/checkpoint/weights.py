@@ -25,14 +25,11 @@ class CheckpointTensor:
 
     def whole(self) -> Tensor:
         """Read all of it, on the CPU."""
-        tensor: Tensor = self._file.get_tensor(self.name)
-        return tensor
+        return self.part()
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these ranges of the first dimensions, and all of the others, on the CPU."""
-        if not ranges:
-            return self.whole()
-        tensor: Tensor = self._slice[ranges]
+        tensor: Tensor = self._slice[ranges] if ranges else self._file.get_tensor(self.name)
         return tensor
 
     def read(self, dim: int, start: int, length: int) -> Tensor:
@@ -50,12 +47,8 @@ class TransposedTensor(CheckpointTensor):
         first, second, third = tensor.shape
         self.shape = (first, third, second)
 
-    def whole(self) -> Tensor:
-        """See CheckpointTensor."""
-        return self._tensor.whole().transpose(1, 2)
-
     def part(self, *ranges: slice) -> Tensor:
-        """See CheckpointTensor."""
+        """Read these ranges of the first dimensions, and all of the others, on the CPU."""
         first, second, third = (*ranges, slice(None), slice(None))[:3]
         return self._tensor.part(first, third, second).transpose(1, 2)
 

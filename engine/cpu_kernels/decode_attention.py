@@ -70,28 +70,11 @@ def decode_attention(
         head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype
     )
     kernel(
-        num_seqs * num_parts,
-        query,
-        key_cache,
-        value_cache,
-        out,
-        decode.rows,
-        decode.context_lens,
-        decode.block_tables,
-        decode.block_tables.shape[1],
-        decode.begins,
-        block_size,
-        num_kv_heads,
-        num_parts,
-        scratch,
-        most_seen,
-        scale,
-        window,
-        chunk,
-        0.0 if soft_cap is None else float(soft_cap),
-        0 if sinks is None else sinks,
-        0 if state is None else state,
-    )
+        num_seqs * num_parts, query, key_cache, value_cache, out, decode.rows, decode.context_lens,
+        decode.block_tables, decode.block_tables.shape[1], decode.begins, block_size, num_kv_heads, num_parts,
+        scratch, most_seen, scale, window, chunk, 0.0 if soft_cap is None else float(soft_cap),
+        0 if sinks is None else sinks, 0 if state is None else state,
+    )  # fmt: skip
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -163,17 +146,12 @@ def _kernel(
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         score_tokens(
-                            queries + head * head_bytes,
-                            tokens + kv_head * head_bytes,
-                            token_bytes,
+                            queries + head * head_bytes, tokens + kv_head * head_bytes, token_bytes,
                             min((i + 1) * block_size, context_len) - start,
                             ahead + kv_head * block_size * head_bytes,
-                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
-                            score_bytes,
-                            rows,
-                            head_dim,
-                            element,
-                        )
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
+                            rows, head_dim, element,
+                        )  # fmt: skip
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
@@ -207,17 +185,12 @@ def _kernel(
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         add_weighted(
-                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
-                            score_bytes,
-                            tokens + kv_head * head_bytes,
-                            token_bytes,
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
+                            tokens + kv_head * head_bytes, token_bytes,
                             min((i + 1) * block_size, context_len) - start,
-                            ahead + kv_head * block_size * head_bytes,
-                            sums + head * sum_bytes,
-                            rows,
-                            head_dim,
-                            element,
-                        )
+                            ahead + kv_head * block_size * head_bytes, sums + head * sum_bytes,
+                            rows, head_dim, element,
+                        )  # fmt: skip
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 output = carray(pointer_to(outputs + head * head_bytes, element), (head_dim,))

@@ -75,8 +75,10 @@ def tasks_of_prefixes(
     query_lens: NDArray[np.int64],
     context_lens: NDArray[np.int64],
     group: int,
-) -> PrefillTasks:
+) -> PrefillTasks | None:
     """Tasks for what sequences share: the queries of all of them over it. The arrays are of all sequences."""
+    if not prefixes:
+        return None
     parts = []
     num_rows = 0
     for prefix in prefixes:
@@ -130,32 +132,13 @@ def prefill_attention(
     query = query.contiguous()
     kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, query.dtype)
     kernel(
-        len(tasks.table) * num_kv_heads,
-        query,
-        key_cache,
-        value_cache,
-        out,
-        tasks.rows,
-        tasks.positions,
-        block_tables,
-        block_tables.shape[1],
-        tasks.table,
-        tasks.first,
-        tasks.count,
-        tasks.begin,
-        tasks.end,
-        block_size,
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)),
-        scale,
-        window or NO_LIMIT,
-        chunk or NO_LIMIT,
-        0.0 if soft_cap is None else float(soft_cap),
-        0 if sinks is None else sinks,
-        0 if state is None else state,
-        int(keeps_state),
-    )
+        len(tasks.table) * num_kv_heads, query, key_cache, value_cache, out, tasks.rows, tasks.positions,
+        block_tables, block_tables.shape[1], tasks.table, tasks.first, tasks.count, tasks.begin, tasks.end,
+        block_size, num_kv_heads, num_heads // num_kv_heads,
+        torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)), scale,
+        window or NO_LIMIT, chunk or NO_LIMIT, 0.0 if soft_cap is None else float(soft_cap),
+        0 if sinks is None else sinks, 0 if state is None else state, int(keeps_state),
+    )  # fmt: skip
 
 
 def _scratch_floats(head_dim: int) -> int:

@@ -242,69 +242,29 @@ def choose_token_kernel(
             if (top_k > 0) & (top_k < VOCAB):
                 goal = top_k.to(tl.int64)
                 key, above = find_threshold(
-                    row_ptr,
-                    maxima_ptr,
-                    highest_key,
-                    highest,
-                    rate,
-                    least,
-                    goal,
-                    True,
-                    VOCAB,
-                    TILES,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, True,
+                    VOCAB, TILES, TILE, SPARE,
+                )  # fmt: skip
                 last_id = last_id_of_equals(row_ptr, maxima_ptr, key, goal - above, VOCAB, TILES, TILE, SPARE)
                 lowest = logit_of(key, SPARE)
             sums = sum_tiles(
-                row_ptr,
-                maxima_ptr,
-                highest,
-                rate,
-                least,
-                lowest,
-                last_id,
-                VOCAB,
-                TILES,
-                TILES_PAD,
-                TILE,
-                SPARE,
-            )
+                row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
+                VOCAB, TILES, TILES_PAD, TILE, SPARE,
+            )  # fmt: skip
             if top_p < 1:
                 goal = share(tl.sum(sums, 0), top_p)
                 key, above = find_threshold(
-                    row_ptr,
-                    maxima_ptr,
-                    highest_key,
-                    highest,
-                    rate,
-                    least,
-                    goal,
-                    False,
-                    VOCAB,
-                    TILES,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, False,
+                    VOCAB, TILES, TILE, SPARE,
+                )  # fmt: skip
                 lowest = logit_of(key, SPARE)
                 weight = weigh(lowest, highest, rate, least)
                 room = (goal - above + weight - 1) // weight
                 last_id = last_id_of_equals(row_ptr, maxima_ptr, key, room, VOCAB, TILES, TILE, SPARE)
                 sums = sum_tiles(
-                    row_ptr,
-                    maxima_ptr,
-                    highest,
-                    rate,
-                    least,
-                    lowest,
-                    last_id,
-                    VOCAB,
-                    TILES,
-                    TILES_PAD,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
+                VOCAB, TILES, TILES_PAD, TILE, SPARE,
+                )  # fmt: skip
             goal = target(
                 tl.sum(sums, 0), tl.load(seed_ptr + row), tl.load(position_ptr + row),
                 tl.load(sample_index_ptr + row),
