@@ -1,8 +1,4 @@
-"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen.
-
-A backend that has fused kernels brings those for norms, rotations and activations too (`layer_kernels`). What
-it can serve stands in its class (`check`); here stands which packages its module cannot be imported without.
-"""
+"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen."""
 
 from __future__ import annotations
 
@@ -40,9 +36,9 @@ def load_backend(
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: in what
-    keys and values are kept, as EngineConfig names it.  deterministic: one whose attention to a query has the
-    same bits whatever else is computed; raises NotDeterministic where there is none.
+    "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: as
+    EngineConfig has it.  deterministic: its attention to a query has the same bits whatever else is computed;
+    raises NotDeterministic where there is none.
     """
     if kv_cache_dtype != "auto" and name in NOT_FP8:  # before a package is asked for that would not help
         raise ConfigError(

@@ -55,10 +55,7 @@ class KernelBackend(ABC):
         """Compile what steps need and computing a step's logits does not call for. dtype: of the logits."""
 
     def refusal(self, features: AttentionFeatures) -> str | None:
-        """Why it cannot compute such an attention, as the end of a sentence about it; None if it can.
-
-        Ends with what to use instead.
-        """
+        """Why it cannot compute such an attention and what to use, as a sentence's end; None if it can."""
         if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
             return (
                 f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}; "
@@ -119,10 +116,7 @@ class KernelBackend(ABC):
         return edit_logits(logits, edits, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
-        """Choose a token for each row: see engine/sampling/sampler.py, which waits for the device.
-
-        chosen: [rows] int64, where they go, for a new tensor.
-        """
+        """Choose a token for each row, see engine/sampling/sampler.py; into `chosen`, [rows], if given."""
         found = sample(logits, rows)
         return found if chosen is None else chosen.copy_(found)
 
@@ -130,16 +124,16 @@ class KernelBackend(ABC):
 class CapturableBackend(KernelBackend):
     """A backend whose decode step may be recorded as a CUDA graph.
 
-    While one is recorded, its methods read no tensor's values on the host and start kernels on the current
-    stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
+    only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     """
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write what is new, before a step is replayed: see engine/attention/decode_state.py."""
+        """Write what is new, before a step is replayed."""
         write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
-        """Begin a decode step: see engine/attention/decode_state.py."""
+        """Begin a decode step."""
         advance(state)
 
     @abstractmethod
@@ -155,7 +149,7 @@ class CapturableBackend(KernelBackend):
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
         block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, a permutation: which
-        sequences should start first, the longest contexts for the shortest time; None: as they stand.
+        sequences should start first; None: as they stand.
         """
 
 

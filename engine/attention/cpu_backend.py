@@ -169,11 +169,12 @@ class CpuBackend(KernelBackend):
         chosen = np.flatnonzero(lens >= self.least_prefill)
         of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
-        of_decodes = (each[decodes] for each in (starts, step.context_lens, step.block_tables, begins))
+        of_decodes = (starts, step.context_lens, step.block_tables, begins)
+        rows, context_lens, tables, firsts = (torch.from_numpy(each[decodes]) for each in of_decodes)
         return Parts(
             shared,
             prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
-            self._decoding.DecodeRows(*map(torch.from_numpy, of_decodes), int(seen.max(initial=0))),
+            self._decoding.DecodeRows(rows, context_lens, tables, firsts, int(seen.max(initial=0))),
         )
 
 

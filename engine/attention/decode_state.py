@@ -49,10 +49,7 @@ class DecodeState:
 
 
 def advance(state: DecodeState) -> None:
-    """Begin a step: make its inputs of what the step before has left, and the next positions one more.
-
-    In plain torch, the reference of `engine.kernels.advance`.
-    """
+    """Begin a step in plain torch: make its inputs of what the step before has left."""
     is_real = state.next_positions != PADDING
     position = state.next_positions.clamp(min=0)
     blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
@@ -97,10 +94,7 @@ class RowWrites(NamedTuple):
 
 
 def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-    """Write what there is to write. sampled: [rows] int64, which `sampled_at` counts; it may lie in `memory`.
-
-    In plain torch, the reference of `engine.kernels.row_writes`; on a GPU the host waits for it.
-    """
+    """Write what there is to write, in plain torch. sampled: [rows] int64, which may lie in `memory`."""
     uploaded = upload(writes, memory.wide.device)
     rows, wide, narrow, sampled_at, table_places, block_ids, order = uploaded
     memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)

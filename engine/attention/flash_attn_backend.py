@@ -39,7 +39,6 @@ class FlashPrefills:
     """Sequences with more new tokens than one, in row order.
 
     rows: [queries] int32.  query_starts, context_starts: [seqs + 1] int32, cumulative lengths.
-    block_tables: [seqs, blocks] int32.
     """
 
     rows: Tensor

@@ -31,9 +31,8 @@ class LayerKVCache(NamedTuple):
     scales: Scales | None = None
 
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Store the new tokens' keys and values.
+        """Store new keys and values, [tokens, kv_heads, head_dim] each.
 
-        keys, values: [tokens, kv_heads, head_dim].
         slot_mapping: [tokens] int64, block_id * block_size + offset, each at most once.
         """
         if self.scales is not None:
@@ -66,10 +65,7 @@ class KVCache:
         self._groups = _alike(self.pool, shapes)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the keys and values of some slots to others, in all layers.
-
-        sources, targets: [slots] int64, block_id * block_size + offset; no slot is in both.
-        """
+        """Copy slots to others in all layers. sources, targets: [slots] int64; no slot is in both."""
         for group in self._groups:
             group.index_copy_(1, targets, group.index_select(1, sources))
 
@@ -77,7 +73,7 @@ class KVCache:
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Views of the pool, of layers of one shape in a row: [2 * layers, slots, numbers of a slot] each.
 
-    Numbers of any type that can be copied: FP8 cannot, and wide ones take less time.
+    Numbers are as wide as may be: FP8 cannot be copied.
     """
     views, start = [], 0
     for shape, layers in groupby(shapes):
@@ -102,9 +98,7 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
 def measure_scales(cache: KVCache) -> list[Scales]:
     """Scales of each layer by the largest key and value that this cache, not of FP8, holds of each head.
 
-    An eighth of what FP8 reaches is for those: others may be eight times as large. That costs nothing but
-    among the smallest, as FP8 numbers are floating ones: a head's number below 1/3600 of its largest is
-    rounded more coarsely. Raises ConfigError for numbers that are not finite.
+    Others may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
     """
     return [(_measure(layer.keys), _measure(layer.values)) for layer in cache.layers]
 

@@ -35,10 +35,10 @@ class ExpertKernels:
 class NormRotateAndStore(Protocol):
     """What lies between the merged projection and attention.
 
-    Each head of queries and keys is normalised if there are norms, then rotated; keys and values go to their
-    slots of the cache, the queries are returned, contiguous. Cosines and sines may be narrower than a head,
-    whose other numbers are not rotated then. A slot of -1 marks padding, of which nothing is stored.
-    Shapes are those of RotaryEmbedding and LayerKVCache.write; the norms' weights are [head_dim].
+    Each head of queries and keys is normalised if there are norms (weights [head_dim]), then rotated; keys
+    and values go to their slots of the cache, the queries are returned, contiguous. Cosines and sines, as
+    RotaryEmbedding gives them, may be narrower than a head, whose other numbers are not rotated then. A slot
+    of -1 marks padding, of which nothing is stored.
     """
 
     def __call__(
@@ -88,18 +88,17 @@ class LayerKernels:
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
     silu_and_mul(gate_up) -> silu(gate) * up.
-    rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
-    a backend has none of its own: plain torch then.
-    experts: for mixtures of them, None where a backend has none.  products: None likewise.
+    rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
+    experts, products: None where a backend has none.
     quantize_rows(x) -> as engine.layers.linear has it, None likewise.
-    Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
+    Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.
     """
 
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     norm_rotate_and_store: NormRotateAndStore
     silu_and_mul: Callable[[Tensor], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
-    gelu_and_mul: Callable[[Tensor], Tensor] | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    gelu_and_mul: Callable[[Tensor], Tensor]
     experts: ExpertKernels | None = None
     products: ProductKernels | None = None
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None

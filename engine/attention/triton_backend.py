@@ -186,11 +186,7 @@ class TritonBackend(CapturableBackend):
         return out
 
     def _counters(self, number: int) -> Tensor:
-        """At least so many zeros, which each launch leaves as zeros.
-
-        Graphs go on writing to those that they were recorded with, so none is ever freed; they are recorded
-        after a run of the same size, so that none is made while one is.
-        """
+        """At least so many zeros, which launches leave as zeros. None is freed: graphs go on using them."""
         if not self._arrived or len(self._arrived[-1]) < number:
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]
@@ -207,7 +203,7 @@ class TritonBackend(CapturableBackend):
 def upload_beside(
     own: Sequence[NDArray[np.integer]], beside: Sequence[NDArray[Any]], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A backend's own arrays, as int32, and others as they are, on the device by one transfer."""
+    """Upload a backend's own arrays, as int32, and others as they are, by one transfer."""
     narrow = [array.astype(np.int32, copy=False) for array in own]
     tensors = upload_aligned([*narrow, *beside], device)
     return tensors[: len(own)], tensors[len(own) :]

@@ -93,17 +93,14 @@ class ModelIdentity:
 def read_identity(
     folder: Path, dtype: str, chat_template: str | None = None, pooling: str | None = None
 ) -> ModelIdentity:
-    """Return the identity of a folder's model.
+    """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
     dtype: what it computes in, and whatever else is chosen for it and changes what it answers, in words.
     chat_template, pooling: the name of the one that is used, if it was chosen.
-    Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
-    chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
-    however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
-    evenly spaced, its first and last bytes among them: reading 70 GB would take minutes. So any other
-    training, merge, rounding or truncation is told apart; an edit of a few values in a large tensor may not
-    be.
-    Raises MissingWeights or another ConfigError for weights that no engine could load.
+    Two models have the same fingerprint when they have the same of these, the same TEXT_FILES byte by byte,
+    and the same tensors (name, type, shape and values), however those are divided into files. Of a tensor
+    beyond 64 KiB 16 samples of 4 KiB are read, evenly spaced: any other training, merge or rounding is told
+    apart, an edit of a few values may not be.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))

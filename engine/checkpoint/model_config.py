@@ -1,6 +1,7 @@
 """ModelConfig: what the engine reads out of a checkpoint's config.json and generation_config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -162,6 +163,19 @@ def read_json_value(path: Path) -> Any:
         raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def number(values: Mapping[str, Any], name: str) -> float:
+    """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
+    value = values[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
+    return float(value)
+
+
+def optional_number(values: Mapping[str, Any], name: str) -> float | None:
+    """The same, but it may be null or not there."""
+    return None if values.get(name) is None else number(values, name)
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

@@ -50,11 +50,9 @@ def decode_attention(
     """Attend to what each decode row's query sees of its context and write it to the same row of `out`.
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
-    kv_heads, head_dim] contiguous; all float32 or all bfloat16, of which sums and softmax are float32 and the
-    output is rounded once. A padding row gets zeros. Blocks before the first token that a query sees are not
-    read. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0 neither
-    window nor chunk.
-    state: of prefixes, as prefill_attention keeps it, sinks included; none if all begins are 0.
+    kv_heads, head_dim] contiguous; all float32 or all bfloat16. Sums and softmax are float32. A padding row
+    gets zeros. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0
+    neither window nor chunk.  state: of prefixes, as prefill_attention keeps it; None if all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape

@@ -5,7 +5,7 @@ dtype, except that norms' weights, cosines and sines may be float32 beside bfloa
 float32 and each result rounded once; a norm is of the sum as it is rounded. Results are contiguous.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -98,16 +98,6 @@ def norm_rotate_and_store(
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
-    return _gate(gate_up, gelu=False)
-
-
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu in its approximation by tanh. Shapes as for silu_and_mul."""
-    return _gate(gate_up, gelu=True)
-
-
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """As engine.layers.linear.quantize_rows, bit by bit. x: [tokens, dim], where rows may lie apart."""
     num_tokens, dim = x.shape
@@ -118,10 +108,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """silu(gate) * up, or gelu by tanh. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
     _gate_kernel(gelu, gate_up.dtype)(_num_tasks(num_tokens), num_tokens, gate_up, out, width // 2)
     return out
+
+
+silu_and_mul, gelu_and_mul = partial(_gate, gelu=False), partial(_gate, gelu=True)
 
 
 def _num_tasks(num_rows: int) -> int:

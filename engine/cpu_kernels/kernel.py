@@ -54,8 +54,7 @@ class Kernel:
     """A function compiled to machine code, run by torch's threads until its tasks are done.
 
     function(parameters) is compiled by Numba; parameters are int64 from FIRST_ARGUMENT on: a tensor's address
-    or an integer each, a float's bits (vectors.float_of). It takes tasks with `next_task` until that says -1.
-    The machine code is kept in the user's cache folder, where that can be written and by nobody else.
+    or an integer each, a float's bits. It takes tasks with `next_task` until that says -1.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:

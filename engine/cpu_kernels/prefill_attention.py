@@ -120,8 +120,7 @@ def prefill_attention(
 ) -> None:
     """Attend to what each task's queries see of its span, and write it to the same rows of `out`.
 
-    Shapes and dtypes as for decode_attention; sums and softmax are float32, and the output is rounded once.
-    A row has the same bits whatever rows are computed with it.
+    Shapes and dtypes as for decode_attention. A row has the same bits whatever rows are computed with it.
     state: of `state_shape`. With keeps_state it is written in place of `out`, otherwise a task whose span
     does not begin at 0 goes on from it; at a multiple of TILE that gives the same bits as in one go.
     """
@@ -215,8 +214,7 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
     """One task is LANES queries of one KV head, over all that they see, tile after tile.
 
     Matrices are kept transposed, a query in each lane of a vector: softmax then runs down the lanes, and
-    keys and values are used as they lie, one number multiplying all queries. Sums over a tile are kept in
-    registers; softmax is rescaled as its maximum grows. Source: arXiv:2205.14135.
+    keys and values are used as they lie. Source: arXiv:2205.14135.
     """
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)

@@ -62,10 +62,7 @@ def _scratch_words(vocab_size: int) -> int:
 
 @njit  # type: ignore[untyped-decorator]
 def _tile_of(row: Any, tile: Any, element: Any) -> Any:
-    """The logits of a tile. row: its address, vocabulary size.
-
-    Counted from 0, as an index of which Numba does not know that it is not negative keeps LLVM from vectors.
-    """
+    """The logits of a tile. row: its address, vocabulary size. Counted from 0, for LLVM to make vectors."""
     address, vocab = row
     first = tile * TILE
     return carray(row_pointer(address, first, 1, element), (min(TILE, vocab - first),))
@@ -123,11 +120,10 @@ def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
 ) -> Any:  # fmt: skip
-    """Add what stays of each range to ranges, or collect what stays of one.
+    """Add what stays of each range to ranges, or collect what stays of one; return the sum, or how many.
 
     What stays is tokens if `counts`, else weight. wanted: the range to collect, or -1.  found: ids, keys and
-    amounts of what is collected.  tile_of: the same of a tile, ranges in the place of ids.  Returns the sum,
-    or how many were collected.
+    amounts of what is collected.  tile_of: the same of a tile, ranges in the place of ids.
     """
     highest, rate, least = scale
     lowest, last_id = cut
@@ -159,10 +155,7 @@ def _sum_ranges(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
-    """The highest key with which the goal is reached, of those collected, and the token that reaches it.
-
-    above: what the ranges above have.
-    """
+    """The highest key with which the goal is reached, and the token that does. above: of the ranges above."""
     ids, keys, amounts = found
     low, high = np.int64(LOWEST_KEY), np.int64(INFINITY)
     while low < high:

@@ -1,21 +1,12 @@
 """The sampler: two launches for a batch of rows, whatever their parameters, and no wait for the device.
 
 The tokens are those of engine/sampling/sampler.py, which says what they mean: both sum the same integer
-weights, so no order of tiles or threads can move a choice. Greedy and drawn rows, with cuts and without, take
-their own ways inside the kernel, so that the pair can be recorded in a CUDA graph.
+weights, so no order of tiles or threads can move a choice. The pair can be recorded in a CUDA graph.
 
-How often a row of logits is read, the first time from memory, then from the second-level cache:
-
-    tile maxima                                    1
-    greedy                                         + 1 tile
-    drawn, also with min_p                         + 1 and 1 tile
-    drawn with top_k                               + 1 and 2 tiles, and up to 9 for its threshold
-    drawn with top_p                               + 2 and 2 tiles, and up to 9 for its threshold
-    drawn with both                                + 2 and 3 tiles, and up to 18
-
-A threshold is searched among the logits' bits: a pass over the row sums what lies above each of three, so it
-settles two bits, of 16 in 16-bit dtypes (float32 has 32: up to 17 in place of 9). Tiles whose highest logit
-lies below all three are not read again: where few tokens stay, most.
+A row of logits is read once for tile maxima, once more to be drawn, once more with top_p, and up to 9 times
+for the threshold of top_k or top_p, which is searched among the logits' bits: a pass over the row sums what
+lies above each of three, so it settles two bits, of 16 in 16-bit dtypes. Tiles whose highest logit lies below
+all three are not read again.
 """
 
 from __future__ import annotations
@@ -94,7 +85,7 @@ def find_threshold(
 ):  # fmt: skip
     """The highest key that, with all above it, has the goal, and what those above it have.
 
-    It has tokens if `is_count`, else weight. Where not even all have the goal, the key of minus infinity.
+    That is tokens if `is_count`, else weight. Where not even all have the goal: the key of minus infinity.
     """
     # below this all weights are 0; a step lower, as the sum is rounded
     lightest = ordered_key(highest + 1.01 * LOWEST_EXPONENT / rate, 0) - 1

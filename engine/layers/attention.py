@@ -9,7 +9,7 @@ from engine.errors import AttentionRefused
 
 
 class Attention(nn.Module):
-    """Attends to what is stored; the step's own keys and values first, so that a step shares its prefixes."""
+    """Attends to what is stored, the step's own keys and values among it."""
 
     def __init__(self, backend: KernelBackend, features: AttentionFeatures) -> None:
         """Raises AttentionRefused if the backend cannot compute such an attention."""
@@ -19,23 +19,6 @@ class Attention(nn.Module):
         self.backend = backend
         self.features = features
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch: ForwardBatch,
-        cache: LayerKVCache,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store keys and values, then attend.
-
-        query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim].
-        sinks: [heads] float32, see KernelBackend.forward.
-        """
-        self.store(key, value, batch, cache)
-        return self.attend(query, batch, cache, sinks)
-
     def store(self, key: Tensor, value: Tensor, batch: ForwardBatch, cache: LayerKVCache) -> None:
         """key, value: [tokens, kv_heads, dim], of the batch's tokens."""
         self.backend.store(key, value, cache, batch.slot_mapping)
@@ -43,5 +26,8 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, batch: ForwardBatch, cache: LayerKVCache, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend to a step's keys and values, which are stored already."""
+        """Attend to what is stored. query: [tokens, heads, dim] -> [tokens, heads * dim].
+
+        sinks: [heads] float32, see KernelBackend.forward.
+        """
         return self.backend.forward(query, cache, batch.attention, self.features, sinks).flatten(1)

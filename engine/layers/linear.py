@@ -56,10 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 def pack_weight(weight: nn.Parameter) -> nn.Parameter:
-    """Return the weight [out, in] as `linear` is fastest with it: packed, or as it is where that is no gain.
-
-    A packed parameter has the layout torch._mkldnn and its original's shape; `to_dense()` gives it back.
-    """
+    """Return the weight [out, in] as `linear` is fastest with it: packed by oneDNN, or as it is."""
     if weight.device.type != "cpu" or weight.dtype not in LARGEST_ERROR or not _can_pack(weight.dtype):
         return weight
     return nn.Parameter(_pack(weight.data), requires_grad=False)
@@ -80,31 +77,29 @@ def _pack(weight: Tensor) -> Tensor:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has the ops, which are not documented, and they agree with F.linear here.
-
-    In bfloat16 they are held against the float32 products of the same numbers.
-    """
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """Whether this torch has the ops, which are not documented, and they agree with float32 products here."""
+    if not _is_x86() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
         return False
     generator = torch.Generator().manual_seed(0)
-    shapes = ((7, 48), (40, 48), (40,))
-    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 48), (40, 48)))
     try:
-        packed = _pack(weight)
-        products = [linear(x[:rows], packed, bias) for rows in (0, 1, 7)]
+        product = linear(x, _pack(weight)).float()
     except (AttributeError, RuntimeError, TypeError) as error:
         problem = repr(error)
     else:
-        expected = F.linear(x.float(), weight.float(), bias.float())
         rtol, atol = LARGEST_ERROR[dtype]
-        if all(torch.allclose(p.float(), expected[: len(p)], rtol=rtol, atol=atol) for p in products):
+        if torch.allclose(product, F.linear(x.float(), weight.float()), rtol=rtol, atol=atol):
             return True
         problem = "they differ from torch's own linear layer"
     shown = str(dtype).removeprefix("torch.")
     logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %s", shown, problem)
     return False
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 LARGEST = 127
@@ -136,7 +131,7 @@ class Int8Product(nn.Module):
     """x W^T + b with W in int8, packed by oneDNN, and x quantized as it comes."""
 
     def __init__(self, weight: Tensor, quantize: QuantizeRows) -> None:
-        """weight: [out, in], float32 or bfloat16; not kept.  quantize: does what `quantize_rows` does."""
+        """weight: [out, in], float32 or bfloat16; not kept."""
         super().__init__()
         levels, scales = quantize_weight(weight)
         self.packed = nn.Parameter(torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False)
@@ -161,7 +156,7 @@ class Int8Product(nn.Module):
 def check_int8() -> None:
     """Raise ConfigError where this machine or this torch does not multiply int8 numbers as above."""
     told = "quantization='int8' cannot be used"
-    if platform.machine() not in ("x86_64", "AMD64") or FLAGS.isdisjoint(processor_flags()):
+    if not _is_x86() or FLAGS.isdisjoint(processor_flags()):
         raise ConfigError(
             f"{told}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; "
             "leave it out"
@@ -220,7 +215,7 @@ class ReplicatedLinear(WeightedModule):
 class ColumnParallelLinear(ReplicatedLinear):
     """Output features split over the ranks: x whole -> this rank's part of y.
 
-    rows: this rank's share of each matrix of the checkpoint that is stacked here, by shard name.
+    rows: this rank's share of each matrix over the same input that is stacked here, by shard name.
     """
 
     def __init__(self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype) -> None:
@@ -242,22 +237,6 @@ class ColumnParallelLinear(ReplicatedLinear):
                 fill(place, share.read(tensor, 0))
             start += share.length
             stacked += share.total
-
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers over the same input as one matrix; `out_features` by shard name."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: dict[str, int],
-        tp: TensorParallel,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        rows = {shard: tp.share(n, f"features of {shard}") for shard, n in out_features.items()}
-        super().__init__(in_features, rows, bias=bias, dtype=dtype)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

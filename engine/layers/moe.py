@@ -15,7 +15,7 @@ from engine.checkpoint.weights import CheckpointTensor, TransposedTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, WeightedModule, fill, linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.stream import ClampedSwigluAndMul, SiluAndMul
+from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,6 @@ EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight
 
 
 @dataclass(frozen=True)
-class ClampedSwiglu:
-    """The experts' activation where it is not silu(gate) * up: see ClampedSwigluAndMul."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
 class Experts:
     """What the experts of one layer are, and how a token chooses among them.
 
@@ -104,7 +96,7 @@ class Experts:
     normalised: a token's weights are made to sum to 1. Otherwise they are what the softmax over the scores of
         all experts gives to the chosen ones.
     bias: the router and every projection of the experts add one.
-    swiglu: the activation, None for silu(gate) * up.
+    swiglu: alpha and limit of ClampedSwigluAndMul, None for silu(gate) * up.
     interleaved: a checkpoint's tensors of all experts are [experts, in, out], with columns of gate and up in
         turns (gpt-oss); otherwise [experts, out, in], the rows of gate before those of up.
     """
@@ -114,15 +106,14 @@ class Experts:
     intermediate_size: int
     normalised: bool
     bias: bool = False
-    swiglu: ClampedSwiglu | None = None
+    swiglu: tuple[float, float] | None = None
     interleaved: bool = False
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """scores: [tokens, experts] -> weights, float32, and ids, int64, of the chosen: each [tokens, chosen].
 
-    The softmax is float32. It grows with the score, so both have the same highest ones; and softmax over all,
-    cut to the chosen and divided by their sum (Mixtral), is softmax over the chosen (gpt-oss).
+    Softmax over all, cut to the chosen and divided by their sum (Mixtral), is softmax over them (gpt-oss).
     """
     scores = scores.float()
     best, chosen = scores.topk(num_chosen, dim=-1)
@@ -161,12 +152,9 @@ class ExpertMLPs(WeightedModule):
         self.down_proj = parameter(hidden_size, self.columns.length)
         self.gate_up_proj_bias = parameter(rows) if experts.bias else None
         self.down_proj_bias = parameter(hidden_size) if experts.bias else None
-        swiglu = experts.swiglu
-        self.activation = (
-            SiluAndMul(kernels)
-            if swiglu is None
-            else ClampedSwigluAndMul(swiglu.alpha, swiglu.limit, kernels)
-        )
+        self.activation: nn.Module = GatedActivation("silu", kernels)
+        if experts.swiglu is not None:
+            self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x: [tokens, hidden]; weights and ids of experts: [tokens, chosen] -> [tokens, hidden].

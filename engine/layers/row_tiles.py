@@ -1,9 +1,8 @@
 """Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
 
-How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only, the last one filled
-up with zeros, each in memory of its own; and whether a row's bits depend on the tile or on the place in it is
-found out for every kind of product before one is used. Source of the idea: Thinking Machines Lab, "Defeating
-Nondeterminism in LLM Inference", 2025.
+How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only; whether a row's
+bits depend on the tile or on the place in it is found out before one is used. Source: Thinking Machines
+Lab, "Defeating Nondeterminism in LLM Inference", 2025.
 """
 
 from collections.abc import Callable, Iterator, Sequence

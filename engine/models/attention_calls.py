@@ -34,6 +34,7 @@ IDLE = frozenset(
     }
 )
 
+MaskSpan = tuple[int | None, int | None]  # window and chunk of a mask, as AttentionFeatures have them
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,14 +54,6 @@ class AttentionCall:
     mask: Tensor | None
     scaling: float | None
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class MaskSpan:
-    """How far a mask lets a query look back: as AttentionFeatures have it."""
-
-    window: int | None
-    chunk: int | None
 
 
 def answer(
@@ -84,10 +77,11 @@ def answer(
     return answers(call), None
 
 
-def describe_mask(mask_function: MaskFunction, device: torch.device) -> Tensor:
+def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """A mask for the recorded tokens, [1, 1, tokens, tokens], that says as `.span` how far it looks back.
 
-    Raises UnsupportedModel for a mask that is neither causal, nor a window, nor chunks.
+    What transformers calls for a mask. Raises UnsupportedModel for one that is neither causal, nor a window,
+    nor chunks.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -110,20 +104,8 @@ def describe_mask(mask_function: MaskFunction, device: torch.device) -> Tensor:
         window = FAR + 1 - start
     elif start:
         chunk = start - first_seen(start - 1)
-    mask.span = MaskSpan(window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
+    mask.span = (window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
-
-
-class CallRecorder:
-    """Answers with zeros and keeps the calls of one forward pass, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        self.calls.append(call)
-        _, heads, tokens, _ = call.query.shape
-        return call.value.new_zeros(1, tokens, heads, call.value.shape[-1])
 
 
 def features_of(call: AttentionCall) -> AttentionFeatures:
@@ -137,31 +119,31 @@ def features_of(call: AttentionCall) -> AttentionFeatures:
     if sinks is not None and sinks.shape != call.query.shape[1:2]:
         raise UnsupportedModel(f"its sinks are of shape {list(sinks.shape)}; one for each head is built")
     head_dim = call.query.shape[-1]
-    span = _span_of(call)
+    window, chunk = _span_of(call)
     return AttentionFeatures(
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
         head_dim=max(head_dim, call.value.shape[-1]),
         scale=head_dim**-0.5 if call.scaling is None else float(call.scaling),
-        window=span.window,
-        chunk=span.chunk,
+        window=window,
+        chunk=chunk,
         soft_cap=call.options.get("softcap"),
     )
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
     """The mask's own word, or the option's where the model changed the mask or made none."""
-    if (span := getattr(call.mask, "span", None)) is not None:
-        assert isinstance(span, MaskSpan)
+    span: MaskSpan | None = getattr(call.mask, "span", None)
+    if span is not None:
         return span
-    span = MaskSpan(call.options.get("sliding_window"), None)
+    window = call.options.get("sliding_window")
     if call.mask is not None:
         seen = call.mask if call.mask.dtype == torch.bool else call.mask == 0
         ones = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device)
-        expected = ones.tril() & ones.triu(1 - (span.window or len(ones)))
+        expected = ones.tril() & ones.triu(1 - (window or len(ones)))
         if seen.shape[-2:] != expected.shape or not (seen == expected).all():
             raise UnsupportedModel("it builds an attention mask or bias of its own")
-    return span
+    return window, None
 
 
 def _within(features: AttentionFeatures, max_positions: int) -> AttentionFeatures:
@@ -181,8 +163,7 @@ class PagedAttention:
     def __init__(
         self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
     ) -> None:
-        """max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
-        dtype: the model's, in which attention is computed whatever the cache keeps.
+        """max_positions: tokens that no sequence exceeds.  dtype: in which attention is computed.
 
         Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
         """
@@ -220,9 +201,9 @@ class PagedAttention:
         head_dim = layer.features.head_dim
         query, key, value = (_rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value))
         sinks = call.options.get("s_aux")
-        attended = layer(
-            query, key, value, batch, layer_cache, None if sinks is None else sinks.float().contiguous()
-        )
+        sinks = None if sinks is None else sinks.float().contiguous()
+        layer.store(key, value, batch, layer_cache)
+        attended = layer.attend(query, batch, layer_cache, sinks)
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

@@ -5,6 +5,7 @@ Imports neither torch nor transformers.
 
 import textwrap
 from collections.abc import Iterable
+from os.path import commonprefix
 from typing import NamedTuple
 
 from engine.checkpoint.text_part import ARCHITECTURES as WITH_IMAGES
@@ -154,5 +155,4 @@ def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
 
 def _alike(one: str, other: str) -> int:
     """Count the letters with which both begin."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return len(commonprefix([one, other]))  # noqa: RUF071 - letters are what is meant

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
-from engine.layers.moe import ClampedSwiglu, ExpertGroups, Experts, GroupedLinear, SparseMLP, choose_experts
+from engine.layers.moe import ExpertGroups, Experts, GroupedLinear, SparseMLP, choose_experts
 from engine.layers.parallel import TensorParallel
 from tests.engine.paged import DEVICE
 
@@ -24,7 +24,7 @@ VARIANTS = {
     "mixtral": NORMALISED,
     "qwen3_moe": NORMALISED,
     "qwen3_moe, not normalised": replace(NORMALISED, normalised=False),
-    "gpt_oss": replace(NORMALISED, bias=True, swiglu=ClampedSwiglu(1.702, 7.0), interleaved=True),
+    "gpt_oss": replace(NORMALISED, bias=True, swiglu=(1.702, 7.0), interleaved=True),
 }
 WAYS = ("one by one", "triton")
 

@@ -1,8 +1,6 @@
-"""Causal attention of whole prompts and of chunks of them over the paged cache.
+"""Causal attention of whole prompts and of chunks of them, the ends of their contexts, over the paged cache.
 
-The queries of a sequence are the end of its context: what a prefix hit or an earlier chunk left in the cache
-is read through the block table like the rest. Source: FlashAttention-2, arXiv:2307.08691, over the blocks of
-PagedAttention, arXiv:2309.06180.
+Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """
 
 from __future__ import annotations
