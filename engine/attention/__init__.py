@@ -16,9 +16,7 @@ BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
     "cpu": ("cpu_backend", "CpuBackend"),
     "triton": ("triton_backend", "TritonBackend"),
-    "flash_attn": ("flash_attn_backend", "FlashAttnBackend"),
 }
-NOT_FP8 = ("cpu", "flash_attn")  # keep keys and values in the queries' dtype only
 
 __all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
 
@@ -29,22 +27,16 @@ def load_backend(
     name: str,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    block_size: int = 16,
     kv_cache_dtype: str = "auto",
     *,
     deterministic: bool = False,
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: as
-    EngineConfig has it.  deterministic: its attention to a query has the same bits whatever else is computed;
+    "auto" is the best one for device and dtype. kv_cache_dtype: as EngineConfig has it.
+     deterministic: its attention to a query has the same bits whatever else is computed;
     raises NotDeterministic where there is none.
     """
-    if kv_cache_dtype != "auto" and name in NOT_FP8:  # before a package is asked for that would not help
-        raise ConfigError(
-            f"attention_backend={name!r} keeps keys and values in the model's dtype only, not in "
-            f"kv_cache_dtype={kv_cache_dtype!r}; use 'triton' or 'torch', or leave kv_cache_dtype out"
-        )
     chosen = _choose(device, dtype, kv_cache_dtype) if name == "auto" else name
     if deterministic and chosen != "cpu":
         raise NotDeterministic(
@@ -56,15 +48,15 @@ def load_backend(
     if chosen not in BACKENDS:
         known = ", ".join(map(repr, ("auto", *sorted(BACKENDS))))
         raise ConfigError(f"attention_backend={chosen!r} is no attention backend; use one of {known}")
-    if chosen in ("triton", "flash_attn") and find_spec("triton") is None:
+    if chosen == "triton" and find_spec("triton") is None:
         raise ConfigError(
-            f"attention_backend={chosen!r} needs the package triton, which is not installed here: "
+            "attention_backend='triton' needs the package triton, which is not installed here: "
             "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
         )
     module_name, class_name = BACKENDS[chosen]
     module = import_module(f"engine.attention.{module_name}")
     backend: type[KernelBackend] = getattr(module, class_name)
-    backend.check(device, dtype, block_size)
+    backend.check(device, dtype)
     if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
         raise ConfigError(
             f"attention_backend={chosen!r} cannot keep keys and values in "

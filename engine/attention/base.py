@@ -39,8 +39,8 @@ class KernelBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """Raise ConfigError unless it serves that device, dtype and number of tokens in a KV block."""
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ConfigError unless it serves that device and dtype."""
 
     @classmethod
     def fp8_problem(cls, device: torch.device) -> str | None:

@@ -74,7 +74,7 @@ class CpuBackend(KernelBackend):
         return None
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         if problem := cls.problem(device, dtype):
             raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
 
@@ -93,6 +93,10 @@ class CpuBackend(KernelBackend):
             elementwise.gelu_and_mul,
             quantize_rows=elementwise.quantize_rows,
         )
+
+    @classmethod
+    def fp8_problem(cls, device: torch.device) -> str | None:
+        return "it keeps them in the model's dtype only"
 
     def prepare(self, dtype: torch.dtype) -> None:
         self._sampler.compile_for(dtype)

@@ -55,7 +55,7 @@ class TorchBackend(KernelBackend):
     name = "torch"
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         """It serves whatever torch does."""
 
     def __init__(self, device: torch.device) -> None:

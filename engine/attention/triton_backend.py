@@ -59,14 +59,13 @@ class TritonBackend(CapturableBackend):
     max_head_dim = MAX_HEAD_DIM
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            capability = (properties.major, properties.minor)
+            name, capability = _device(device)
             if capability < MIN_CAPABILITY and not INTERPRETED:
                 raise ConfigError(
-                    f"attention_backend='triton' needs compute capability 8.0, {properties.name} has "
-                    f"{properties.major}.{properties.minor}; use 'torch'"
+                    f"attention_backend='triton' needs compute capability 8.0, {name} has "
+                    f"{capability[0]}.{capability[1]}; use 'torch'"
                 )
         elif not INTERPRETED:
             raise ConfigError(
@@ -78,11 +77,10 @@ class TritonBackend(CapturableBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         if device.type != "cuda" or INTERPRETED:
             return None
-        properties = torch.cuda.get_device_properties(device)
-        if (properties.major, properties.minor) >= FP8_CAPABILITY:
+        name, capability = _device(device)
+        if capability >= FP8_CAPABILITY:
             return None
-        found = f"{properties.name} has {properties.major}.{properties.minor}"
-        return f"that needs compute capability 8.9, {found}"
+        return f"that needs compute capability 8.9, {name} has {capability[0]}.{capability[1]}"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,9 +130,11 @@ class TritonBackend(CapturableBackend):
             starts[decodes], context_lens[decodes], block_tables[decodes],
             tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
         ]  # fmt: skip
-        (rows, lens, tables, *prefill_parts), tensors = upload_beside(own, beside, device)
+        narrow = [array.astype(np.int32, copy=False) for array in own]
+        uploaded = upload_aligned([*narrow, *beside], device)
+        rows, lens, tables, *prefill_parts = uploaded[: len(own)]
         decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
-        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), tensors
+        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), uploaded[len(own) :]
 
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
         fill_pending(token_ids, rows, sampled, places)
@@ -200,10 +200,7 @@ class TritonBackend(CapturableBackend):
         return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
 
 
-def upload_beside(
-    own: Sequence[NDArray[np.integer]], beside: Sequence[NDArray[Any]], device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Upload a backend's own arrays, as int32, and others as they are, by one transfer."""
-    narrow = [array.astype(np.int32, copy=False) for array in own]
-    tensors = upload_aligned([*narrow, *beside], device)
-    return tensors[: len(own)], tensors[len(own) :]
+def _device(device: torch.device) -> tuple[str, tuple[int, int]]:
+    """A GPU's name and its compute capability."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, (properties.major, properties.minor)

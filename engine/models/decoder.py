@@ -111,7 +111,6 @@ class DecoderAttention(WeightedModule):
                 scale=config.attention_scale,
                 window=layer.window,
                 soft_cap=config.attention_soft_cap,
-                has_sinks=config.flags.sinks,
             ),
         )
 

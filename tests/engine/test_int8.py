@@ -49,7 +49,7 @@ def test_each_row_is_rounded_by_its_own_scale(shape: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("shape", [(1, 1), (7, 48), (65, 257)])
 def test_the_compiled_kernel_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Also of rows that lie apart, of zeros, of halves between two levels, and of NaN and infinity."""
-    kernels = load_backend("cpu", torch.device("cpu"), dtype, 16).layer_kernels
+    kernels = load_backend("cpu", torch.device("cpu"), dtype).layer_kernels
     assert kernels is not None
     assert kernels.quantize_rows is not None
     x = torch.cat([uneven(*shape, dtype), uneven(*shape, dtype)], 1)[:, : shape[1]]

@@ -105,7 +105,7 @@ def test_fp8_is_refused_where_triton_cannot_compile_it(
     cuda = torch.device("cuda")
     assert isinstance(load_backend("triton", cuda, torch.bfloat16), TritonBackend)
     if serves:
-        load_backend("triton", cuda, torch.bfloat16, 16, "fp8_e4m3")
+        load_backend("triton", cuda, torch.bfloat16, "fp8_e4m3")
         return
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"):
-        load_backend("auto", cuda, torch.bfloat16, 16, "fp8_e4m3")
+        load_backend("auto", cuda, torch.bfloat16, "fp8_e4m3")
