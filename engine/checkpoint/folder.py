@@ -54,7 +54,7 @@ def list_weight_files(folder: Path) -> list[Path]:
         return [folder / WHOLE]  # before an index, as transformers does; other files are a second copy
     index = folder / INDEX
     if index.is_file():
-        names = _shard_names(index)
+        names = sorted(set(_read_places(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise MissingWeights(
@@ -72,21 +72,18 @@ def named_places(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index names it; {} where none is used. Raises ConfigError."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return {}
-    _shard_names(folder / INDEX)
-    places: dict[str, str] = read_json(folder / INDEX)["weight_map"]
-    return places
+    return _read_places(folder / INDEX)
 
 
-def _shard_names(index: Path) -> list[str]:
-    """The files that an index names, none of them in another folder. Raises ConfigError."""
-    weight_map = read_json(index).get("weight_map", {})
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
-    for name in names:
+def _read_places(index: Path) -> dict[str, str]:
+    """The file of each tensor, none in another folder. Raises ConfigError."""
+    places: dict[str, str] = read_json(index).get("weight_map", {})
+    for name in places.values() if isinstance(places, dict) else [places]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
                 f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}"
             )
-    return sorted(set(names))
+    return places
 
 
 def _fetch(model: str) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -87,7 +90,6 @@ def _damaged(tensor: CheckpointTensor, problem: str) -> DamagedWeights:
     return DamagedWeights(f"{tensor.name!r} in {tensor.path} {problem}; fetch the file again")
 
 
-EVERY = slice(None), slice(None)
 LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 
 
@@ -95,8 +97,7 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
     """words: [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim` -> uint8.
 
     The first number has the lowest bits. interleaved: as AWQ has it, the even ones of eight in the lower half
-    of a word and the odd ones in the upper. shift: 1 adds one to each number, as GPTQ's files subtract it:
-    from whole words, so that a number of 0 borrows from the next.
+    of a word. shift: 1 adds one to each number, as GPTQ's files subtract it: from whole words.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -111,41 +112,33 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
     return numbers
 
 
+@dataclass(frozen=True)
 class PackedIntegers:
-    """A matrix [rows, columns] of packed numbers; of the words no more are read than hold those asked for.
+    """A matrix [rows, columns] of packed numbers.
 
     words: as stored; with `transposed` they hold the matrix's transpose. dim: of the words, along which each
     word's numbers lie. shape: the matrix's, whose last words may have room for more.
     """
 
-    def __init__(
-        self,
-        words: CheckpointTensor,
-        shape: tuple[int, ...],
-        bits: int,
-        *,
-        dim: int,
-        transposed: bool,
-        interleaved: bool = False,
-        shift: int = 0,
-    ) -> None:
-        self.words, self.path, self.shape, self.bits = words, words.path, shape, bits
-        self.dim, self.transposed, self.interleaved, self.shift = dim, transposed, interleaved, shift
+    words: CheckpointTensor
+    shape: tuple[int, ...]
+    bits: int
+    dim: int
+    transposed: bool = False
+    interleaved: bool = False
+    shift: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.words.path
 
     def part(self, *ranges: slice) -> Tensor:
         """These rows and columns, uint8; all of them where no range is given."""
-        wanted = [range(total)[each] for each, total in zip((*ranges, *EVERY), self.shape, strict=False)]
-        if self.transposed:
-            wanted.reverse()
-        size = 32 // self.bits
-        along = wanted[self.dim]
-        first = along.start // size
-        stored = [slice(each.start, each.stop) for each in wanted]
-        stored[self.dim] = slice(first, -(-along.stop // size))
         numbers = unpack(
-            self.words.part(*stored), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
-        ).narrow(self.dim, along.start - first * size, len(along))
-        return numbers.t() if self.transposed else numbers
+            self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
+        )
+        numbers = numbers.t() if self.transposed else numbers
+        return numbers[: self.shape[0], : self.shape[1]][ranges]
 
 
 Codes = CheckpointTensor | PackedIntegers  # a matrix [out, in] of small numbers
@@ -170,21 +163,11 @@ class Mxfp4Tensor(CheckpointTensor):
 
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
-        every = (slice(None),) * 3
-        experts, columns, rows = (
-            range(n)[each] for each, n in zip((*ranges, *every), self.shape, strict=False)
-        )
-        first = columns.start // BLOCK
-        stored = (
-            slice(experts.start, experts.stop),
-            slice(rows.start, rows.stop),
-            slice(first, -(-columns.stop // BLOCK)),
-        )
-        blocks, scales = self._blocks.part(*stored), self._scales.part(*stored)
+        blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
         unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
         if not unpacked.isfinite().all():
             raise _damaged(self._scales, "holds scales that are NaN or too large")
-        return unpacked.narrow(1, columns.start - first * BLOCK, len(columns))
+        return unpacked[(slice(None), *ranges[1:])]
 
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -209,20 +192,7 @@ BESIDE = (
     "g_idx",
 )
 #: Of the activations and of the KV cache, which are not quantized here.
-PASSED_OVER = (
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "q_zero_point",
-    "k_zero_point",
-    "v_zero_point",
-    "kv_scale",
-)
+PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
 ONE_BYTE = ("F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -272,9 +242,8 @@ class Parts:
 def unpacked(
     tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None
 ) -> dict[str, CheckpointTensor]:
-    """The tensors by the names that they have in a checkpoint that is not quantized.
+    """The tensors of weights by the names that they have in a checkpoint that is not quantized.
 
-    What belongs to activations and to the KV cache, which are computed as in such a checkpoint, is left out.
     Raises MissingWeights or WeightMismatch for a part that is not there or is of another shape or dtype.
     """
     if quantization is None:
@@ -295,7 +264,7 @@ def unpacked(
                 )
             weights[f"{module}.weight"] = OPENERS[scheme.layout](Parts(tensors, module), scheme)
             taken |= {f"{module}.{each}" for each in (part, *BESIDE)}
-        elif part in PASSED_OVER:
+        elif PASSED_OVER.fullmatch(part):
             taken.add(name)
     return weights | {name: tensor for name, tensor in tensors.items() if name not in taken}
 
@@ -328,10 +297,10 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     zero_points: Codes | int = 1 << (scheme.bits - 1)
     if scheme.zero_points or parts.holds("weight_zero_point"):
         stored = parts.get("weight_zero_point", ("I32",), (-(-num_scales[0] // size), num_scales[1]))
-        zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0, transposed=False)
+        zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0)
     return QuantizedTensor(
         f"{parts.module}.weight",
-        PackedIntegers(words, (rows, columns), scheme.bits, dim=1, transposed=False),
+        PackedIntegers(words, (rows, columns), scheme.bits, dim=1),
         scheme.block,
         parts.get("weight_scale", FLOATS, num_scales),
         zero_points=zero_points,

@@ -39,26 +39,9 @@ class CheckpointTensor:
         return self.part(*[slice(None)] * dim, slice(start, start + length))
 
 
-class TransposedTensor(CheckpointTensor):
-    """A tensor of three dimensions, the last two in each other's place."""
-
-    def __init__(self, tensor: CheckpointTensor) -> None:
-        self._tensor, self.name, self.path, self.dtype = tensor, tensor.name, tensor.path, tensor.dtype
-        first, second, third = tensor.shape
-        self.shape = (first, third, second)
-
-    def part(self, *ranges: slice) -> Tensor:
-        """Read these ranges of the first dimensions, and all of the others, on the CPU."""
-        first, second, third = (*ranges, slice(None), slice(None))[:3]
-        return self._tensor.part(first, third, second).transpose(1, 2)
-
-
 @contextmanager
 def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, CheckpointTensor]]:
-    """The tensors of these safetensors files by name, to be read until the block ends.
-
-    Raises MissingWeights for a file that is damaged or ends too soon.
-    """
+    """The tensors of these files by name, to be read until the block ends. Raises MissingWeights."""
     with ExitStack() as stack:
         tensors = {}
         for path in files:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer_kernels import ChooseExperts, ExpertKernels, LayerKernels
-from engine.checkpoint.weights import CheckpointTensor, TransposedTensor
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, WeightedModule, fill, linear, pack_weight
 from engine.layers.parallel import TensorParallel
@@ -197,12 +197,13 @@ class ExpertMLPs(WeightedModule):
             fill(place[int(expert)].narrow(dim, start, self.columns.length), self.columns.read(tensor, dim))
             return
         shape = self._stored_shape(name)
-        if tensor.shape != shape and tensor.shape == (*shape[:1], *shape[:0:-1]) and len(shape) == 3:
-            tensor = TransposedTensor(tensor)  # as Qwen3-VL-MoE has them
-        if tensor.shape != shape:
+        turned = (*shape[:1], *shape[:0:-1])  # as gpt-oss and Qwen3-VL-MoE have matrices
+        if tensor.shape != (turned if self.experts.interleaved else shape) and tensor.shape != turned:
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
+        is_turned = self.experts.interleaved or tensor.shape != shape
         for i in range(self.experts.num_experts):  # one at a time: all of them together may be gigabytes
-            place[i].copy_(self._read_expert(name, tensor, i))
+            whole = tensor.part(slice(i, i + 1))[0]
+            place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
     def finish_loading(self) -> None:
         """Hand the weights to what multiplies by them."""
@@ -211,30 +212,18 @@ class ExpertMLPs(WeightedModule):
         del self.gate_up_proj, self.down_proj  # it may have packed them
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the checkpoint's tensor of all experts."""
+        """Return the shape of a tensor of all experts, its matrices [out, in]."""
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
         rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
-        if name.endswith("bias"):
-            return experts, rows
-        return (experts, columns, rows) if self.experts.interleaved else (experts, rows, columns)
+        return (experts, rows) if name.endswith("bias") else (experts, rows, columns)
 
-    def _read_expert(self, name: str, tensor: CheckpointTensor, expert: int) -> Tensor:
-        """One expert's part of a tensor of all of them, as parameter `name` has it."""
-        one, every, own = slice(expert, expert + 1), slice(None), self.columns
-        if name == "down_proj_bias":
-            return tensor.part(one)[0]
-        if name == "down_proj":
-            columns = slice(own.start, own.start + own.length)
-            if self.experts.interleaved:
-                return tensor.part(one, columns)[0].T
-            return tensor.part(one, every, columns)[0]
-        if self.experts.interleaved:
-            columns = slice(2 * own.start, 2 * (own.start + own.length))
-            ranges = (one, columns) if name.endswith("bias") else (one, every, columns)
-            in_turns = tensor.part(*ranges)[0].movedim(-1, 0)
-            return torch.cat((in_turns[::2], in_turns[1::2]))
-        starts = (own.start, own.total + own.start)
-        return torch.cat([tensor.part(one, slice(start, start + own.length))[0] for start in starts])
+    def _own_share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of one expert's matrix [out, in] or bias, as parameter `name` has it."""
+        own = slice(self.columns.start, self.columns.start + self.columns.length)
+        if name.startswith("gate_up"):
+            gate, up = (whole[::2], whole[1::2]) if self.experts.interleaved else whole.chunk(2)
+            return torch.cat((gate[own], up[own]))
+        return whole if name.endswith("bias") else whole[:, own]
 
 
 class SparseMLP(nn.Module):
@@ -252,7 +241,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
         fused = None if kernels is None else kernels.experts
-        self.choose: ChooseExperts = choose_experts if fused is None else fused.choose
+        self.choose = choose_experts if fused is None else fused.choose
         self.gate = ReplicatedLinear(hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype)
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
