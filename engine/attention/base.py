@@ -14,6 +14,7 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites, adv
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.errors import AttentionRefused
 from engine.kernels.upload import upload
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
@@ -54,14 +55,13 @@ class KernelBackend(ABC):
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
         """Compile what steps need and computing a step's logits does not call for. dtype: of the logits."""
 
-    def refusal(self, features: AttentionFeatures) -> str | None:
-        """Why it cannot compute such an attention and what to use, as a sentence's end; None if it can."""
+    def check_features(self, features: AttentionFeatures) -> None:
+        """Raise AttentionRefused unless it can compute such an attention."""
         if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
-            return (
-                f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}; "
-                "use attention_backend='torch'"
+            raise AttentionRefused(
+                f"attention_backend={self.name!r} takes heads of up to {self.max_head_dim} numbers, this "
+                f"model has {features.head_dim}; use attention_backend='torch'"
             )
-        return None
 
     @abstractmethod
     def build_metadata(

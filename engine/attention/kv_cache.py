@@ -100,18 +100,18 @@ def measure_scales(cache: KVCache) -> list[Scales]:
 
     Others may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
     """
-    return [(_measure(layer.keys), _measure(layer.values)) for layer in cache.layers]
 
+    def measure(pool: Tensor) -> Tensor:
+        largest = pool.float().abs().amax((0, 1, 3))
+        if not largest.isfinite().all():
+            raise ConfigError(
+                "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; "
+                "leave it out, or set dtype='bfloat16'"
+            )
+        exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
+        return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
-def _measure(pool: Tensor) -> Tensor:
-    largest = pool.float().abs().amax((0, 1, 3))
-    if not largest.isfinite().all():
-        raise ConfigError(
-            "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; leave it "
-            "out, or set dtype='bfloat16'"
-        )
-    exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
-    return torch.where(largest > 0, torch.exp2(exponents), 1.0)
+    return [(measure(layer.keys), measure(layer.values)) for layer in cache.layers]
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

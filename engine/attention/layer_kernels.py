@@ -10,23 +10,17 @@ from torch import Tensor
 from engine.attention.kv_cache import LayerKVCache
 
 
-class ChooseExperts(Protocol):
-    """choose_experts of engine/layers/moe.py."""
-
-    def __call__(self, scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class ExpertKernels:
     """One launch for each step of a mixture of experts, and no wait for the device.
 
-    choose: weights and ids of each token's experts.
+    choose(scores, num_chosen, normalised=) -> as choose_experts of engine/layers/moe.py.
     group(chosen, num_experts) -> the fields of ExpertGroups, in their order.
     product(x, weight, bias or None, ends) -> the experts' linear layers over rows sorted by expert.
     clamped_swiglu_and_mul(gate_up, alpha, limit) -> as ClampedSwigluAndMul.
     """
 
-    choose: ChooseExperts
+    choose: Callable[..., tuple[Tensor, Tensor]]
     group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor]
@@ -54,14 +48,6 @@ class NormRotateAndStore(Protocol):
     ) -> Tensor: ...
 
 
-class NormGate(Protocol):
-    """norm_gate of ProductKernels."""
-
-    def __call__(
-        self, x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class ProductKernels:
     """Linear layers with what stands around them in one launch each, for steps of few rows.
@@ -71,14 +57,14 @@ class ProductKernels:
 
     dtypes: of models that they serve.  serves(num_rows, weight) -> whether they pay for such a product.
     norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
-    norm_gate(the same, gelu) -> silu(gate) * up of such a product, or gelu by tanh.
+    norm_gate(the same, gelu=) -> silu(gate) * up of such a product, or gelu by tanh.
     linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
     """
 
     dtypes: Sequence[torch.dtype]
     serves: Callable[[int, Tensor], bool]
     norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    norm_gate: NormGate
+    norm_gate: Callable[..., Tensor]
     linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 
 

@@ -86,7 +86,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
     """Machine code of the function, from the cache or for it; without a cache that serves, anew.
 
     What is in the cache is run, so it is not read where another user may have written it, nor where it is not
-    what has been written: a loss of power, or a full disk, leaves files that unpickle and then crash.
+    what has been written, as after a loss of power.
     """
     root = cache_root()
     folder = root / _digest(function)

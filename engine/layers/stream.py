@@ -173,28 +173,22 @@ class StreamProducts:
         after.may_pack = before.may_pack = False
 
     def after_norm(
-        self, stream: Stream, norm: RMSNorm | None, linear: ReplicatedLinear
+        self,
+        stream: Stream,
+        norm: RMSNorm | None,
+        linear: ReplicatedLinear,
+        activation: GatedActivation | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (the product of the normalised stream, the stream)."""
+        """Return (the product of the normalised stream, with the activation if there is one; the stream)."""
         kernels = self._kernels_for(stream.total, linear)
         if kernels is None or norm is None or stream.squares is None:
             normed, total = stream.normed(norm)
-            return linear(normed), total
-        product = kernels.norm_linear(stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
-        return product, stream.total
-
-    def gate_after_norm(
-        self, stream: Stream, norm: RMSNorm | None, linear: ReplicatedLinear, activation: GatedActivation
-    ) -> tuple[Tensor, Tensor]:
-        """The same of a merged gate and up projection, with the activation of it."""
-        kernels = self._kernels_for(stream.total, linear)
-        if kernels is None or norm is None or stream.squares is None:
-            normed, total = stream.normed(norm)
-            return activation(linear(normed)), total
-        gated = kernels.norm_gate(
-            stream.total, stream.squares, norm.eps, linear.weight, linear.bias, gelu=activation.is_gelu
-        )
-        return gated, stream.total
+            product = linear(normed)
+            return product if activation is None else activation(product), total
+        given = (stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
+        if activation is None:
+            return kernels.norm_linear(*given), stream.total
+        return kernels.norm_gate(*given, gelu=activation.is_gelu), stream.total
 
     def add(self, x: Tensor, linear: ReplicatedLinear, norm: RMSNorm | None, total: Tensor) -> Stream:
         """The stream `total` with the product of x, which the norm normalises if there is one."""

@@ -11,7 +11,6 @@ from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.attention import Attention
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.linear import (
     ColumnParallelLinear,
@@ -102,17 +101,16 @@ class DecoderAttention(WeightedModule):
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
-        self.attention = Attention(
-            parts.backend,
-            AttentionFeatures(
-                self.qkv_proj.num_heads,
-                self.qkv_proj.num_kv_heads,
-                config.head_dim,
-                scale=config.attention_scale,
-                window=layer.window,
-                soft_cap=config.attention_soft_cap,
-            ),
+        self.backend = parts.backend
+        self.features = AttentionFeatures(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            window=layer.window,
+            soft_cap=config.attention_soft_cap,
         )
+        self.backend.check_features(self.features)
 
     def forward(
         self,
@@ -130,7 +128,7 @@ class DecoderAttention(WeightedModule):
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
         query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
-        attended = self.attention.attend(query, batch, cache, self.sinks)
+        attended = self.backend.forward(query, cache, batch.attention, self.features, self.sinks).flatten(1)
         if rows is not None:
             attended, total = attended[rows], total[rows]
         return self.products.add(attended, self.o_proj, norms.after, total)
@@ -157,7 +155,7 @@ class DecoderAttention(WeightedModule):
             )
         if each_head:
             query, key = self.q_norm(query), self.k_norm(key)
-        self.attention.store(apply_rotary(key, *rotation), value, batch, cache)
+        self.backend.store(apply_rotary(key, *rotation), value, cache, batch.slot_mapping)
         return apply_rotary(query, *rotation)
 
 
@@ -178,7 +176,7 @@ class DecoderMLP(nn.Module):
 
     def forward(self, stream: Stream, norms: NormPair) -> Stream:
         """The residual stream after the MLP."""
-        gated, total = self.products.gate_after_norm(stream, norms.before, self.gate_up_proj, self.activation)
+        gated, total = self.products.after_norm(stream, norms.before, self.gate_up_proj, self.activation)
         return self.products.add(gated, self.down_proj, norms.after, total)
 
 
@@ -285,7 +283,7 @@ class DecoderForCausalLM(CausalModel):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
-        self.attention_layers = [m.features for m in self.modules() if isinstance(m, Attention)]
+        self.attention_layers = [m.features for m in self.modules() if isinstance(m, DecoderAttention)]
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
 
     def tie_weights(self) -> None:

@@ -99,8 +99,7 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
 def split_by_plan(model: Any, tp: TensorParallel) -> None:
     """Keep this rank's share of each module that transformers' plan for the model splits.
 
-    Raises UnsupportedModel for a model without a plan and for kinds of split that are not built, ConfigError
-    for sizes that the ranks cannot share.
+    Raises UnsupportedModel without a plan and for kinds of split that are not built, or ConfigError.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if "rowwise" not in plan.values() and "rowwise_split_input" not in plan.values():

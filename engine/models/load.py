@@ -84,7 +84,7 @@ class ModelPath:
     reason: str
 
     def __str__(self) -> str:
-        """For a log: "runs ..."."""
+        """Return "runs ...", for a log."""
         return "runs natively" if self.decoder is not None else f"runs through transformers: {self.reason}"
 
 

@@ -47,8 +47,7 @@ def load_weights(
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
-    Of a tensor that is split over ranks, only this rank's share is read.  quantize_rows: how linear layers
-    quantize activations, each beside its own weight in int8; None for products in the model's dtype.
+    quantize_rows: how linear layers quantize activations, each beside its own weight in int8; None for none.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """

@@ -59,10 +59,9 @@ class TransformersModel(CausalModel):
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """What the body gives for all rows."""
-        with self._attention.serving(batch, cache):
-            output = self._body[0](
-                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
-            )
+        self._attention.begin(batch, cache)
+        ids, positions = batch.token_ids[None], batch.positions[None]
+        output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -266,7 +265,6 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
     attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
-    attention.take_places()
     pack_linears(model, called)
     compute, output_type = body.forward, type(output)
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
 
@@ -22,14 +20,12 @@ import pytest
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.scalars import pointer_to
 from engine.errors import ConfigError
-from engine.layers.attention import Attention
-from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
+from tests.engine.paged import attend_by, make_batch
 
 CPU = torch.device("cpu")
 
@@ -48,48 +44,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
-    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
-
-
-# a decode, a padding row, a whole prompt, a chunk behind a cached context
-decodes = st.integers(1, 300).map(lambda context: (1, context))
-padding = st.just((1, 0))
-prompts = st.integers(2, 150).map(lambda query: (query, query))
-chunks = st.tuples(st.integers(2, 100), st.integers(1, 100)).map(lambda pair: (pair[0], sum(pair)))
-sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=12)
-
-
-@both_dtypes
-@settings(max_examples=15, deadline=None)
-@given(sequences, st.sampled_from([4, 16, 32]), st.integers(1, 2), st.integers(0, 99))
-def test_random_steps_equal_float64(
-    backend: CpuBackend,
-    dtype: torch.dtype,
-    lens: list[tuple[int, int]],
-    block_size: int,
-    num_threads: int,
-    seed: int,
-) -> None:
-    """Any mix of decodes, padding, prompts and chunks in any order, on one thread and on two."""
-    torch.set_num_threads(num_threads)
-    try:
-        batch = make_batch(
-            [context for _, context in lens],
-            [query for query, _ in lens],
-            head_dim=32,
-            group=1,
-            block_size=block_size,
-            dtype=dtype,
-            seed=seed,
-        )
-        assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
-    finally:
-        torch.set_num_threads(1)
-
-
 @both_dtypes
 @pytest.mark.parametrize("features", [{}, {"window": 70}, {"has_sinks": True, "soft_cap": 1.5}], ids=str)
 def test_a_prompt_gets_the_same_bits_in_chunks(
@@ -97,7 +51,7 @@ def test_a_prompt_gets_the_same_bits_in_chunks(
 ) -> None:
     """Of 2 tokens and more, cut anywhere, and in other company."""
     whole = make_batch([150, 30], [150, 30], head_dim=32, group=3, dtype=dtype, **features)
-    together = attend(backend, whole)
+    together = attend_by(backend, whole)
     start = 0
     for end in (2, 39, 41, 128, 150):
         piece = replace(
@@ -107,7 +61,7 @@ def test_a_prompt_gets_the_same_bits_in_chunks(
             context_lens=np.array([end]),
             query_lens=np.array([end - start]),
         )
-        assert torch.equal(attend(backend, piece), together[start:end])
+        assert torch.equal(attend_by(backend, piece), together[start:end])
         start = end
 
 
@@ -163,7 +117,7 @@ def test_it_refuses_other_devices_and_larger_heads(backend: CpuBackend) -> None:
     with pytest.raises(ConfigError, match="does not run on device='cuda', set device='cpu'"):
         load_backend("cpu", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
-        Attention(backend, AttentionFeatures(2, 2, 320, 1.0))
+        backend.check_features(AttentionFeatures(2, 2, 320, 1.0))
 
 
 def test_machine_code_that_another_user_may_have_written_is_not_run(

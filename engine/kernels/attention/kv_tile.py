@@ -16,11 +16,9 @@ Cache = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
 MAX_HEAD_DIM = 256
 # Stages of the loops over tiles. Keys and values have two buffers each, because the block ids that their
-# places depend on come from the iteration before: looked up in the same one, they would take stages too, and
-# leave a single buffer, so that no copy overlaps the products (seen in code compiled for sm_90).
+# places depend on come from the iteration before (seen in code compiled for sm_90).
 NUM_STAGES = 3
-# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers. With twice the
-# tokens, which are converted in registers, those are enough for three programs of five.
+# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers.
 FP8_STAGES = 5
 # Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
 # Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.

@@ -134,11 +134,10 @@ def serves(num_rows: int, weight: Tensor) -> bool:
 
 
 def norm_linear(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """norm(x) W^T + b, the norm's weight folded into W.
+    """norm(x) W^T + b, [rows, out], the norm's weight folded into W.
 
     x: [rows, in], contiguous in the last dimension, at most MAX_ROWS rows.  squares: [rows, parts] float32,
-    contiguous, whose sums are those of the rows' squares.  weight: [out, in] and bias: [out], contiguous, all
-    in x's dtype.  Returns [rows, out].
+    contiguous, whose sums are those of the rows' squares.  weight: [out, in] and bias: [out], in x's dtype.
     """
     return _product(x, weight, bias, norm=(squares, eps))
 
