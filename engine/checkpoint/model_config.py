@@ -76,8 +76,7 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises ConfigError for an unreadable file or a value that no model can have, UnsupportedModel for weights
-    that are quantized in a way that is not built.
+    Raises ConfigError for an unreadable file or a value that no model can have, or UnsupportedModel.
     """
     path = folder / "config.json"
     config = read_json(path)

@@ -48,8 +48,7 @@ class Pooling:
 def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) -> Pooling | None:
     """How the checkpoint in a folder makes vectors; None if nothing says that it does.
 
-    wanted: a mode in place of what the files say, or where they say nothing.
-    Raises UnsupportedModel for what is not built, ConfigError for files that cannot be meant so.
+    wanted: a mode in place of what the files say.  Raises UnsupportedModel or another ConfigError.
     """
     if not (folder / MODULES).is_file():
         return None if wanted is None else Pooling((wanted,))

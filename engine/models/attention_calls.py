@@ -78,8 +78,7 @@ def answer(
 def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """A mask for the recorded tokens, [1, 1, tokens, tokens], that says as `.span` how far it looks back.
 
-    What transformers calls for a mask. Raises UnsupportedModel for one that is neither causal, nor a window,
-    nor chunks.
+    Raises UnsupportedModel for one that is neither causal, nor a window, nor chunks.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 

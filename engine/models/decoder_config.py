@@ -34,9 +34,9 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """What each layer has in place of an MLP; None for those with one, as all layers of dense models are.
+    """What each layer has in place of an MLP; None for those with one. known: the architecture's keys.
 
-    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError for what no layer can compute.
     """
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
@@ -79,7 +79,7 @@ SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the len
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
     """The rotation of all layers, or where the architecture has two, that of full and of sliding layers.
 
-    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError for what no layer can compute.
     """
     parameters = known["rope_scaling"] or known["rope_parameters"] or {}
     theta = number(known, "rope_theta")
