@@ -1,12 +1,9 @@
-"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen.
-
-A backend that has fused kernels brings those for norms, rotations and activations too (`layer_kernels`). What
-it can serve stands in its class (`check`); here stands which packages its module cannot be imported without.
-"""
+"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen."""
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -14,8 +11,12 @@ import torch
 from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
 from engine.errors import ConfigError, NotDeterministic
 
-NEVER_RAN_ON_GPU = ("torch", "triton")
-NOT_FP8 = ("cpu", "flash_attn")  # keep keys and values in the queries' dtype only
+#: Where each backend's class is.
+BACKENDS = {
+    "torch": ("torch_backend", "TorchBackend"),
+    "cpu": ("cpu_backend", "CpuBackend"),
+    "triton": ("triton_backend", "TritonBackend"),
+}
 
 __all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
 
@@ -26,22 +27,16 @@ def load_backend(
     name: str,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    block_size: int = 16,
     kv_cache_dtype: str = "auto",
     *,
     deterministic: bool = False,
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: in what
-    keys and values are kept, as EngineConfig names it.  deterministic: one whose attention to a query has the
-    same bits whatever else is computed; raises NotDeterministic where there is none.
+    "auto" is the best one for device and dtype. kv_cache_dtype: as EngineConfig has it.
+     deterministic: its attention to a query has the same bits whatever else is computed;
+    raises NotDeterministic where there is none.
     """
-    if kv_cache_dtype != "auto" and name in NOT_FP8:  # before a package is asked for that would not help
-        raise ConfigError(
-            f"attention_backend={name!r} keeps keys and values in the model's dtype only, not in "
-            f"kv_cache_dtype={kv_cache_dtype!r}; use 'triton' or 'torch', or leave kv_cache_dtype out"
-        )
     chosen = _choose(device, dtype, kv_cache_dtype) if name == "auto" else name
     if deterministic and chosen != "cpu":
         raise NotDeterministic(
@@ -50,49 +45,29 @@ def load_backend(
             f"{device.type}, whose sums depend on what is computed together; change that, or leave "
             "deterministic out"
         )
-    backend = _import_backend(chosen)
-    backend.check(device, dtype, block_size)
+    if chosen not in BACKENDS:
+        known = ", ".join(map(repr, ("auto", *sorted(BACKENDS))))
+        raise ConfigError(f"attention_backend={chosen!r} is no attention backend; use one of {known}")
+    if chosen == "triton" and find_spec("triton") is None:
+        raise ConfigError(
+            "attention_backend='triton' needs the package triton, which is not installed here: "
+            "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
+        )
+    module_name, class_name = BACKENDS[chosen]
+    module = import_module(f"engine.attention.{module_name}")
+    backend: type[KernelBackend] = getattr(module, class_name)
+    backend.check(device, dtype)
     if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
         raise ConfigError(
-            f"attention_backend={backend.name!r} cannot keep keys and values in "
+            f"attention_backend={chosen!r} cannot keep keys and values in "
             f"kv_cache_dtype={kv_cache_dtype!r}: {problem}; use 'torch', or leave kv_cache_dtype out"
         )
     if deterministic:
-        from engine.attention.cpu_backend import DeterministicCpuBackend
-
-        return DeterministicCpuBackend(device)
+        backend = module.DeterministicCpuBackend
     return backend(device)
 
 
-def _import_backend(name: str) -> type[KernelBackend]:
-    if name == "torch":
-        from engine.attention.torch_backend import TorchBackend
-
-        return TorchBackend
-    if name == "cpu":
-        from engine.attention.cpu_backend import CpuBackend
-
-        return CpuBackend
-    if name in ("triton", "flash_attn") and find_spec("triton") is None:
-        raise ConfigError(
-            f"attention_backend={name!r} needs the package triton, which is not installed here: "
-            "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
-        )
-    if name == "triton":
-        from engine.attention.triton_backend import TritonBackend
-
-        return TritonBackend
-    if name == "flash_attn":
-        from engine.attention.flash_attn_backend import FlashAttnBackend
-
-        return FlashAttnBackend
-    raise ConfigError(
-        f"attention_backend={name!r} is no attention backend; use 'auto', 'cpu', 'flash_attn', 'torch' or "
-        "'triton'"
-    )
-
-
-def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
+def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str:
     """The best backend that is installed, with a warning if it has never run on such a device."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
@@ -106,10 +81,9 @@ def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "aut
     if device.type != "cuda":
         return "torch"
     name = "triton" if find_spec("triton") else "torch"
-    if name in NEVER_RAN_ON_GPU:
-        logger.warning(
-            "attention_backend='auto' takes %r, which is tested on CPUs only and has not been run on a GPU "
-            "yet: compare its output with attention_backend='torch' on a CPU before you rely on it",
-            name,
-        )
+    logger.warning(
+        "attention_backend='auto' takes %r, which is tested on CPUs only and has not been run on a GPU "
+        "yet: compare its output with attention_backend='torch' on a CPU before you rely on it",
+        name,
+    )
     return name

@@ -14,6 +14,7 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites, adv
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.errors import AttentionRefused
 from engine.kernels.upload import upload
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
@@ -28,7 +29,6 @@ class AttentionMetadata:
 class KernelBackend(ABC):
     """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
 
-    One object serves all layers. What it keeps between steps is scratch memory, none of a step's values.
     name: as EngineConfig.attention_backend names it.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
@@ -40,8 +40,8 @@ class KernelBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """Raise ConfigError unless it serves that device, dtype and number of tokens in a KV block."""
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ConfigError unless it serves that device and dtype."""
 
     @classmethod
     def fp8_problem(cls, device: torch.device) -> str | None:
@@ -55,17 +55,13 @@ class KernelBackend(ABC):
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
         """Compile what steps need and computing a step's logits does not call for. dtype: of the logits."""
 
-    def refusal(self, features: AttentionFeatures) -> str | None:
-        """Why it cannot compute such an attention, as the end of a sentence about it; None if it can.
-
-        Ends with what to use instead.
-        """
+    def check_features(self, features: AttentionFeatures) -> None:
+        """Raise AttentionRefused unless it can compute such an attention."""
         if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
-            return (
-                f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}; "
-                "use attention_backend='torch'"
+            raise AttentionRefused(
+                f"attention_backend={self.name!r} takes heads of up to {self.max_head_dim} numbers, this "
+                f"model has {features.head_dim}; use attention_backend='torch'"
             )
-        return None
 
     @abstractmethod
     def build_metadata(
@@ -120,10 +116,7 @@ class KernelBackend(ABC):
         return edit_logits(logits, edits, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
-        """Choose a token for each row: see engine/sampling/sampler.py, which waits for the device.
-
-        chosen: [rows] int64, where they go, for a new tensor.
-        """
+        """Choose a token for each row, see engine/sampling/sampler.py; into `chosen`, [rows], if given."""
         found = sample(logits, rows)
         return found if chosen is None else chosen.copy_(found)
 
@@ -131,16 +124,16 @@ class KernelBackend(ABC):
 class CapturableBackend(KernelBackend):
     """A backend whose decode step may be recorded as a CUDA graph.
 
-    While one is recorded, its methods read no tensor's values on the host and start kernels on the current
-    stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
+    only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     """
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write what is new, before a step is replayed: see engine/attention/decode_state.py."""
+        """Write what is new, before a step is replayed."""
         write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
-        """Begin a decode step: see engine/attention/decode_state.py."""
+        """Begin a decode step."""
         advance(state)
 
     @abstractmethod
@@ -156,7 +149,7 @@ class CapturableBackend(KernelBackend):
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
         block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, a permutation: which
-        sequences should start first, the longest contexts for the shortest time; None: as they stand.
+        sequences should start first; None: as they stand.
         """
 
 

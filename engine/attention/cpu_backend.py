@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.cpu_kernels.shared_prefix import SharedPrefix, find_shared_prefixes
+from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
@@ -55,6 +55,7 @@ class CpuBackend(KernelBackend):
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
+    least_prefill = 2  # new tokens of a sequence; one alone is a decode, which has a kernel of its own
 
     @classmethod
     def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -73,7 +74,7 @@ class CpuBackend(KernelBackend):
         return None
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         if problem := cls.problem(device, dtype):
             raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
 
@@ -86,34 +87,22 @@ class CpuBackend(KernelBackend):
         self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
-            self.norm_rotate_and_store,
+            elementwise.norm_rotate_and_store,
             elementwise.silu_and_mul,
             elementwise.rms_norm,
             elementwise.gelu_and_mul,
             quantize_rows=elementwise.quantize_rows,
         )
 
+    @classmethod
+    def fp8_problem(cls, device: torch.device) -> str | None:
+        return "it keeps them in the model's dtype only"
+
     def prepare(self, dtype: torch.dtype) -> None:
         self._sampler.compile_for(dtype)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        self._elementwise.store_kv(keys, values, cache.keys, cache.values, slot_mapping)
-
-    def norm_rotate_and_store(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Normalise, rotate and store in one pass; see NormRotateAndStore."""
-        return self._elementwise.norm_rotate_and_store(
-            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
-        )
+        self._elementwise.store_kv(keys, values, cache, slot_mapping)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
@@ -127,16 +116,7 @@ class CpuBackend(KernelBackend):
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
-        found = self._sampler.choose_tokens(
-            logits,
-            rows.temperature,
-            rows.top_p,
-            rows.min_p,
-            rows.top_k,
-            rows.seed,
-            rows.sample_index,
-            rows.position,
-        )
+        found = self._sampler.choose_tokens(logits, list(vars(rows).values()))
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
@@ -159,14 +139,7 @@ class CpuBackend(KernelBackend):
         if (group, shares) not in metadata.parts:
             metadata.parts[group, shares] = self._split(metadata, group, cache.keys.shape[1], shares=shares)
         parts = metadata.parts[group, shares]
-        kind: dict[str, Any] = {
-            "scale": features.scale,
-            "window": features.window,
-            "chunk": features.chunk,
-            "soft_cap": features.soft_cap,
-            "sinks": sinks,
-            "state": None,
-        }
+        kind = features.options() | {"sinks": sinks, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:
@@ -179,17 +152,10 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """Split a step into shared prefixes, prefills and decodes."""
-        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
-        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 1)
-
-    def _prefixes(
-        self, step: CpuMetadata, group: int, block_size: int, *, shares: bool
-    ) -> tuple[list[SharedPrefix], NDArray[np.int64]]:
-        """What sequences share, and the first token of each that is not shared."""
+        """Split a step into what sequences share, prefills and decodes."""
         prefilling, lens = self._prefilling, step.query_lens
-        begins = np.zeros(len(lens), np.int64)
-        prefixes: list[SharedPrefix] = []
+        starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
+        prefixes = []
         if shares:
             prefixes = find_shared_prefixes(
                 step.block_tables,
@@ -201,37 +167,18 @@ class CpuBackend(KernelBackend):
             )
         for prefix in prefixes:
             begins[prefix.seqs] = prefix.num_tokens
-        return prefixes, begins
-
-    def _parts(
-        self,
-        step: CpuMetadata,
-        group: int,
-        prefixes: list[SharedPrefix],
-        begins: NDArray[np.int64],
-        *,
-        prefills: NDArray[np.bool_],
-    ) -> Parts:
-        """prefills: [seqs], those for the prefill kernel; of the others, those with a token decode."""
-        prefilling, lens = self._prefilling, step.query_lens
-        starts = np.cumsum(lens) - lens
-        decodes = np.flatnonzero((lens == 1) & ~prefills)
+        decodes = np.flatnonzero((lens == 1) & (lens < self.least_prefill))
         seen = step.context_lens[decodes] - begins[decodes]
         decodes = decodes[np.argsort(-seen, kind="stable")]
-        chosen = np.flatnonzero(prefills)
+        chosen = np.flatnonzero(lens >= self.least_prefill)
         of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
+        shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
+        of_decodes = (starts, step.context_lens, step.block_tables, begins)
+        rows, context_lens, tables, firsts = (torch.from_numpy(each[decodes]) for each in of_decodes)
         return Parts(
-            prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
-            if prefixes
-            else None,
+            shared,
             prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
-            self._decoding.DecodeRows(
-                torch.from_numpy(starts[decodes]),
-                torch.from_numpy(step.context_lens[decodes]),
-                torch.from_numpy(step.block_tables[decodes]),
-                torch.from_numpy(begins[decodes]),
-                int(seen.max(initial=0)),
-            ),
+            self._decoding.DecodeRows(rows, context_lens, tables, firsts, int(seen.max(initial=0))),
         )
 
 
@@ -242,7 +189,4 @@ class DeterministicCpuBackend(CpuBackend):
     lane of its own; the decode kernel sums in another order.
     """
 
-    def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """The step by kind: what sequences share, and all else as if it were several new tokens."""
-        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
-        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 0)
+    least_prefill = 1

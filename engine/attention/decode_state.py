@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,24 +41,15 @@ class DecodeState:
 
     def first(self, num_rows: int) -> DecodeState:
         """The first rows of it, in the same memory."""
-        return DecodeState(
-            self.next_token_ids[:num_rows],
-            self.next_positions[:num_rows],
-            self.block_tables[:num_rows],
-            SamplingRows(*(getattr(self.sampling, each.name)[:num_rows] for each in fields(SamplingRows))),
-            self.token_ids[:num_rows],
-            self.positions[:num_rows],
-            self.slot_mapping[:num_rows],
-            self.context_lens[:num_rows],
-            self.block_size,
-        )
+        cut: dict[str, Any] = {
+            name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)
+        }
+        sampling = SamplingRows(*(each[:num_rows] for each in vars(self.sampling).values()))
+        return replace(self, **cut, sampling=sampling)
 
 
 def advance(state: DecodeState) -> None:
-    """Begin a step: make its inputs of what the step before has left, and the next positions one more.
-
-    In plain torch, the reference of `engine.kernels.advance`.
-    """
+    """Begin a step in plain torch: make its inputs of what the step before has left."""
     is_real = state.next_positions != PADDING
     position = state.next_positions.clamp(min=0)
     blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
@@ -70,8 +62,7 @@ def advance(state: DecodeState) -> None:
     state.next_positions.add_(is_real)
 
 
-@dataclass(frozen=True)
-class RowMemory:
+class RowMemory(NamedTuple):
     """Where a decode batch's rows lie.
 
     wide: [columns, rows] int64, the next token first.  narrow: [columns, rows] int32.  Columns may have room
@@ -84,8 +75,7 @@ class RowMemory:
     order: Tensor
 
 
-@dataclass(frozen=True)
-class RowWrites:
+class RowWrites(NamedTuple):
     """Values, and their places.
 
     rows: [written] int64.  wide: [columns, written] int64 and narrow: [columns, written] int32, of those.
@@ -104,22 +94,9 @@ class RowWrites:
 
 
 def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-    """Write what there is to write. sampled: [rows] int64, which `sampled_at` counts; it may lie in `memory`.
-
-    In plain torch, the reference of `engine.kernels.row_writes`; on a GPU the host waits for it.
-    """
-    rows, wide, narrow, sampled_at, table_places, block_ids, order = upload(
-        [
-            writes.rows,
-            writes.wide,
-            writes.narrow,
-            writes.sampled_at,
-            writes.table_places,
-            writes.block_ids,
-            writes.order,
-        ],
-        memory.wide.device,
-    )
+    """Write what there is to write, in plain torch. sampled: [rows] int64, which may lie in `memory`."""
+    uploaded = upload(writes, memory.wide.device)
+    rows, wide, narrow, sampled_at, table_places, block_ids, order = uploaded
     memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)
     if len(order):
         memory.order.copy_(order)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ HEADROOM = 8.0
 Scales = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class LayerKVCache:
+class LayerKVCache(NamedTuple):
     """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim].
 
     scales: what the FP8 numbers of each head's keys and of its values are multiplied with, [kv_heads] float32
@@ -32,9 +31,8 @@ class LayerKVCache:
     scales: Scales | None = None
 
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Store the new tokens' keys and values.
+        """Store new keys and values, [tokens, kv_heads, head_dim] each.
 
-        keys, values: [tokens, kv_heads, head_dim].
         slot_mapping: [tokens] int64, block_id * block_size + offset, each at most once.
         """
         if self.scales is not None:
@@ -67,10 +65,7 @@ class KVCache:
         self._groups = _alike(self.pool, shapes)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the keys and values of some slots to others, in all layers.
-
-        sources, targets: [slots] int64, block_id * block_size + offset; no slot is in both.
-        """
+        """Copy slots to others in all layers. sources, targets: [slots] int64; no slot is in both."""
         for group in self._groups:
             group.index_copy_(1, targets, group.index_select(1, sources))
 
@@ -78,7 +73,7 @@ class KVCache:
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Views of the pool, of layers of one shape in a row: [2 * layers, slots, numbers of a slot] each.
 
-    Numbers of any type that can be copied: FP8 cannot, and wide ones take less time.
+    Numbers are as wide as may be: FP8 cannot be copied.
     """
     views, start = [], 0
     for shape, layers in groupby(shapes):
@@ -103,22 +98,20 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
 def measure_scales(cache: KVCache) -> list[Scales]:
     """Scales of each layer by the largest key and value that this cache, not of FP8, holds of each head.
 
-    An eighth of what FP8 reaches is for those: others may be eight times as large. That costs nothing but
-    among the smallest, as FP8 numbers are floating ones: a head's number below 1/3600 of its largest is
-    rounded more coarsely. Raises ConfigError for numbers that are not finite.
+    Others may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
     """
-    return [(_measure(layer.keys), _measure(layer.values)) for layer in cache.layers]
 
+    def measure(pool: Tensor) -> Tensor:
+        largest = pool.float().abs().amax((0, 1, 3))
+        if not largest.isfinite().all():
+            raise ConfigError(
+                "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; "
+                "leave it out, or set dtype='bfloat16'"
+            )
+        exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
+        return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
-def _measure(pool: Tensor) -> Tensor:
-    largest = pool.float().abs().amax((0, 1, 3))
-    if not largest.isfinite().all():
-        raise ConfigError(
-            "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; leave it "
-            "out, or set dtype='bfloat16'"
-        )
-    exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
-    return torch.where(largest > 0, torch.exp2(exponents), 1.0)
+    return [(measure(layer.keys), measure(layer.values)) for layer in cache.layers]
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

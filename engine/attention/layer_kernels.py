@@ -10,24 +10,18 @@ from torch import Tensor
 from engine.attention.kv_cache import LayerKVCache
 
 
-class ChooseExperts(Protocol):
-    """choose_experts of engine/layers/moe.py."""
-
-    def __call__(self, scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class ExpertKernels:
     """One launch for each step of a mixture of experts, and no wait for the device.
 
-    choose: weights and ids of each token's experts.
+    choose(scores, num_chosen, normalised=) -> as choose_experts of engine/layers/moe.py.
     group(chosen, num_experts) -> the fields of ExpertGroups, in their order.
     product(x, weight, bias or None, ends) -> the experts' linear layers over rows sorted by expert.
     clamped_swiglu_and_mul(gate_up, alpha, limit) -> as ClampedSwigluAndMul.
     """
 
-    choose: ChooseExperts
-    group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+    choose: Callable[..., tuple[Tensor, Tensor]]
+    group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor]
 
@@ -35,11 +29,10 @@ class ExpertKernels:
 class NormRotateAndStore(Protocol):
     """What lies between the merged projection and attention.
 
-    Each head of queries and keys is normalised if there are norms, then rotated; keys and values go to their
-    slots of the cache, the queries are returned, contiguous. Cosines and sines may be narrower than a head,
-    whose other numbers are not rotated then. A slot of -1 marks padding, of which nothing is stored.
-    Shapes are those of RotaryEmbedding and LayerKVCache.write; the norms' weights are [head_dim], or
-    [heads, head_dim] where each head has its own.
+    Each head of queries and keys is normalised if there are norms (weights [head_dim]), then rotated; keys
+    and values go to their slots of the cache, the queries are returned, contiguous. Cosines and sines, as
+    RotaryEmbedding gives them, may be narrower than a head, whose other numbers are not rotated then. A slot
+    of -1 marks padding, of which nothing is stored.
     """
 
     def __call__(
@@ -55,32 +48,6 @@ class NormRotateAndStore(Protocol):
     ) -> Tensor: ...
 
 
-class NormGate(Protocol):
-    """norm_gate of ProductKernels."""
-
-    def __call__(
-        self, x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool
-    ) -> Tensor: ...
-
-
-class ProjectHeads(Protocol):
-    """project_heads of ProductKernels."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class ProductKernels:
     """Linear layers with what stands around them in one launch each, for steps of few rows.
@@ -90,19 +57,15 @@ class ProductKernels:
 
     dtypes: of models that they serve.  serves(num_rows, weight) -> whether they pay for such a product.
     norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
-    norm_gate(the same, gelu) -> silu(gate) * up of such a product, or gelu by tanh.
+    norm_gate(the same, gelu=) -> silu(gate) * up of such a product, or gelu by tanh.
     linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
-    project_heads: norm_linear for the merged projection, and NormRotateAndStore of it with the same eps.
-    serves_heads(num_rows, head_dim, width of cosines and sines) -> whether it pays, where `serves` holds.
     """
 
     dtypes: Sequence[torch.dtype]
     serves: Callable[[int, Tensor], bool]
     norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    norm_gate: NormGate
+    norm_gate: Callable[..., Tensor]
     linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-    project_heads: ProjectHeads
-    serves_heads: Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)
@@ -111,18 +74,17 @@ class LayerKernels:
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
     silu_and_mul(gate_up) -> silu(gate) * up.
-    rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
-    a backend has none of its own: plain torch then.
-    experts: for mixtures of them, None where a backend has none.  products: None likewise.
+    rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
+    experts, products: None where a backend has none.
     quantize_rows(x) -> as engine.layers.linear has it, None likewise.
-    Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
+    Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.
     """
 
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     norm_rotate_and_store: NormRotateAndStore
     silu_and_mul: Callable[[Tensor], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
-    gelu_and_mul: Callable[[Tensor], Tensor] | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    gelu_and_mul: Callable[[Tensor], Tensor]
     experts: ExpertKernels | None = None
     products: ProductKernels | None = None
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None

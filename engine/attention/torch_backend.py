@@ -1,6 +1,7 @@
 """Reference backend: plain torch, one sequence at a time. Runs on every device."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,14 +13,34 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.spans import Spans, View
+
+# Of a sequence whose rows see less than their whole context, or whose scores are written out: more rows go
+# through more tokens that they cannot see, and their scores leave the caches (measured: 2 times slower).
+ROWS_AT_ONCE = 128
+SCORES_AT_ONCE = 1 << 22  # written out: 16 MiB
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows start:end of a step, the last of a context whose tokens are in these blocks."""
+
+    start: int
+    end: int
+    block_ids: Tensor
+    context_len: int
+
+    def pieces(self, num_rows: int) -> Iterator["Span"]:
+        """Cut the rows into spans of so many, each the end of its own, shorter context."""
+        for end in range(self.end, self.start, -num_rows):
+            start, context_len = max(self.start, end - num_rows), self.context_len - self.end + end
+            yield replace(self, start=start, end=end, context_len=context_len)
 
 
 @dataclass(frozen=True)
 class TorchMetadata(AttentionMetadata):
     """The step's sequences in row order."""
 
-    spans: Spans
+    spans: list[Span]
 
 
 class TorchBackend(KernelBackend):
@@ -34,7 +55,7 @@ class TorchBackend(KernelBackend):
     name = "torch"
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         """It serves whatever torch does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -43,8 +64,10 @@ class TorchBackend(KernelBackend):
     def build_metadata(
         self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
     ) -> TorchMetadata:
-        starts = np.cumsum(query_lens) - query_lens
-        return TorchMetadata(Spans(block_tables, context_lens, query_lens, starts, self._device))
+        tables = torch.from_numpy(block_tables).to(self._device)
+        ends = np.cumsum(query_lens)
+        starts = (ends - query_lens).tolist()
+        return TorchMetadata(list(map(Span, starts, ends.tolist(), tables, context_lens.tolist())))
 
     def forward(
         self,
@@ -56,39 +79,64 @@ class TorchBackend(KernelBackend):
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
         output = torch.empty_like(query)
-        attend_spans(query, cache, metadata.spans, output, features, sinks)
+        explicit = features.soft_cap is not None or sinks is not None
+        attend = partial(_attend_explicitly, sinks=sinks) if explicit else _attend
+        for span in metadata.spans:
+            for piece in _cut(span, features, explicit=explicit):
+                keys, values, mask = _seen(piece, cache, features, query.dtype, always_mask=explicit)
+                rows = slice(piece.start, piece.end)
+                output[rows] = attend(query[rows], keys, values, mask, features)
         return output
 
 
-def attend_spans(
-    query: Tensor,
-    cache: LayerKVCache,
-    spans: Spans,
-    output: Tensor,
-    features: AttentionFeatures,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attend to what each span's rows of the query see of its context; write the same rows of the output."""
-    explicit = features.soft_cap is not None or sinks is not None  # what torch's own attention does not know
-    attend = partial(_attend_explicitly, sinks=sinks) if explicit else _attend
-    for view in spans.views(features, cache.keys.shape[1], scores_written=explicit):
-        rows = query[view.start : view.end]
-        key_scales, value_scales = cache.scales or (None, None)
-        keys = _seen(cache.keys, view, key_scales, query.dtype)
-        values = _seen(cache.values, view, value_scales, query.dtype)
-        output[view.start : view.end] = attend(rows, keys, values, view.mask, features)
+def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator[Span]:
+    """Cut a span into what is computed at a time. explicit: all its scores are in memory then."""
+    if explicit:
+        num_rows = SCORES_AT_ONCE // (features.num_heads * span.context_len)
+        return span.pieces(max(1, min(ROWS_AT_ONCE, num_rows)))
+    sees_all = _first_seen(span.context_len - 1, features) == 0
+    return span.pieces(span.end - span.start if sees_all else ROWS_AT_ONCE)
 
 
-def _seen(pool: Tensor, view: View, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Gather the keys or values of a view: pool [blocks, size, kv_heads, dim] -> [kv_heads, seen, dim]."""
-    seen = pool.index_select(0, view.block_ids).flatten(0, 1)[view.first : view.last].transpose(0, 1)
-    return seen if scales is None else seen.to(dtype) * scales.to(dtype)[:, None, None]
+def _seen(
+    span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, *, always_mask: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values that the rows see, [kv_heads, seen, dim] each, and which row sees which of them.
+
+    The mask is [rows, seen] bool. None if there is one row, or, unless `always_mask`, if each sees the tokens
+    up to itself and the first row is the first of the tokens.
+    """
+    num_rows, end, block_size = span.end - span.start, span.context_len, cache.keys.shape[1]
+    first = _first_seen(end - num_rows, features)
+    skipped = first // block_size
+    blocks = span.block_ids[skipped : -(-end // block_size)]
+    within = slice(first - skipped * block_size, end - skipped * block_size)
+    seen = [pool.index_select(0, blocks).flatten(0, 1)[within].transpose(0, 1) for pool in cache[:2]]
+    if cache.scales is not None:
+        scales = (each.to(dtype)[:, None, None] for each in cache.scales)
+        seen = [each.to(dtype) * scale for each, scale in zip(seen, scales, strict=True)]
+    mask = None
+    if num_rows > 1 and (always_mask or num_rows < end or _first_seen(end - 1, features)):
+        rows = torch.arange(end - num_rows, end, device=blocks.device).unsqueeze(1)
+        tokens = torch.arange(first, end, device=blocks.device)
+        mask = tokens <= rows
+        if features.window is not None:
+            mask &= tokens > rows - features.window
+        if features.chunk is not None:
+            mask &= tokens >= rows // features.chunk * features.chunk
+    return seen[0], seen[1], mask
+
+
+def _first_seen(token: int, features: AttentionFeatures) -> int:
+    """The first token of its sequence that this one sees."""
+    first = 0 if features.window is None else max(0, token - features.window + 1)
+    return first if features.chunk is None else max(first, token // features.chunk * features.chunk)
 
 
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures
 ) -> Tensor:
-    """query [tokens, heads, dim]; keys, values [kv_heads, seen, dim]; mask as a view has it."""
+    """query [tokens, heads, dim]; keys, values and mask as `_seen` gives them."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         keys.unsqueeze(0),

@@ -26,10 +26,9 @@ from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.attention.rotary import norm_rotate_and_store
-from engine.kernels.logit_edits import Entries, edit_logits
+from engine.kernels.logit_edits import edit_logits
 from engine.kernels.pending import fill_pending
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
-from engine.kernels.products.fused_heads import project_heads, serves_heads
 from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_product import grouped_product
@@ -60,14 +59,13 @@ class TritonBackend(CapturableBackend):
     max_head_dim = MAX_HEAD_DIM
 
     @classmethod
-    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            capability = (properties.major, properties.minor)
+            name, capability = _device(device)
             if capability < MIN_CAPABILITY and not INTERPRETED:
                 raise ConfigError(
-                    f"attention_backend='triton' needs compute capability 8.0, {properties.name} has "
-                    f"{properties.major}.{properties.minor}; use 'torch'"
+                    f"attention_backend='triton' needs compute capability 8.0, {name} has "
+                    f"{capability[0]}.{capability[1]}; use 'torch'"
                 )
         elif not INTERPRETED:
             raise ConfigError(
@@ -79,11 +77,10 @@ class TritonBackend(CapturableBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         if device.type != "cuda" or INTERPRETED:
             return None
-        properties = torch.cuda.get_device_properties(device)
-        if (properties.major, properties.minor) >= FP8_CAPABILITY:
+        name, capability = _device(device)
+        if capability >= FP8_CAPABILITY:
             return None
-        found = f"{properties.name} has {properties.major}.{properties.minor}"
-        return f"that needs compute capability 8.9, {found}"
+        return f"that needs compute capability 8.9, {name} has {capability[0]}.{capability[1]}"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,34 +88,18 @@ class TritonBackend(CapturableBackend):
         self._arrived: list[Tensor] = []
         self.layer_kernels = LayerKernels(
             add_rms_norm,
-            self.norm_rotate_and_store,
+            norm_rotate_and_store,
             silu_and_mul,
             rms_norm,
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
-            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add, project_heads, serves_heads),
+            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
         )
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        store_kv(keys, values, cache.keys, cache.values, slot_mapping, cache.scales)
-
-    def norm_rotate_and_store(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Normalise, rotate and store in one launch; see NormRotateAndStore."""
-        return norm_rotate_and_store(
-            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping, cache.scales
-        )
+        store_kv(keys, values, cache, slot_mapping)
 
     def build_metadata(
         self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
@@ -149,9 +130,11 @@ class TritonBackend(CapturableBackend):
             starts[decodes], context_lens[decodes], block_tables[decodes],
             tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
         ]  # fmt: skip
-        (rows, lens, tables, *prefill_parts), tensors = upload_beside(own, beside, device)
+        narrow = [array.astype(np.int32, copy=False) for array in own]
+        uploaded = upload_aligned([*narrow, *beside], device)
+        rows, lens, tables, *prefill_parts = uploaded[: len(own)]
         decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
-        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), tensors
+        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), uploaded[len(own) :]
 
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
         fill_pending(token_ids, rows, sampled, places)
@@ -161,33 +144,14 @@ class TritonBackend(CapturableBackend):
         fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        write_rows(
-            memory.wide,
-            memory.narrow,
-            memory.block_tables,
-            memory.order,
-            sampled,
-            new_rows=writes.rows,
-            new_wide=writes.wide,
-            new_narrow=writes.narrow,
-            sampled_at=writes.sampled_at,
-            table_places=writes.table_places,
-            block_ids=writes.block_ids,
-            new_order=writes.order,
-        )
+        write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
+        outputs = state.token_ids, state.positions, state.slot_mapping, state.context_lens
         advance_rows(
-            state.next_token_ids,
-            state.next_positions,
-            state.block_tables,
-            state.token_ids,
-            state.positions,
-            state.slot_mapping,
-            state.context_lens,
-            state.sampling.position,
-            block_size=state.block_size,
-        )
+            state.next_token_ids, state.next_positions, state.block_tables,
+            (*outputs, state.sampling.position), block_size=state.block_size,
+        )  # fmt: skip
 
     def decode_metadata(
         self,
@@ -197,11 +161,8 @@ class TritonBackend(CapturableBackend):
         max_context_len: int,
         order: Tensor | None = None,
     ) -> AttentionMetadata:
-        none = rows[:0]
-        return TritonMetadata(
-            DecodeRows(rows, context_lens, block_tables, max_context_len, order),
-            PrefillTiles(none, none, none, none, none),
-        )
+        decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order)
+        return TritonMetadata(decode, PrefillTiles(*5 * [rows[:0]]))
 
     def forward(
         self,
@@ -214,74 +175,32 @@ class TritonBackend(CapturableBackend):
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
-        window, chunk = features.window, features.chunk
+        kind = features.options()
         if len(prefill.seqs):
-            prefill_attention(
-                query,
-                cache.keys,
-                cache.values,
-                prefill,
-                out,
-                scale=features.scale,
-                window=window,
-                chunk=chunk,
-                soft_cap=features.soft_cap,
-                sinks=sinks,
-                scales=cache.scales,
-            )
+            prefill_attention(query, cache, prefill, out, sinks=sinks, **kind)
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]
-            decode_attention(
-                query,
-                cache.keys,
-                cache.values,
-                decode,
-                self._counters(num_pairs),
-                out,
-                scale=features.scale,
-                num_programs=choose_num_programs(num_pairs, self._num_processors),
-                window=window,
-                chunk=chunk,
-                soft_cap=features.soft_cap,
-                sinks=sinks,
-                scales=cache.scales,
-            )
+            num_programs = choose_num_programs(num_pairs, self._num_processors)
+            arrived = self._counters(num_pairs)
+            decode_attention(query, cache, decode, arrived, out, num_programs, sinks=sinks, **kind)
         return out
 
     def _counters(self, number: int) -> Tensor:
-        """At least so many zeros, which each launch leaves as zeros.
-
-        Graphs go on writing to those that they were recorded with, so none is ever freed; they are recorded
-        after a run of the same size, so that none is made while one is.
-        """
+        """At least so many zeros, which launches leave as zeros. None is freed: graphs go on using them."""
         if not self._arrived or len(self._arrived[-1]) < number:
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit, by one transfer and one launch."""
-        entries = Entries(*(getattr(edits, name) for name in Entries._fields))
-        return edit_logits(logits, edits.rows, entries, sampled)
+        return edit_logits(logits, edits, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens in two launches, which a graph may record: the host never waits."""
-        return choose_tokens(
-            logits,
-            rows.temperature,
-            rows.top_p,
-            rows.min_p,
-            rows.top_k,
-            rows.seed,
-            rows.sample_index,
-            rows.position,
-            chosen=chosen,
-        )
+        return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
 
 
-def upload_beside(
-    own: Sequence[NDArray[np.integer]], beside: Sequence[NDArray[Any]], device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
-    """A backend's own arrays, as int32, and others as they are, on the device by one transfer."""
-    narrow = [array.astype(np.int32, copy=False) for array in own]
-    tensors = upload_aligned([*narrow, *beside], device)
-    return tensors[: len(own)], tensors[len(own) :]
+def _device(device: torch.device) -> tuple[str, tuple[int, int]]:
+    """A GPU's name and its compute capability."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, (properties.major, properties.minor)

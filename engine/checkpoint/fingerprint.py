@@ -11,13 +11,12 @@ from typing import BinaryIO
 from engine.checkpoint.folder import list_weight_files
 from engine.errors import MissingWeights
 
-#: No checkpoint's header is as large; a file that claims one is none.
-MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 100 << 20  # no checkpoint's is as large
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """dtype: as safetensors names it. start, end: bytes from the file's beginning, the end not included."""
+    """A tensor of a file. dtype: as safetensors names it. start, end: bytes from the file's beginning."""
 
     name: str
     dtype: str
@@ -27,36 +26,26 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Its numbers."""
+        """Count its numbers."""
         return prod(self.shape)
-
-
-def read_header(file: BinaryIO) -> list[TensorEntry]:
-    """Return the tensors of an open file, in the header's order.
-
-    Raises ValueError, KeyError, TypeError or AttributeError for what is no header.
-    """
-    size = int.from_bytes(file.read(8), "little")
-    if size > MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {size} bytes")
-    entries = []
-    for name, entry in json.loads(file.read(size)).items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            entries.append(
-                TensorEntry(name, entry["dtype"], entry["shape"], 8 + size + start, 8 + size + end)
-            )
-    return entries
 
 
 def check_file(path: Path) -> list[TensorEntry]:
     """Return the tensors of a file that is as long as its header says. Raises MissingWeights."""
     try:
         with path.open("rb") as file:
-            entries = read_header(file)
-        size, wanted = path.stat().st_size, max((each.end for each in entries), default=0)
-        if size < wanted:
-            raise ValueError(f"it has {size} bytes, and its header names {wanted}")
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(file.read(size))
+        entries = [
+            TensorEntry(name, each["dtype"], each["shape"], *(8 + size + at for at in each["data_offsets"]))
+            for name, each in header.items()
+            if name != "__metadata__"
+        ]
+        found, wanted = path.stat().st_size, max((each.end for each in entries), default=0)
+        if found < wanted:
+            raise ValueError(f"it has {found} bytes, and its header names {wanted}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
     return entries
@@ -104,17 +93,14 @@ class ModelIdentity:
 def read_identity(
     folder: Path, dtype: str, chat_template: str | None = None, pooling: str | None = None
 ) -> ModelIdentity:
-    """Return the identity of a folder's model.
+    """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
     dtype: what it computes in, and whatever else is chosen for it and changes what it answers, in words.
     chat_template, pooling: the name of the one that is used, if it was chosen.
-    Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
-    chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
-    however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
-    evenly spaced, its first and last bytes among them: reading 70 GB would take minutes. So any other
-    training, merge, rounding or truncation is told apart; an edit of a few values in a large tensor may not
-    be.
-    Raises MissingWeights or another ConfigError for weights that no engine could load.
+    Two models have the same fingerprint when they have the same of these, the same TEXT_FILES byte by byte,
+    and the same tensors (name, type, shape and values), however those are divided into files. Of a tensor
+    beyond 64 KiB 16 samples of 4 KiB are read, evenly spaced: any other training, merge or rounding is told
+    apart, an edit of a few values may not be.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
@@ -139,13 +125,11 @@ def _add(digest: blake2b, *fields: bytes) -> None:
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield what each tensor of a safetensors file is (name, type, shape), and a digest of its samples."""
-    try:
-        with path.open("rb") as file:
-            for entry in read_header(file):
-                description = json.dumps([entry.name, entry.dtype, entry.shape])
-                yield description, _digest_samples(file, entry.start, entry.end - entry.start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
+    entries = check_file(path)
+    with path.open("rb") as file:
+        for entry in entries:
+            description = json.dumps([entry.name, entry.dtype, entry.shape])
+            yield description, _digest_samples(file, entry.start, entry.end - entry.start)
 
 
 def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
@@ -157,8 +141,5 @@ def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
         offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]
     for offset in offsets:
         file.seek(start + offset)
-        content = file.read(sample)
-        if len(content) != sample:
-            raise ValueError(f"it ends {sample - len(content)} bytes too soon")
-        digest.update(content)
+        digest.update(file.read(sample))
     return digest.digest()

@@ -23,27 +23,23 @@ def resolve_model(model: str) -> Path:
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
         return path
-    if _is_path(model):
-        raise _no_folder(model)
+    _refuse_path(model)
     return _fetch(model)
 
 
-def _is_path(model: str) -> bool:
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
-
-
-def _no_folder(model: str) -> ModelNotFound:
-    return ModelNotFound(
-        f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
-    )
+def _refuse_path(model: str) -> None:
+    """Raise ModelNotFound for what can be no hub id."""
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
+        raise ModelNotFound(
+            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
+        )
 
 
 def find_here(model: str) -> Path | None:
     """As resolve_model, but nothing is fetched: None for a hub's model that is not on this machine."""
     if Path(model).expanduser().is_dir():
         return resolve_model(model)
-    if _is_path(model):
-        raise _no_folder(model)
+    _refuse_path(model)
     from huggingface_hub import snapshot_download
 
     try:
@@ -58,7 +54,7 @@ def list_weight_files(folder: Path) -> list[Path]:
         return [folder / WHOLE]  # before an index, as transformers does; other files are a second copy
     index = folder / INDEX
     if index.is_file():
-        names = _shard_names(index)
+        names = sorted(set(_read_places(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise MissingWeights(
@@ -76,21 +72,18 @@ def named_places(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index names it; {} where none is used. Raises ConfigError."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return {}
-    _shard_names(folder / INDEX)
-    places: dict[str, str] = read_json(folder / INDEX)["weight_map"]
-    return places
+    return _read_places(folder / INDEX)
 
 
-def _shard_names(index: Path) -> list[str]:
-    """The files that an index names, none of them in another folder. Raises ConfigError."""
-    weight_map = read_json(index).get("weight_map", {})
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
-    for name in names:
+def _read_places(index: Path) -> dict[str, str]:
+    """The file of each tensor, none in another folder. Raises ConfigError."""
+    places: dict[str, str] = read_json(index).get("weight_map", {})
+    for name in places.values() if isinstance(places, dict) else [places]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
                 f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}"
             )
-    return sorted(set(names))
+    return places
 
 
 def _fetch(model: str) -> Path:

@@ -1,6 +1,7 @@
 """ModelConfig: what the engine reads out of a checkpoint's config.json and generation_config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -75,8 +76,7 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises ConfigError for an unreadable file or a value that no model can have, UnsupportedModel for weights
-    that are quantized in a way that is not built.
+    Raises ConfigError for an unreadable file or a value that no model can have, or UnsupportedModel.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -128,11 +128,11 @@ def _check_values(read: ModelConfig, path: Path) -> None:
     """Raise ConfigError unless every value is of its kind, and every size one that can be."""
     for field in fields(read):
         value = getattr(read, field.name)
-        if field.type == "int" and (type(value) is not int or not 0 < value < MAX_SIZE):
+        if field.type is int and (type(value) is not int or not 0 < value < MAX_SIZE):
             raise ConfigError(
                 f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}"
             )
-        if field.type == "str" and type(value) is not str:
+        if field.type is str and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:
         if type(token_id) is not int or not 0 <= token_id < read.vocab_size:
@@ -162,6 +162,19 @@ def read_json_value(path: Path) -> Any:
         raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def number(values: Mapping[str, Any], name: str) -> float:
+    """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
+    value = values[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
+    return float(value)
+
+
+def optional_number(values: Mapping[str, Any], name: str) -> float | None:
+    """The same, but it may be null or not there."""
+    return None if values.get(name) is None else number(values, name)
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

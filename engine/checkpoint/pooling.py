@@ -48,8 +48,7 @@ class Pooling:
 def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) -> Pooling | None:
     """How the checkpoint in a folder makes vectors; None if nothing says that it does.
 
-    wanted: a mode in place of what the files say, or where they say nothing.
-    Raises UnsupportedModel for what is not built, ConfigError for files that cannot be meant so.
+    wanted: a mode in place of what the files say.  Raises UnsupportedModel or another ConfigError.
     """
     if not (folder / MODULES).is_file():
         return None if wanted is None else Pooling((wanted,))
@@ -57,7 +56,11 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
     normalize = False
     for place, (kind, path) in enumerate(_modules(folder)):
         if kind == "Transformer" and place == 0:
-            _check_transformer_path(folder, path)
+            if path.strip("./"):
+                raise UnsupportedModel(
+                    f"{folder / MODULES} keeps its model in the folder {path!r}: move its files beside "
+                    f"{MODULES} and make that path empty"
+                )
         elif kind == "Pooling" and place == 1:
             modes = _read_modes(folder / path / "config.json", model.hidden_size)
         elif kind == "Normalize" and modes is not None:
@@ -93,14 +96,6 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _check_transformer_path(folder: Path, path: str) -> None:
-    if path.strip("./"):
-        raise UnsupportedModel(
-            f"{folder / MODULES} keeps its model in the folder {path!r}: move its files beside {MODULES} and "
-            "make that path empty"
-        )
-
-
 def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
     values = read_json(path)
     modes = values.get("pooling_mode")
@@ -128,17 +123,13 @@ def _read_max_seq_length(folder: Path) -> int | None:
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
         )
     length = values.get("max_seq_length")
-    length = _tokenizers_length(folder) if length is None else length
-    if length is not None and (type(length) is not int or length < 1):
+    if length is None:  # the tokenizer's own file has a very large number for any
+        path = folder / "tokenizer_config.json"
+        length = read_json(path).get("model_max_length") if path.is_file() else None
+        return length if type(length) is int and length > 0 else None
+    if type(length) is not int or length < 1:
         raise ConfigError(f"{path}: max_seq_length must be a positive integer, got {brief(length)}")
     return length
-
-
-def _tokenizers_length(folder: Path) -> int | None:
-    """Tokens that a text has at most by the tokenizer's own file, which has a very large number for any."""
-    path = folder / "tokenizer_config.json"
-    length = read_json(path).get("model_max_length") if path.is_file() else None
-    return length if type(length) is int and length > 0 else None
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as brief  # short
 from typing import Any
 
@@ -32,7 +32,6 @@ class Scheme:
     block: the (rows, columns) of weights that share a scale, None for all there are.
     zero_points: whether each scale must have a zero point beside it. zero_shift: added to those as stored.
     column_groups: whether the file must say of each column which scale is its own.
-    scale_name: of a plain weight's scale, by which one that is missing is named.
     targets: the modules, as compressed-tensors writes them: names, "re:" patterns, names of classes.
     """
 
@@ -63,11 +62,11 @@ class Quantization:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """How this module, quantized in the files, keeps its weight: by its name, a pattern, or its class."""
-        for fits in (lambda target: target == module, lambda target: _matches(target, module), _is_class):
-            for scheme in self.schemes:
-                if any(fits(target) for target in scheme.targets):
-                    return scheme
-        return None
+        every = [(target, scheme) for scheme in self.schemes for target in scheme.targets]
+        by_name = [scheme for target, scheme in every if target == module]
+        by_pattern = [scheme for target, scheme in every if _matches(target, module)]
+        by_class = [scheme for target, scheme in every if target[:1].isupper()]
+        return next(iter(by_name + by_pattern + by_class), None)
 
     def __str__(self) -> str:
         return f"{self.method}: {' and '.join(dict.fromkeys(map(str, self.schemes)))}"
@@ -126,28 +125,15 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
                 f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
             )
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
-    return (
-        Scheme(
-            "gptq",
-            "int",
-            values["bits"],
-            (1, _group_size(values)),
-            zero_points=True,
-            zero_shift=1 if layout == "gptq" else 0,
-            column_groups=bool(values.get("desc_act")),
-        ),
-    )
-
-
-def _read_mxfp4(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    return (Scheme("mxfp4", "float", 4, (1, 32)),)
+    shift, groups = int(layout == "gptq"), bool(values.get("desc_act"))
+    scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
+    return (replace(scheme, zero_shift=shift, column_groups=groups),)
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for key in ("sparsity_config", "transform_config"):
-        if (values.get(key) or {}).get("format", "dense") != "dense" or (values.get(key) or {}).get(
-            "config_groups"
-        ):
+        given = values.get(key) or {}
+        if given.get("format", "dense") != "dense" or given.get("config_groups"):
             raise UnsupportedModel(
                 f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
             )
@@ -219,14 +205,10 @@ def _matches(target: str, module: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], module) is not None
 
 
-def _is_class(target: str) -> bool:
-    return target[:1].isupper()
-
-
 READERS: dict[str, Callable[[Mapping[str, Any]], tuple[Scheme, ...]]] = {
     "fp8": _read_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
-    "mxfp4": _read_mxfp4,
+    "mxfp4": lambda values: (Scheme("mxfp4", "float", 4, (1, 32)),),
 }

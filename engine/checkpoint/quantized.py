@@ -1,8 +1,11 @@
 """Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), unpacked when a model reads them."""
 
+from __future__ import annotations
+
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +15,6 @@ from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
 
 AT_ONCE = 1 << 20  # weights, whose temporaries stay in the processor's cache
-
-
-class Codes(Protocol):
-    """A matrix [out, in] of small numbers."""
-
-    path: Path
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def part(self, *ranges: slice) -> Tensor:
-        """These rows and columns, all of them where no range is given."""
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -52,16 +43,19 @@ class QuantizedTensor(CheckpointTensor):
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
         self._num_scales = count_scales(self.shape, block)
 
-    def whole(self) -> Tensor:
-        """Unpack all of it, on the CPU. Raises DamagedWeights."""
-        return self.part()
-
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these rows and columns, on the CPU. Raises DamagedWeights."""
-        scale, zero_points = self._read_scale(), self._read_zero_points()
+        scale = self._scale.whole().float()
+        scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
+        zero_points = self._zero_points
+        if not isinstance(zero_points, int):
+            zeros = zero_points.part().float().reshape(self._num_scales)
         groups = [torch.arange(size) // block for size, block in zip(self.shape, self._block, strict=True)]
         if self._group_of_column is not None:
-            groups[1] = self._read_group_of_column(self._group_of_column)
+            groups[1] = self._group_of_column.whole().long()
+            if ((groups[1] < 0) | (groups[1] >= self._num_scales[1])).any():
+                problem = f"names other groups than the {self._num_scales[1]} that have scales"
+                raise _damaged(self._group_of_column, problem)
         for dim, part in enumerate(ranges):
             groups[dim] = groups[dim][part]
         codes = self._codes.part(*ranges).contiguous()
@@ -73,33 +67,12 @@ class QuantizedTensor(CheckpointTensor):
             # by way of float16 it is exact, and several times faster than straight to float32
             some.copy_(piece.half() if piece.dtype == torch.float8_e4m3fn else piece)
             rows = groups[0][first : first + step]
-            some -= zero_points if isinstance(zero_points, int) else _spread(zero_points, rows, groups[1])
-            factor = _spread(scale, rows, groups[1])
-            if not factor.all() and ((factor == 0) & (some != 0)).any():
-                # Whoever quantized a weight that was not 0 has divided by its scale.
-                raise _damaged(self._scale, "holds scales of 0 for weights that are not")
-            some *= factor
+            some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
+            some *= _spread(scale, rows, groups[1])
             if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
-                raise _damaged(self, "has weights that are NaN or infinite")
+                damaged = self if scale.isfinite().all() else self._scale
+                raise _damaged(damaged, "has numbers that are NaN or infinite")
         return unpacked
-
-    def _read_scale(self) -> Tensor:
-        scale = self._scale.whole().float()
-        if not scale.isfinite().all():
-            raise _damaged(self._scale, "holds scales that are NaN or infinite")
-        if (scale < 0).any():
-            raise _damaged(self._scale, "holds scales below 0")
-        return scale.t() if self._transposed else scale.reshape(self._num_scales)
-
-    def _read_zero_points(self) -> Tensor | int:
-        stored = self._zero_points
-        return stored if isinstance(stored, int) else stored.part().float().reshape(self._num_scales)
-
-    def _read_group_of_column(self, tensor: CheckpointTensor) -> Tensor:
-        groups = tensor.whole().long()
-        if ((groups < 0) | (groups >= self._num_scales[1])).any():
-            raise _damaged(tensor, f"names other groups than the {self._num_scales[1]} that have scales")
-        return groups
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
@@ -117,7 +90,6 @@ def _damaged(tensor: CheckpointTensor, problem: str) -> DamagedWeights:
     return DamagedWeights(f"{tensor.name!r} in {tensor.path} {problem}; fetch the file again")
 
 
-EVERY = slice(None), slice(None)
 LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 
 
@@ -125,8 +97,7 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
     """words: [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim` -> uint8.
 
     The first number has the lowest bits. interleaved: as AWQ has it, the even ones of eight in the lower half
-    of a word and the odd ones in the upper. shift: 1 adds one to each number, as GPTQ's files subtract it:
-    from whole words, so that a number of 0 borrows from the next.
+    of a word. shift: 1 adds one to each number, as GPTQ's files subtract it: from whole words.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -141,42 +112,36 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
     return numbers
 
 
+@dataclass(frozen=True)
 class PackedIntegers:
-    """A matrix [rows, columns] of packed numbers; of the words no more are read than hold those asked for.
+    """A matrix [rows, columns] of packed numbers.
 
     words: as stored; with `transposed` they hold the matrix's transpose. dim: of the words, along which each
     word's numbers lie. shape: the matrix's, whose last words may have room for more.
     """
 
-    def __init__(
-        self,
-        words: CheckpointTensor,
-        shape: tuple[int, ...],
-        bits: int,
-        *,
-        dim: int,
-        transposed: bool,
-        interleaved: bool = False,
-        shift: int = 0,
-    ) -> None:
-        self.words, self.path, self.shape, self.bits = words, words.path, shape, bits
-        self.dim, self.transposed, self.interleaved, self.shift = dim, transposed, interleaved, shift
+    words: CheckpointTensor
+    shape: tuple[int, ...]
+    bits: int
+    dim: int
+    transposed: bool = False
+    interleaved: bool = False
+    shift: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.words.path
 
     def part(self, *ranges: slice) -> Tensor:
         """These rows and columns, uint8; all of them where no range is given."""
-        wanted = [range(total)[each] for each, total in zip((*ranges, *EVERY), self.shape, strict=False)]
-        if self.transposed:
-            wanted.reverse()
-        size = 32 // self.bits
-        along = wanted[self.dim]
-        first = along.start // size
-        stored = [slice(each.start, each.stop) for each in wanted]
-        stored[self.dim] = slice(first, -(-along.stop // size))
         numbers = unpack(
-            self.words.part(*stored), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
-        ).narrow(self.dim, along.start - first * size, len(along))
-        return numbers.t() if self.transposed else numbers
+            self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
+        )
+        numbers = numbers.t() if self.transposed else numbers
+        return numbers[: self.shape[0], : self.shape[1]][ranges]
 
+
+Codes = CheckpointTensor | PackedIntegers  # a matrix [out, in] of small numbers
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32
@@ -196,30 +161,13 @@ class Mxfp4Tensor(CheckpointTensor):
         experts, rows, groups, _ = blocks.shape
         self.shape = (experts, groups * BLOCK, rows)
 
-    def whole(self) -> Tensor:
-        """Unpack all of it, on the CPU. Raises DamagedWeights."""
-        return self.part()
-
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
-        every = (slice(None),) * 3
-        experts, columns, rows = (
-            range(n)[each] for each, n in zip((*ranges, *every), self.shape, strict=False)
-        )
-        first = columns.start // BLOCK
-        stored = (
-            slice(experts.start, experts.stop),
-            slice(rows.start, rows.stop),
-            slice(first, -(-columns.stop // BLOCK)),
-        )
-        blocks, scales = self._blocks.part(*stored), self._scales.part(*stored)
+        blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
         unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
         if not unpacked.isfinite().all():
-            raise DamagedWeights(
-                f"{self._scales.name!r} in {self._scales.path} holds scales that are NaN or too large; "
-                "fetch the file again"
-            )
-        return unpacked.narrow(1, columns.start - first * BLOCK, len(columns))
+            raise _damaged(self._scales, "holds scales that are NaN or too large")
+        return unpacked[(slice(None), *ranges[1:])]
 
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -244,20 +192,7 @@ BESIDE = (
     "g_idx",
 )
 #: Of the activations and of the KV cache, which are not quantized here.
-PASSED_OVER = (
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "q_zero_point",
-    "k_zero_point",
-    "v_zero_point",
-    "kv_scale",
-)
+PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
 ONE_BYTE = ("F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -307,9 +242,8 @@ class Parts:
 def unpacked(
     tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None
 ) -> dict[str, CheckpointTensor]:
-    """The tensors by the names that they have in a checkpoint that is not quantized.
+    """The tensors of weights by the names that they have in a checkpoint that is not quantized.
 
-    What belongs to activations and to the KV cache, which are computed as in such a checkpoint, is left out.
     Raises MissingWeights or WeightMismatch for a part that is not there or is of another shape or dtype.
     """
     if quantization is None:
@@ -330,7 +264,7 @@ def unpacked(
                 )
             weights[f"{module}.weight"] = OPENERS[scheme.layout](Parts(tensors, module), scheme)
             taken |= {f"{module}.{each}" for each in (part, *BESIDE)}
-        elif part in PASSED_OVER:
+        elif PASSED_OVER.fullmatch(part):
             taken.add(name)
     return weights | {name: tensor for name, tensor in tensors.items() if name not in taken}
 
@@ -358,18 +292,15 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
-        raise DamagedWeights(
-            f"{shape.name!r} in {shape.path} is {[rows, columns]}, which words of shape {list(words.shape)} "
-            f"in {words.name!r} are not; fetch the files again"
-        )
+        raise _damaged(shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not")
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
     if scheme.zero_points or parts.holds("weight_zero_point"):
         stored = parts.get("weight_zero_point", ("I32",), (-(-num_scales[0] // size), num_scales[1]))
-        zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0, transposed=False)
+        zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0)
     return QuantizedTensor(
         f"{parts.module}.weight",
-        PackedIntegers(words, (rows, columns), scheme.bits, dim=1, transposed=False),
+        PackedIntegers(words, (rows, columns), scheme.bits, dim=1),
         scheme.block,
         parts.get("weight_scale", FLOATS, num_scales),
         zero_points=zero_points,

@@ -59,9 +59,8 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 
 
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json would hold for the text part alone.
+    """What config.json would hold for the text part alone, defaults of transformers' class included.
 
-    Such files leave out whatever is the default of transformers' class, so that class reads them.
     Raises UnsupportedModel for an architecture of which that part is not served.
     """
     from transformers import AutoConfig

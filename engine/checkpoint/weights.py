@@ -25,14 +25,11 @@ class CheckpointTensor:
 
     def whole(self) -> Tensor:
         """Read all of it, on the CPU."""
-        tensor: Tensor = self._file.get_tensor(self.name)
-        return tensor
+        return self.part()
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these ranges of the first dimensions, and all of the others, on the CPU."""
-        if not ranges:
-            return self.whole()
-        tensor: Tensor = self._slice[ranges]
+        tensor: Tensor = self._slice[ranges] if ranges else self._file.get_tensor(self.name)
         return tensor
 
     def read(self, dim: int, start: int, length: int) -> Tensor:
@@ -42,30 +39,9 @@ class CheckpointTensor:
         return self.part(*[slice(None)] * dim, slice(start, start + length))
 
 
-class TransposedTensor(CheckpointTensor):
-    """A tensor of three dimensions, the last two in each other's place."""
-
-    def __init__(self, tensor: CheckpointTensor) -> None:
-        self._tensor, self.name, self.path, self.dtype = tensor, tensor.name, tensor.path, tensor.dtype
-        first, second, third = tensor.shape
-        self.shape = (first, third, second)
-
-    def whole(self) -> Tensor:
-        """See CheckpointTensor."""
-        return self._tensor.whole().transpose(1, 2)
-
-    def part(self, *ranges: slice) -> Tensor:
-        """See CheckpointTensor."""
-        first, second, third = (*ranges, slice(None), slice(None))[:3]
-        return self._tensor.part(first, third, second).transpose(1, 2)
-
-
 @contextmanager
 def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, CheckpointTensor]]:
-    """The tensors of these safetensors files by name, to be read until the block ends.
-
-    Raises MissingWeights for a file that is damaged or ends too soon.
-    """
+    """The tensors of these files by name, to be read until the block ends. Raises MissingWeights."""
     with ExitStack() as stack:
         tensors = {}
         for path in files:

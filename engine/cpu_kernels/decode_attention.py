@@ -50,11 +50,9 @@ def decode_attention(
     """Attend to what each decode row's query sees of its context and write it to the same row of `out`.
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
-    kv_heads, head_dim] contiguous; all float32 or all bfloat16, of which sums and softmax are float32 and the
-    output is rounded once. A padding row gets zeros. Blocks before the first token that a query sees are not
-    read. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0 neither
-    window nor chunk.
-    state: of prefixes, as prefill_attention keeps it, sinks included; none if all begins are 0.
+    kv_heads, head_dim] contiguous; all float32 or all bfloat16. Sums and softmax are float32. A padding row
+    gets zeros. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0
+    neither window nor chunk.  state: of prefixes, as prefill_attention keeps it; None if all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -70,28 +68,11 @@ def decode_attention(
         head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype
     )
     kernel(
-        num_seqs * num_parts,
-        query,
-        key_cache,
-        value_cache,
-        out,
-        decode.rows,
-        decode.context_lens,
-        decode.block_tables,
-        decode.block_tables.shape[1],
-        decode.begins,
-        block_size,
-        num_kv_heads,
-        num_parts,
-        scratch,
-        most_seen,
-        scale,
-        window,
-        chunk,
-        0.0 if soft_cap is None else float(soft_cap),
-        0 if sinks is None else sinks,
-        0 if state is None else state,
-    )
+        num_seqs * num_parts, query, key_cache, value_cache, out, decode.rows, decode.context_lens,
+        decode.block_tables, decode.block_tables.shape[1], decode.begins, block_size, num_kv_heads, num_parts,
+        scratch, most_seen, scale, window, chunk, 0.0 if soft_cap is None else float(soft_cap),
+        0 if sinks is None else sinks, 0 if state is None else state,
+    )  # fmt: skip
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -163,17 +144,12 @@ def _kernel(
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         score_tokens(
-                            queries + head * head_bytes,
-                            tokens + kv_head * head_bytes,
-                            token_bytes,
+                            queries + head * head_bytes, tokens + kv_head * head_bytes, token_bytes,
                             min((i + 1) * block_size, context_len) - start,
                             ahead + kv_head * block_size * head_bytes,
-                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
-                            score_bytes,
-                            rows,
-                            head_dim,
-                            element,
-                        )
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
+                            rows, head_dim, element,
+                        )  # fmt: skip
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
@@ -207,17 +183,12 @@ def _kernel(
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         add_weighted(
-                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
-                            score_bytes,
-                            tokens + kv_head * head_bytes,
-                            token_bytes,
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
+                            tokens + kv_head * head_bytes, token_bytes,
                             min((i + 1) * block_size, context_len) - start,
-                            ahead + kv_head * block_size * head_bytes,
-                            sums + head * sum_bytes,
-                            rows,
-                            head_dim,
-                            element,
-                        )
+                            ahead + kv_head * block_size * head_bytes, sums + head * sum_bytes,
+                            rows, head_dim, element,
+                        )  # fmt: skip
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 output = carray(pointer_to(outputs + head * head_bytes, element), (head_dim,))

@@ -5,7 +5,7 @@ dtype, except that norms' weights, cosines and sines may be float32 beside bfloa
 float32 and each result rounded once; a norm is of the sum as it is rounded. Results are contiguous.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,15 @@ SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in e
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
-def store_kv(
-    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
+Cache = tuple[Tensor, Tensor, object]  # LayerKVCache: keys, values, [blocks, block, kv_heads, head_dim]
+
+
+def store_kv(keys: Tensor, values: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
     """Copy each token's keys and values to its slot; a slot of -1 is skipped.
 
-    keys, values: [tokens, kv_heads, head_dim], heads adjacent.  key_cache, value_cache: [blocks, block,
-    kv_heads, head_dim] contiguous.  slot_mapping: [tokens] int64.
+    keys, values: [tokens, kv_heads, head_dim], heads adjacent.  slot_mapping: [tokens] int64.
     """
+    key_cache, value_cache, _ = cache
     num_tokens, kv_heads, head_dim = keys.shape
     _store_kernel(keys.dtype)(
         _num_tasks(num_tokens), num_tokens, keys, keys.stride(0), values, values.stride(0), key_cache,
@@ -73,19 +74,18 @@ def norm_rotate_and_store(
     rotation: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: Cache,
     slot_mapping: Tensor,
 ) -> Tensor:
     """Normalise, rotate and store in one pass over the tokens; see NormRotateAndStore.
 
     query, key, value: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
-    rotary_dim].  norms: weights, contiguous.  Caches and slots: as for store_kv.
+    rotary_dim].  norms: weights, contiguous.
     """
+    key_cache, value_cache, _ = cache
     num_tokens, num_heads, head_dim = query.shape
     cos, sin = rotation
     query_norm, key_norm = (0, 0) if norms is None else norms
-    weight_step = head_dim if norms is not None and norms[0].dim() == 2 else 0
     out = query.new_empty(query.shape)
     kernel = _turn_kernel(
         norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype
@@ -93,19 +93,9 @@ def norm_rotate_and_store(
     kernel(
         _num_tasks(num_tokens), num_tokens, num_heads, key.shape[1], head_dim, cos.shape[-1],
         query, query.stride(0), key, key.stride(0), value, value.stride(0), cos, sin, cos.stride(0),
-        query_norm, key_norm, weight_step, eps, out, key_cache, value_cache, slot_mapping,
+        query_norm, key_norm, eps, out, key_cache, value_cache, slot_mapping,
     )  # fmt: skip
     return out
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
-    return _gate(gate_up, gelu=False)
-
-
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu in its approximation by tanh. Shapes as for silu_and_mul."""
-    return _gate(gate_up, gelu=True)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,10 +108,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """silu(gate) * up, or gelu by tanh. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
     _gate_kernel(gelu, gate_up.dtype)(_num_tasks(num_tokens), num_tokens, gate_up, out, width // 2)
     return out
+
+
+silu_and_mul, gelu_and_mul = partial(_gate, gelu=False), partial(_gate, gelu=True)
 
 
 def _num_tasks(num_rows: int) -> int:
@@ -176,10 +170,11 @@ def _turn_kernel(
 
     def turn(parameters: Any) -> None:
         num_rows, num_heads, kv_heads, head_dim = parameters[3], parameters[4], parameters[5], parameters[6]
-        rotary_dim, weight_step = parameters[7], parameters[19]
-        eps = np.float32(float_of(parameters[20]))
+        rotary_dim, eps = parameters[7], np.float32(float_of(parameters[19]))
         key_len = kv_heads * head_dim
-        slots = pointer_to(parameters[24], int64)
+        slots = pointer_to(parameters[23], int64)
+        query_weight = _row(parameters[17], 0, 0, head_dim, weight_element)
+        key_weight = _row(parameters[18], 0, 0, head_dim, weight_element)
         task = next_task(parameters)
         while task >= 0:
             for i in _rows_of_task(task, num_rows):
@@ -187,19 +182,17 @@ def _turn_kernel(
                 sin = _row(parameters[15], i, parameters[16], rotary_dim, angle_element)
                 queries = _row(parameters[8], i, parameters[9], num_heads * head_dim, element)
                 for head in range(num_heads):
-                    weight = _row(parameters[17], head, weight_step, head_dim, weight_element)
                     x = queries[head * head_dim : (head + 1) * head_dim]
-                    out = _row(parameters[21], i * num_heads + head, head_dim, head_dim, element)
-                    _turn(x, out, weight, cos, sin, eps, normed, element)
+                    out = _row(parameters[20], i * num_heads + head, head_dim, head_dim, element)
+                    _turn(x, out, query_weight, cos, sin, eps, normed, element)
                 if slots[i] >= 0:
                     keys = _row(parameters[10], i, parameters[11], key_len, element)
                     for head in range(kv_heads):
-                        weight = _row(parameters[18], head, weight_step, head_dim, weight_element)
                         x = keys[head * head_dim : (head + 1) * head_dim]
-                        out = _row(parameters[22], slots[i] * kv_heads + head, head_dim, head_dim, element)
-                        _turn(x, out, weight, cos, sin, eps, normed, element)
+                        out = _row(parameters[21], slots[i] * kv_heads + head, head_dim, head_dim, element)
+                        _turn(x, out, key_weight, cos, sin, eps, normed, element)
                     value = _row(parameters[12], i, parameters[13], key_len, element)
-                    cached = _row(parameters[23], slots[i], key_len, key_len, element)
+                    cached = _row(parameters[22], slots[i], key_len, key_len, element)
                     for d in range(key_len):
                         cached[d] = value[d]
             task = next_task(parameters)

@@ -4,8 +4,10 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,99 +19,16 @@ from typing import Any
 import numba
 import torch
 from numba import njit, types
+from numba.core.registry import cpu_target
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
 from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
 from engine.kernels import token_weights
 
-
-def make_private(folder: Path) -> None:
-    """Make the folder, and what is missing above it, for this user alone. Raises OSError."""
-    for path in [*reversed(folder.parents), folder]:
-        if not path.exists():
-            path.mkdir(mode=0o700, exist_ok=True)
-
-
-def close_to_others(folder: Path) -> None:
-    """Take from all others the right to write what this process has put below the folder."""
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # another process' temporary file
-            path.chmod(0o700 if path.is_dir() else 0o600)
-
-
-def exposure(folder: Path) -> str | None:
-    """Say which path another user may have written: below the folder, itself, or above it. None: no path.
-
-    folder: without links, as `Path.resolve` gives it.
-    """
-    for path in (*folder.parents, folder, *folder.rglob("*")):
-        with suppress(FileNotFoundError):
-            if problem := _problem(path.lstat(), sticky_will_do=path in folder.parents):
-                return f"{path} {problem}"
-    return None
-
-
-def _problem(found: os.stat_result, *, sticky_will_do: bool) -> str | None:
-    """In a folder with the sticky bit, such as /tmp, nobody can replace what belongs to another."""
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {found.st_uid}"
-    if stat.S_ISLNK(found.st_mode):
-        return "is a link"
-    if found.st_mode & 0o022 and not (sticky_will_do and found.st_mode & stat.S_ISVTX):
-        return f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
-    return None
-
-
-SUFFIXES = (".nbi", ".nbc")  # Numba's indexes, and the machine code
-SEAL = hashlib.sha256().digest_size
-
-
-def seal_files(folder: Path) -> None:
-    """Give each file below the folder its checksum, where it has none. Raises OSError.
-
-    Each is replaced by its sealed copy in one step: another process reads the one or the other.
-    """
-    for path in _kept(folder):
-        with suppress(FileNotFoundError):  # another process found it without a seal
-            contents = path.read_bytes()
-            if not _is_sealed(contents):
-                _replace(path, contents + hashlib.sha256(contents).digest())
-
-
-def remove_damaged(folder: Path) -> list[Path]:
-    """Remove what does not match its checksum, or has none; return the paths. Raises OSError."""
-    damaged = []
-    for path in _kept(folder):
-        with suppress(FileNotFoundError):
-            if not _is_sealed(path.read_bytes()):
-                path.unlink()
-                damaged.append(path)
-    return damaged
-
-
-def _kept(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-
-
-def _is_sealed(contents: bytes) -> bool:
-    return hashlib.sha256(contents[:-SEAL]).digest() == contents[-SEAL:]
-
-
-def _replace(path: Path, contents: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(contents)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
+CHECKSUM = "sha256"  # of the other files of its folder
 BITS, DOUBLE = struct.Struct("q"), struct.Struct("d")
 OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catch what it raises
 
@@ -135,8 +54,7 @@ class Kernel:
     """A function compiled to machine code, run by torch's threads until its tasks are done.
 
     function(parameters) is compiled by Numba; parameters are int64 from FIRST_ARGUMENT on: a tensor's address
-    or an integer each, a float's bits (vectors.float_of). It takes tasks with `next_task` until that says -1.
-    The machine code is kept in the user's cache folder, where that can be written and by nobody else.
+    or an integer each, a float's bits. It takes tasks with `next_task` until that says -1.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
@@ -168,33 +86,68 @@ def _compile(function: Callable[[Any], None]) -> Any:
     """Machine code of the function, from the cache or for it; without a cache that serves, anew.
 
     What is in the cache is run, so it is not read where another user may have written it, nor where it is not
-    what has been written: a loss of power, or a full disk, leaves files that unpickle and then crash.
+    what has been written, as after a loss of power.
     """
-    users = numba.config.CACHE_DIR
-    folder = cache_root() / _digest(function)
-    numba.config.CACHE_DIR = str(folder)
+    root = cache_root()
+    folder = root / _digest(function)
     try:
-        make_private(folder)
-        if problem := exposure(folder.resolve()):
-            raise PermissionError(f"{problem}; correct that, or remove {folder}")
-        if damaged := remove_damaged(folder):
-            names = ", ".join(map(str, damaged))
-            logger.warning("a CPU kernel is compiled anew: damaged, or not written to its end: %s", names)
-        compiled = numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
-        if not compiled.cache_hits:
-            close_to_others(folder)
-            seal_files(folder)
-        return compiled
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if problem := exposure(root.resolve()):
+            raise PermissionError(f"{problem}; correct that, or remove {root}")
+        if folder.exists() and not _is_whole(folder):
+            logger.warning("a CPU kernel is compiled anew: %s is damaged", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        return _cached(function, folder) if folder.exists() else _compile_into(folder, function)
     except Exception as error:  # noqa: BLE001 - whatever unpickling may raise; a fault of the kernel's comes again
         logger.warning(
             "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r); let this user "
             "write there, or remove it",
-            folder,
+            root,
             error,
         )
         return numba.cfunc(SIGNATURE, **OPTIONS)(function)
+
+
+def exposure(folder: Path) -> str | None:
+    """Say how another user may have written into the folder; None if nobody may."""
+    found = folder.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{folder} belongs to user {found.st_uid}"
+    if found.st_mode & 0o022:
+        return f"{folder} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def _compile_into(folder: Path, function: Callable[[Any], None]) -> Any:
+    """Compile, and put the folder in its place whole: another process has it so, or not yet."""
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        compiled = _cached(function, made)
+        (made / CHECKSUM).write_text(_checksum(made))
+        with suppress(OSError):  # another process was sooner
+            made.rename(folder)
+        return compiled
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _cached(function: Callable[[Any], None], folder: Path) -> Any:
+    users = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        return numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
     finally:
         numba.config.CACHE_DIR = users
+
+
+def _is_whole(folder: Path) -> bool:
+    kept = folder / CHECKSUM
+    return kept.is_file() and kept.read_text() == _checksum(folder)
+
+
+def _checksum(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUM)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def cache_root() -> Path:
@@ -207,15 +160,16 @@ def cache_root() -> Path:
 def _digest(function: Callable[[Any], None]) -> str:
     """A name for the machine code of this function with what it closes over and the sources of its helpers.
 
-    Numba's own key has the function's file alone, so a folder holds one kernel of one version: neither can
-    old code be taken for new, nor can two processes that write at once mix up two kernels.
+    It has whatever Numba would compile a function anew for, so that a folder is written once.
     """
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
     # the others are helpers, in the sources
     constants = [value for value in contents if isinstance(value, (int, types.Type))]
-    parts = [function.__qualname__.encode(), repr(constants).encode()]
+    written = Path(function.__code__.co_filename).stat().st_mtime_ns
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    names = (function.__qualname__, constants, written, processor, numba.__version__, sys.version)
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(token_weights.__file__)]
-    parts += [path.read_bytes() for path in sources]
+    parts = [repr(names).encode(), *(path.read_bytes() for path in sources)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 

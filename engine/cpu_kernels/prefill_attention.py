@@ -75,8 +75,10 @@ def tasks_of_prefixes(
     query_lens: NDArray[np.int64],
     context_lens: NDArray[np.int64],
     group: int,
-) -> PrefillTasks:
+) -> PrefillTasks | None:
     """Tasks for what sequences share: the queries of all of them over it. The arrays are of all sequences."""
+    if not prefixes:
+        return None
     parts = []
     num_rows = 0
     for prefix in prefixes:
@@ -118,8 +120,7 @@ def prefill_attention(
 ) -> None:
     """Attend to what each task's queries see of its span, and write it to the same rows of `out`.
 
-    Shapes and dtypes as for decode_attention; sums and softmax are float32, and the output is rounded once.
-    A row has the same bits whatever rows are computed with it.
+    Shapes and dtypes as for decode_attention. A row has the same bits whatever rows are computed with it.
     state: of `state_shape`. With keeps_state it is written in place of `out`, otherwise a task whose span
     does not begin at 0 goes on from it; at a multiple of TILE that gives the same bits as in one go.
     """
@@ -130,32 +131,13 @@ def prefill_attention(
     query = query.contiguous()
     kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, query.dtype)
     kernel(
-        len(tasks.table) * num_kv_heads,
-        query,
-        key_cache,
-        value_cache,
-        out,
-        tasks.rows,
-        tasks.positions,
-        block_tables,
-        block_tables.shape[1],
-        tasks.table,
-        tasks.first,
-        tasks.count,
-        tasks.begin,
-        tasks.end,
-        block_size,
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)),
-        scale,
-        window or NO_LIMIT,
-        chunk or NO_LIMIT,
-        0.0 if soft_cap is None else float(soft_cap),
-        0 if sinks is None else sinks,
-        0 if state is None else state,
-        int(keeps_state),
-    )
+        len(tasks.table) * num_kv_heads, query, key_cache, value_cache, out, tasks.rows, tasks.positions,
+        block_tables, block_tables.shape[1], tasks.table, tasks.first, tasks.count, tasks.begin, tasks.end,
+        block_size, num_kv_heads, num_heads // num_kv_heads,
+        torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)), scale,
+        window or NO_LIMIT, chunk or NO_LIMIT, 0.0 if soft_cap is None else float(soft_cap),
+        0 if sinks is None else sinks, 0 if state is None else state, int(keeps_state),
+    )  # fmt: skip
 
 
 def _scratch_floats(head_dim: int) -> int:
@@ -232,8 +214,7 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
     """One task is LANES queries of one KV head, over all that they see, tile after tile.
 
     Matrices are kept transposed, a query in each lane of a vector: softmax then runs down the lanes, and
-    keys and values are used as they lie, one number multiplying all queries. Sums over a tile are kept in
-    registers; softmax is rescaled as its maximum grows. Source: arXiv:2205.14135.
+    keys and values are used as they lie. Source: arXiv:2205.14135.
     """
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)

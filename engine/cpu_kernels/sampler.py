@@ -5,6 +5,7 @@ cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of wei
 tokens of the range that the cut falls into, among which its place is found by halving.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,20 +34,11 @@ LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
 
 
-def choose_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
-) -> Tensor:
+def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     """One token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  The rest:
-    [rows], contiguous, as SamplingRows has them.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  values: the
+    fields of SamplingRows.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -54,10 +46,7 @@ def choose_tokens(
     chosen = torch.empty(num_rows, dtype=torch.int64)
     words = _scratch_words(vocab_size)
     scratch = torch.empty(min(num_rows, torch.get_num_threads()) * words, dtype=torch.int64)
-    _kernel(logits.dtype)(
-        num_rows, logits, logits.stride(0), vocab_size, temperature, top_p, min_p, top_k, seed, sample_index,
-        position, chosen, scratch, words,
-    )  # fmt: skip
+    _kernel(logits.dtype)(num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words)
     return chosen
 
 
@@ -73,10 +62,7 @@ def _scratch_words(vocab_size: int) -> int:
 
 @njit  # type: ignore[untyped-decorator]
 def _tile_of(row: Any, tile: Any, element: Any) -> Any:
-    """The logits of a tile. row: its address, vocabulary size.
-
-    Counted from 0, as an index of which Numba does not know that it is not negative keeps LLVM from vectors.
-    """
+    """The logits of a tile. row: its address, vocabulary size. Counted from 0, for LLVM to make vectors."""
     address, vocab = row
     first = tile * TILE
     return carray(row_pointer(address, first, 1, element), (min(TILE, vocab - first),))
@@ -134,11 +120,10 @@ def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
 ) -> Any:  # fmt: skip
-    """Add what stays of each range to ranges, or collect what stays of one.
+    """Add what stays of each range to ranges, or collect what stays of one; return the sum, or how many.
 
     What stays is tokens if `counts`, else weight. wanted: the range to collect, or -1.  found: ids, keys and
-    amounts of what is collected.  tile_of: the same of a tile, ranges in the place of ids.  Returns the sum,
-    or how many were collected.
+    amounts of what is collected.  tile_of: the same of a tile, ranges in the place of ids.
     """
     highest, rate, least = scale
     lowest, last_id = cut
@@ -170,10 +155,7 @@ def _sum_ranges(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
-    """The highest key with which the goal is reached, of those collected, and the token that reaches it.
-
-    above: what the ranges above have.
-    """
+    """The highest key with which the goal is reached, and the token that does. above: of the ranges above."""
     ids, keys, amounts = found
     low, high = np.int64(LOWEST_KEY), np.int64(INFINITY)
     while low < high:

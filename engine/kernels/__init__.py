@@ -1,6 +1,4 @@
 """What runs on the device itself: Triton's kernels, one file for each, and the transfer of arrays to it.
 
-The kernels run on a GPU, or on a CPU under Triton's interpreter. Only `engine.attention.triton_backend`
-imports them, and only when that backend is chosen: triton is an optional dependency, which `upload` does
-without.
+triton is an optional dependency: kernels are imported by engine.attention.triton_backend alone.
 """

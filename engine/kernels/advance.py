@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,18 +39,14 @@ def advance_rows(
     next_token_ids: Tensor,
     next_positions: Tensor,
     block_tables: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    context_lens: Tensor,
-    sample_positions: Tensor,
+    outputs: Sequence[Tensor],
     *,
     block_size: int,
 ) -> None:
-    """One launch; shapes, dtypes and meanings are DecodeState's. sample_positions: its sampling's."""
+    """One launch; shapes, dtypes and meanings are DecodeState's. outputs: in the kernel's order."""
     num_rows = len(next_positions)
     assert block_tables.stride(1) == 1
     advance_kernel[(triton.cdiv(num_rows, ROWS),)](
-        next_token_ids, next_positions, block_tables, token_ids, positions, slot_mapping, context_lens,
-        sample_positions, num_rows, block_tables.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS,
+        next_token_ids, next_positions, block_tables, *outputs,
+        num_rows, block_tables.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS,
     )  # fmt: skip

@@ -5,7 +5,7 @@ A program edits one row, one kind of edit after the other; what belongs to a row
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,22 +21,6 @@ TILE = 2048  # logits, or entries of a kind, at once
 #: Columns of a row's line in the table: what is pending, its mask, where each kind of entry begins and ends.
 LAST, MASK, BANNED, BEHIND, BIASED, COUNTED = (tl.constexpr(i) for i in (0, 1, 2, 4, 6, 8))
 COLUMNS = tl.constexpr(10)
-
-
-class Entries(NamedTuple):
-    """As LogitEdits has them, in its dtypes: the entries of each kind, beside a place or an index of one."""
-
-    pending: NDArray[np.int64]
-    masked: NDArray[np.int64]
-    token_masks: NDArray[np.int32]
-    banned: NDArray[np.int64]
-    banned_behind: NDArray[np.int64]
-    biased: NDArray[np.int64]
-    biases: NDArray[np.float32]
-    penalized: NDArray[np.int64]
-    penalties: NDArray[np.float32]
-    num_counted: NDArray[np.int64]
-    counted: NDArray[np.int32]
 
 
 @triton.jit
@@ -159,23 +143,21 @@ def edit_kernel(
             )  # fmt: skip
 
 
-def edit_logits(
-    logits: Tensor, rows: NDArray[np.int64], entries: Entries, sampled: Tensor | None, *, tile: int = TILE
-) -> Tensor:
+def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int = TILE) -> Tensor:
     """The logits with all edits made: themselves, or in float32 where numbers are added to those of any row.
 
-    logits: [rows, vocabulary] of any floating dtype, which are changed.  rows: [edited] int64, of each place.
-    sampled: [any] int64, which the second column of entries.pending counts.
+    logits: [rows, vocabulary] of any floating dtype, which are changed.  edits: LogitEdits.
+    sampled: [any] int64, which the second column of edits.pending counts.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    assert sampled is not None or not len(entries.pending)
-    adds = len(entries.biased) > 0 or len(entries.counted) > 0
+    assert sampled is not None or not len(edits.pending)
+    adds = len(edits.biased) > 0 or len(edits.counted) > 0
     copies = adds and logits.dtype != torch.float32
     out = logits
     if copies:
         out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
-    arrays, num_words = _arrays(num_rows, rows, entries)
+    arrays, num_words = _arrays(num_rows, edits)
     packed = upload_packed(arrays, logits.device)
     edit_kernel[(num_rows,)](
         out, logits, packed, packed.view(torch.int64) if sampled is None else sampled,
@@ -186,26 +168,26 @@ def edit_logits(
     return out
 
 
-def _arrays(num_rows: int, rows: NDArray[np.int64], entries: Entries) -> tuple[list[NDArray[Any]], int]:
+def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
     """What the kernel reads, in the order of its arguments, and how many words a mask has."""
     place_of_row = np.full(num_rows, -1, np.int32)
-    place_of_row[rows] = np.arange(len(rows))
-    table = np.zeros((len(rows), COLUMNS.value), np.int32)
+    place_of_row[edits.rows] = np.arange(len(edits.rows))
+    table = np.zeros((len(edits.rows), COLUMNS.value), np.int32)
     table[:, (LAST.value, MASK.value)] = -1
-    table[entries.pending[:, 0], LAST.value] = entries.pending[:, 1]
-    table[entries.masked[:, 0], MASK.value] = entries.masked[:, 1]
-    penalties = np.zeros((len(rows), 3), np.float32)
-    penalties[entries.penalized] = entries.penalties
-    banned, behind, biased = map(_sorted, (entries.banned, entries.banned_behind, entries.biased))
+    table[edits.pending[:, 0], LAST.value] = edits.pending[:, 1]
+    table[edits.masked[:, 0], MASK.value] = edits.masked[:, 1]
+    penalties = np.zeros((len(edits.rows), 3), np.float32)
+    penalties[edits.penalized] = edits.penalties
+    banned, behind, biased = map(_sorted, (edits.banned, edits.banned_behind, edits.biased))
     for column, each in ((BANNED, banned), (BEHIND, behind), (BIASED, biased)):
         _bound(table[:, column.value : column.value + 2], each)
-    ends = np.cumsum(entries.num_counted)
-    table[entries.penalized, COUNTED.value] = ends - entries.num_counted
-    table[entries.penalized, COUNTED.value + 1] = ends
-    biases = entries.biases if biased is entries.biased else entries.biases[_order(entries.biased)]
-    arrays = [place_of_row, table, penalties, entries.token_masks, banned, behind, biased, biases]
-    arrays.append(entries.counted)
-    return arrays, entries.token_masks.shape[1]
+    ends = np.cumsum(edits.num_counted)
+    table[edits.penalized, COUNTED.value] = ends - edits.num_counted
+    table[edits.penalized, COUNTED.value + 1] = ends
+    biases = edits.biases if biased is edits.biased else edits.biases[_order(edits.biased)]
+    arrays = [place_of_row, table, penalties, edits.token_masks, banned, behind, biased, biases]
+    arrays.append(edits.counted)
+    return arrays, edits.token_masks.shape[1]
 
 
 def _order(entries: NDArray[Any]) -> NDArray[np.int64]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
@@ -72,31 +72,17 @@ def write_rows_kernel(
 
 
 def write_rows(
-    wide: Tensor,
-    narrow: Tensor,
-    block_tables: Tensor,
-    order: Tensor,
-    sampled: Tensor | None,
-    *,
-    new_rows: NDArray[np.int64],
-    new_wide: NDArray[np.int64],
-    new_narrow: NDArray[np.int32],
-    sampled_at: NDArray[np.int64],
-    table_places: NDArray[np.int64],
-    block_ids: NDArray[np.int32],
-    new_order: NDArray[np.int32],
+    memory: tuple[Tensor, Tensor, Tensor, Tensor], writes: Sequence[NDArray[Any]], sampled: Tensor | None
 ) -> None:
-    """One launch; shapes, dtypes and meanings are those of RowMemory and RowWrites."""
+    """One launch. memory: as RowMemory, writes: as RowWrites of engine/attention/decode_state.py."""
+    wide, narrow, block_tables, _ = memory
+    new_rows, _, _, sampled_at, _, block_ids, new_order = writes
     assert block_tables.is_contiguous()
     assert wide.stride(1) == narrow.stride(1) == 1
     assert sampled is not None or (sampled_at < 0).all()
-    arrays: list[NDArray[Any]] = [
-        new_rows, new_wide, new_narrow, sampled_at, table_places, block_ids, new_order,
-    ]  # fmt: skip
-    packed = upload_packed(arrays, wide.device)
     write_rows_kernel[(1 + triton.cdiv(len(block_ids), TILE),)](
-        packed, wide if sampled is None else sampled, wide, narrow, block_tables, order,
-        *starts(array.nbytes for array in arrays)[:-1],
+        upload_packed(writes, wide.device), wide if sampled is None else sampled, *memory,
+        *starts(array.nbytes for array in writes)[:-1],
         len(new_rows), len(block_ids), len(new_order), wide.stride(0), narrow.stride(0),
         WIDE=len(wide), NARROW=len(narrow), TILE=TILE,
     )  # fmt: skip

@@ -1,24 +1,17 @@
 """The sampler: two launches for a batch of rows, whatever their parameters, and no wait for the device.
 
 The tokens are those of engine/sampling/sampler.py, which says what they mean: both sum the same integer
-weights, so no order of tiles or threads can move a choice. Greedy and drawn rows, with cuts and without, take
-their own ways inside the kernel, so that the pair can be recorded in a CUDA graph.
+weights, so no order of tiles or threads can move a choice. The pair can be recorded in a CUDA graph.
 
-How often a row of logits is read, the first time from memory, then from the second-level cache:
-
-    tile maxima                                    1
-    greedy                                         + 1 tile
-    drawn, also with min_p                         + 1 and 1 tile
-    drawn with top_k                               + 1 and 2 tiles, and up to 9 for its threshold
-    drawn with top_p                               + 2 and 2 tiles, and up to 9 for its threshold
-    drawn with both                                + 2 and 3 tiles, and up to 18
-
-A threshold is searched among the logits' bits: a pass over the row sums what lies above each of three, so it
-settles two bits, of 16 in 16-bit dtypes (float32 has 32: up to 17 in place of 9). Tiles whose highest logit
-lies below all three are not read again: where few tokens stay, most.
+A row of logits is read once for tile maxima, once more to be drawn, once more with top_p, and up to 9 times
+for the threshold of top_k or top_p, which is searched among the logits' bits: a pass over the row sums what
+lies above each of three, so it settles two bits, of 16 in 16-bit dtypes. Tiles whose highest logit lies below
+all three are not read again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -92,7 +85,7 @@ def find_threshold(
 ):  # fmt: skip
     """The highest key that, with all above it, has the goal, and what those above it have.
 
-    It has tokens if `is_count`, else weight. Where not even all have the goal, the key of minus infinity.
+    That is tokens if `is_count`, else weight. Where not even all have the goal: the key of minus infinity.
     """
     # below this all weights are 0; a step lower, as the sum is rounded
     lightest = ordered_key(highest + 1.01 * LOWEST_EXPONENT / rate, 0) - 1
@@ -240,69 +233,29 @@ def choose_token_kernel(
             if (top_k > 0) & (top_k < VOCAB):
                 goal = top_k.to(tl.int64)
                 key, above = find_threshold(
-                    row_ptr,
-                    maxima_ptr,
-                    highest_key,
-                    highest,
-                    rate,
-                    least,
-                    goal,
-                    True,
-                    VOCAB,
-                    TILES,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, True,
+                    VOCAB, TILES, TILE, SPARE,
+                )  # fmt: skip
                 last_id = last_id_of_equals(row_ptr, maxima_ptr, key, goal - above, VOCAB, TILES, TILE, SPARE)
                 lowest = logit_of(key, SPARE)
             sums = sum_tiles(
-                row_ptr,
-                maxima_ptr,
-                highest,
-                rate,
-                least,
-                lowest,
-                last_id,
-                VOCAB,
-                TILES,
-                TILES_PAD,
-                TILE,
-                SPARE,
-            )
+                row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
+                VOCAB, TILES, TILES_PAD, TILE, SPARE,
+            )  # fmt: skip
             if top_p < 1:
                 goal = share(tl.sum(sums, 0), top_p)
                 key, above = find_threshold(
-                    row_ptr,
-                    maxima_ptr,
-                    highest_key,
-                    highest,
-                    rate,
-                    least,
-                    goal,
-                    False,
-                    VOCAB,
-                    TILES,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, False,
+                    VOCAB, TILES, TILE, SPARE,
+                )  # fmt: skip
                 lowest = logit_of(key, SPARE)
                 weight = weigh(lowest, highest, rate, least)
                 room = (goal - above + weight - 1) // weight
                 last_id = last_id_of_equals(row_ptr, maxima_ptr, key, room, VOCAB, TILES, TILE, SPARE)
                 sums = sum_tiles(
-                    row_ptr,
-                    maxima_ptr,
-                    highest,
-                    rate,
-                    least,
-                    lowest,
-                    last_id,
-                    VOCAB,
-                    TILES,
-                    TILES_PAD,
-                    TILE,
-                    SPARE,
-                )
+                    row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
+                VOCAB, TILES, TILES_PAD, TILE, SPARE,
+                )  # fmt: skip
             goal = target(
                 tl.sum(sums, 0), tl.load(seed_ptr + row), tl.load(position_ptr + row),
                 tl.load(sample_index_ptr + row),
@@ -321,25 +274,14 @@ def choose_token_kernel(
 
 
 def choose_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
-    *,
-    chosen: Tensor | None = None,
-    tile: int = TILE,
+    logits: Tensor, values: Sequence[Tensor], *, chosen: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
     """One token for each row: [rows] int64, -1 where there is none to choose.
 
     logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: where the tokens
-    go, for a new tensor.  The rest: [rows], contiguous, as SamplingRows has them.
+    go, for a new tensor.  values: the fields of SamplingRows.
     """
     num_rows, vocab_size = logits.shape
-    values = (temperature, top_p, min_p, top_k, seed, sample_index, position)
     if chosen is None:
         chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1

@@ -8,9 +8,8 @@ MAX_VOCAB_SIZE = 2**20
 #: Exponents are fixed point, in steps of 2^-23, where a float's own exponent begins.
 FRACTION_BITS = 23
 LOG2_E_STEPS = 12102203.0  # 2^23 log2(e), rounded to float32
-LEAST_TEMPERATURE = (
-    4.000000094968912e-32  # a number of float32; lower ones count as it, or the steps overflow
-)
+#: A number of float32; lower ones count as it, or the steps overflow.
+LEAST_TEMPERATURE = 4.000000094968912e-32
 LOWEST_EXPONENT = -float((WHOLE_BITS + 1) << FRACTION_BITS)  # there a weight is 1/2, and so is cut to 0
 #: The mantissa's bits that are looked at, the exponent's bits, and those of 1.0, as float32 has them.
 MANTISSA = 0x007FFFF8

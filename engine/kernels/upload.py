@@ -26,10 +26,7 @@ def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
 
 
 def upload_aligned(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """As `upload`, with each tensor at a multiple of ALIGNMENT and in memory of its own on every device.
-
-    A plain `.to(device)` copies from pageable memory and waits until all that was launched before is done.
-    """
+    """As `upload`, with each tensor at a multiple of ALIGNMENT and in memory of its own on every device."""
     return unpack(upload_packed(arrays, device), arrays)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.linear import WeightedModule, fill, linear, pack_weight
-from engine.layers.parallel import TensorParallel
+from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
 
 
@@ -22,18 +22,23 @@ class VocabParallelEmbedding(WeightedModule):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [tokens] int64 -> [tokens, hidden]; each row comes from the rank that holds its id."""
-        if self.tp.size == 1:
-            return F.embedding(token_ids, self.weight)
-        own = token_ids - self.rows.start
-        foreign = (own < 0) | (own >= self.rows.length)
-        hidden = F.embedding(own.masked_fill(foreign, 0), self.weight)
-        return self.tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(1), 0.0))
+        return look_up(token_ids, self.weight, self.rows, self.tp)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's rows of `tensor` into parameter `name`."""
         weight = self.get_parameter(name)
         fill(weight[: self.rows.length], self.rows.read(tensor, 0))
         weight[self.rows.length :].zero_()
+
+
+def look_up(token_ids: Tensor, weight: Tensor, rows: Share, tp: TensorParallel) -> Tensor:
+    """Rows of a table of which this rank has some, `weight`. token_ids: [...] int64 -> [..., hidden]."""
+    if tp.size == 1:
+        return F.embedding(token_ids, weight)
+    own = token_ids - rows.start
+    foreign = (own < 0) | (own >= rows.length)
+    hidden = F.embedding(own.masked_fill(foreign, 0), weight)
+    return tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer_kernels import ChooseExperts, ExpertKernels, LayerKernels
-from engine.checkpoint.weights import CheckpointTensor, TransposedTensor
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, WeightedModule, fill, linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.stream import ClampedSwigluAndMul, SiluAndMul
-
-GROUPED_MM_CAPABILITIES = (9, 10)  # major; on others torch waits for the device and loops over the experts
-GROUPED_MM_ALIGNMENT = 8  # numbers of a row, 16 bytes
+from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
 
 
 @dataclass(frozen=True)
@@ -28,12 +23,11 @@ class ExpertGroups:
     """A step's choices of experts, sorted by expert: the rows of a grouped product.
 
     tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
-    choice.  experts: [rows] int64, ascending.  ends: [experts] int32, where each expert's rows end.
+    choice.  ends: [experts] int32, where each expert's rows end.
     """
 
     tokens: Tensor
     places: Tensor
-    experts: Tensor
     ends: Tensor
 
     @classmethod
@@ -45,7 +39,7 @@ class ExpertGroups:
         numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
         places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
         ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-        return cls(order // chosen.shape[1], places.view_as(chosen), experts, ends)
+        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -60,70 +54,27 @@ class ExpertGroups:
         return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
-class GroupedLinear(nn.Module, ABC):
-    """Row r of x times the transposed weight of its expert, plus its bias."""
+class GroupedLinear(nn.Module):
+    """Row r of x times the transposed weight of its expert, plus its bias.
 
-    @abstractmethod
+    By the backend's kernel, one launch for all experts; else one expert after the other, their weights packed
+    where that pays.
+    """
+
+    def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
+        """weight: [experts, out, in], its own from now on."""
+        super().__init__()
+        self.product = None if kernels is None else kernels.product
+        if self.product is not None:
+            self.weight = weight
+        else:
+            matrices = (nn.Parameter(matrix, requires_grad=False) for matrix in weight)
+            self.weights = nn.ParameterList(map(pack_weight, matrices))
+
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
         """x: [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
-
-
-def grouped_linear(weight: nn.Parameter, kernels: ExpertKernels | None) -> GroupedLinear:
-    """The fastest for a weight [experts, out, in], which is its own from now on.
-
-    On a GPU one launch for all experts, which a graph can record: torch's where it has one, else the
-    backend's. On a CPU, and where there is neither, one expert after the other.
-    """
-    if _serves_grouped_mm(weight):
-        return TorchGroupedLinear(weight)
-    if kernels is not None:
-        return KernelGroupedLinear(weight, kernels.product)
-    return LinearForEachExpert(weight)
-
-
-def _serves_grouped_mm(weight: Tensor) -> bool:
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    aligned = all(size % GROUPED_MM_ALIGNMENT == 0 for size in weight.shape[1:])
-    return aligned and torch.cuda.get_device_capability(weight.device)[0] in GROUPED_MM_CAPABILITIES
-
-
-class TorchGroupedLinear(GroupedLinear):
-    """torch._grouped_mm."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        product: Tensor = torch._grouped_mm(x, self.weight.transpose(1, 2), groups.ends)
-        return product if bias is None else product.add_(bias[groups.experts])
-
-
-class KernelGroupedLinear(GroupedLinear):
-    """The backend's own kernel."""
-
-    def __init__(
-        self, weight: nn.Parameter, product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.product = product
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        return self.product(x, self.weight, bias, groups.ends)
-
-
-class LinearForEachExpert(GroupedLinear):
-    """Linear layers of those experts that have rows, their weights packed where that pays."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            pack_weight(nn.Parameter(matrix, requires_grad=False)) for matrix in weight
-        )
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.weight, bias, groups.ends)
         products = [
             linear(x[start:end], self.weights[i], None if bias is None else bias[i])
             for i, start, end in groups.spans
@@ -137,14 +88,6 @@ EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight
 
 
 @dataclass(frozen=True)
-class ClampedSwiglu:
-    """The experts' activation where it is not silu(gate) * up: see ClampedSwigluAndMul."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
 class Experts:
     """What the experts of one layer are, and how a token chooses among them.
 
@@ -153,7 +96,7 @@ class Experts:
     normalised: a token's weights are made to sum to 1. Otherwise they are what the softmax over the scores of
         all experts gives to the chosen ones.
     bias: the router and every projection of the experts add one.
-    swiglu: the activation, None for silu(gate) * up.
+    swiglu: alpha and limit of ClampedSwigluAndMul, None for silu(gate) * up.
     interleaved: a checkpoint's tensors of all experts are [experts, in, out], with columns of gate and up in
         turns (gpt-oss); otherwise [experts, out, in], the rows of gate before those of up.
     """
@@ -163,15 +106,14 @@ class Experts:
     intermediate_size: int
     normalised: bool
     bias: bool = False
-    swiglu: ClampedSwiglu | None = None
+    swiglu: tuple[float, float] | None = None
     interleaved: bool = False
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """scores: [tokens, experts] -> weights, float32, and ids, int64, of the chosen: each [tokens, chosen].
 
-    The softmax is float32. It grows with the score, so both have the same highest ones; and softmax over all,
-    cut to the chosen and divided by their sum (Mixtral), is softmax over the chosen (gpt-oss).
+    Softmax over all, cut to the chosen and divided by their sum (Mixtral), is softmax over them (gpt-oss).
     """
     scores = scores.float()
     best, chosen = scores.topk(num_chosen, dim=-1)
@@ -185,7 +127,7 @@ class ExpertMLPs(WeightedModule):
 
     gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
     columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without. Once loaded,
-    the weights are where `grouped_linear` has put them.
+    the weights are in GroupedLinear.
     """
 
     def __init__(
@@ -210,12 +152,9 @@ class ExpertMLPs(WeightedModule):
         self.down_proj = parameter(hidden_size, self.columns.length)
         self.gate_up_proj_bias = parameter(rows) if experts.bias else None
         self.down_proj_bias = parameter(hidden_size) if experts.bias else None
-        swiglu = experts.swiglu
-        self.activation = (
-            SiluAndMul(kernels)
-            if swiglu is None
-            else ClampedSwigluAndMul(swiglu.alpha, swiglu.limit, kernels)
-        )
+        self.activation: nn.Module = GatedActivation("silu", kernels)
+        if experts.swiglu is not None:
+            self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x: [tokens, hidden]; weights and ids of experts: [tokens, chosen] -> [tokens, hidden].
@@ -258,44 +197,33 @@ class ExpertMLPs(WeightedModule):
             fill(place[int(expert)].narrow(dim, start, self.columns.length), self.columns.read(tensor, dim))
             return
         shape = self._stored_shape(name)
-        if tensor.shape != shape and tensor.shape == (*shape[:1], *shape[:0:-1]) and len(shape) == 3:
-            tensor = TransposedTensor(tensor)  # as Qwen3-VL-MoE has them
-        if tensor.shape != shape:
+        turned = (*shape[:1], *shape[:0:-1])  # as gpt-oss and Qwen3-VL-MoE have matrices
+        if tensor.shape != (turned if self.experts.interleaved else shape) and tensor.shape != turned:
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
+        is_turned = self.experts.interleaved or tensor.shape != shape
         for i in range(self.experts.num_experts):  # one at a time: all of them together may be gigabytes
-            place[i].copy_(self._read_expert(name, tensor, i))
+            whole = tensor.part(slice(i, i + 1))[0]
+            place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
     def finish_loading(self) -> None:
         """Hand the weights to what multiplies by them."""
-        self.gate_up = grouped_linear(self.gate_up_proj, self.kernels)
-        self.down = grouped_linear(self.down_proj, self.kernels)
+        self.gate_up = GroupedLinear(self.gate_up_proj, self.kernels)
+        self.down = GroupedLinear(self.down_proj, self.kernels)
         del self.gate_up_proj, self.down_proj  # it may have packed them
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the checkpoint's tensor of all experts."""
+        """Return the shape of a tensor of all experts, its matrices [out, in]."""
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
         rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
-        if name.endswith("bias"):
-            return experts, rows
-        return (experts, columns, rows) if self.experts.interleaved else (experts, rows, columns)
+        return (experts, rows) if name.endswith("bias") else (experts, rows, columns)
 
-    def _read_expert(self, name: str, tensor: CheckpointTensor, expert: int) -> Tensor:
-        """One expert's part of a tensor of all of them, as parameter `name` has it."""
-        one, every, own = slice(expert, expert + 1), slice(None), self.columns
-        if name == "down_proj_bias":
-            return tensor.part(one)[0]
-        if name == "down_proj":
-            columns = slice(own.start, own.start + own.length)
-            if self.experts.interleaved:
-                return tensor.part(one, columns)[0].T
-            return tensor.part(one, every, columns)[0]
-        if self.experts.interleaved:
-            columns = slice(2 * own.start, 2 * (own.start + own.length))
-            ranges = (one, columns) if name.endswith("bias") else (one, every, columns)
-            in_turns = tensor.part(*ranges)[0].movedim(-1, 0)
-            return torch.cat((in_turns[::2], in_turns[1::2]))
-        starts = (own.start, own.total + own.start)
-        return torch.cat([tensor.part(one, slice(start, start + own.length))[0] for start in starts])
+    def _own_share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of one expert's matrix [out, in] or bias, as parameter `name` has it."""
+        own = slice(self.columns.start, self.columns.start + self.columns.length)
+        if name.startswith("gate_up"):
+            gate, up = (whole[::2], whole[1::2]) if self.experts.interleaved else whole.chunk(2)
+            return torch.cat((gate[own], up[own]))
+        return whole if name.endswith("bias") else whole[:, own]
 
 
 class SparseMLP(nn.Module):
@@ -313,7 +241,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
         fused = None if kernels is None else kernels.experts
-        self.choose: ChooseExperts = choose_experts if fused is None else fused.choose
+        self.choose = choose_experts if fused is None else fused.choose
         self.gate = ReplicatedLinear(hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype)
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 

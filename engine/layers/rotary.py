@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.model_config import number, optional_number
 from engine.errors import ConfigError, UnsupportedModel
 
 
@@ -42,23 +43,12 @@ class Rope:
         return SCALINGS[self.kind](self, longest)
 
     def number(self, name: str) -> float:
-        """A parameter that must be there. Raises ConfigError unless it is a number above 0."""
-        value = self.optional(name)
-        if value is None:
-            raise ConfigError(f"config.json: rope type {self.kind!r} needs {name!r}, which is not there")
-        return value
+        """A parameter, a number above 0. Raises ConfigError, or KeyError if it is not there."""
+        return number(self.parameters, name)
 
     def optional(self, name: str) -> float | None:
         """A parameter, None if it is not there. Raises ConfigError unless it is a number above 0."""
-        value = self.parameters.get(name)
-        if value is None:
-            return None
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ConfigError(
-                f"config.json: rope parameter {name} must be a number above 0, not {brief(value)}"
-            )
-        number: float = value
-        return number
+        return optional_number(self.parameters, name)
 
     def factors(self, name: str) -> Tensor:
         """A parameter that is a list: one number above 0 for each pair."""
@@ -133,8 +123,7 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
     """Each pair has a factor for sequences within the original length and one for longer sequences.
 
-    A cache of rotated keys cannot change factors while a sequence grows, so all sequences have those of the
-    longest there may be. Source: arXiv:2402.13753.
+    All sequences have those of the longest there may be. Source: arXiv:2402.13753.
     """
     original = rope.number("original_max_position_embeddings")
     factor = rope.optional("factor") or rope.max_positions / original

@@ -1,9 +1,8 @@
 """Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
 
-How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only, the last one filled
-up with zeros, each in memory of its own; and whether a row's bits depend on the tile or on the place in it is
-found out for every kind of product before one is used. Source of the idea: Thinking Machines Lab, "Defeating
-Nondeterminism in LLM Inference", 2025.
+How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only; whether a row's
+bits depend on the tile or on the place in it is found out before one is used. Source: Thinking Machines
+Lab, "Defeating Nondeterminism in LLM Inference", 2025.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +28,10 @@ class TiledProduct(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [rows, in] -> [rows, out]."""
-        num_rows = len(x)
-        spans = list(cut_rows(num_rows, self.tiles))
-        if not spans:
+        if len(x) == 0:
             return self.product(x, bias)
-        first = self.product(_tile(x, *spans[0]), bias)
-        if len(spans) == 1:
-            return first[:num_rows]
-        out = first.new_empty(num_rows, first.shape[1])
-        out[: len(first)] = first
-        for start, size in spans[1:]:
-            rows = out[start : start + size]
-            rows.copy_(self.product(_tile(x, start, size), bias)[: len(rows)])
-        return out
+        parts = [self.product(_tile(x, *span), bias) for span in cut_rows(len(x), self.tiles)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[: len(x)]
 
 
 def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -57,10 +47,9 @@ def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None) -> list[int]:
-    """Those of TILES in which a row has the same bits, wherever it is in them, by random numbers.
+    """Return those of TILES in which a row has the same bits wherever it is, by random numbers.
 
-    in_features, dtype: of the rows; bias: of the product. Raises NotDeterministic if in the smallest the
-    place of a row matters.
+    Raises NotDeterministic if in the smallest the place of a row matters.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TILES[-1], in_features, generator=generator).to(dtype)
@@ -78,10 +67,7 @@ def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Ten
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function of each row of x by itself, in memory of its own: torch's loops end where a tensor does.
-
-    function: [1, n] -> [1, m]. x: [rows, n] -> [rows, m].
-    """
+    """function, [1, n] -> [1, m], of each row of x, [rows, n], by itself, in memory of its own."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)])

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels, ProductKernels
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.linear import QKVParallelLinear, ReplicatedLinear, WeightedModule, fill
+from engine.layers.linear import ReplicatedLinear, WeightedModule, fill
 from engine.layers.parallel import Share, TensorParallel
 
 
@@ -37,7 +36,7 @@ class RMSNorm(WeightedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim], normalised over the last dimension, in x's dtype."""
-        if self.kernels is not None and self.kernels.rms_norm is not None:
+        if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
         return self._scaled(x, x.float().square().mean(-1, keepdim=True))
 
@@ -92,19 +91,25 @@ class ParallelRMSNorm(RMSNorm):
         fill(self.weight, self.share.read(tensor, 0))
 
 
-class SiluAndMul(nn.Module):
-    """silu(gate) * up, over the output of a merged gate and up projection."""
+class GatedActivation(nn.Module):
+    """activation(gate) * up, over the output of a merged gate and up projection.
 
-    def __init__(self, kernels: LayerKernels | None = None) -> None:
+    name: config.json's, "silu", or "gelu_pytorch_tanh" for gelu by its approximation with tanh.
+    """
+
+    def __init__(self, name: str, kernels: LayerKernels | None = None) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.is_gelu = name == "gelu_pytorch_tanh"
+        self.fused = None
+        if kernels is not None:
+            self.fused = kernels.gelu_and_mul if self.is_gelu else kernels.silu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
-        if self.kernels is not None:
-            return self.kernels.silu_and_mul(gate_up)
+        if self.fused is not None:
+            return self.fused(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)) * up
 
 
 class ClampedSwigluAndMul(nn.Module):
@@ -128,23 +133,7 @@ class ClampedSwigluAndMul(nn.Module):
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
-class GeluAndMul(nn.Module):
-    """gelu(gate) * up, gelu by its approximation with tanh."""
-
-    def __init__(self, kernels: LayerKernels | None = None) -> None:
-        super().__init__()
-        self.fused = None if kernels is None else kernels.gelu_and_mul
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
-        if self.fused is not None:
-            return self.fused(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
-
-
-#: By their names in config.json.
-ACTIVATIONS: dict[str, type[SiluAndMul | GeluAndMul]] = {"silu": SiluAndMul, "gelu_pytorch_tanh": GeluAndMul}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gated MLPs
 
 
 @dataclass(frozen=True)
@@ -170,17 +159,13 @@ class Stream:
 
 
 class StreamProducts:
-    """A layer's products from and to the stream: with norm, gate and sum in the same launch where `kernels`
-    serve a step, else one after another."""
+    """A layer's products from and to the stream, with what stands around them where kernels serve that."""
 
     def __init__(self, kernels: ProductKernels | None) -> None:
         self._kernels = kernels
 
     def prepare(self, norm: RMSNorm | None, after: ReplicatedLinear, before: ReplicatedLinear) -> None:
-        """Have the weights as the kernels want them; once, when they are loaded and before they are packed.
-
-        The norm's weight moves into that of the product after it. before: the product that is added.
-        """
+        """Move the norm's weight into that of the product `after` it; once, before weights are packed."""
         if self._kernels is None or norm is None:
             return
         after.weight.mul_(norm.weight)
@@ -188,59 +173,22 @@ class StreamProducts:
         after.may_pack = before.may_pack = False
 
     def after_norm(
-        self, stream: Stream, norm: RMSNorm | None, linear: ReplicatedLinear
-    ) -> tuple[Tensor, Tensor]:
-        """Return (the product of the normalised stream, the stream)."""
-        kernels = self._kernels_for(stream.total, linear)
-        if kernels is None or norm is None or stream.squares is None:
-            normed, total = stream.normed(norm)
-            return linear(normed), total
-        product = kernels.norm_linear(stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
-        return product, stream.total
-
-    def heads_after_norm(
-        self,
-        stream: Stream,
-        norm: RMSNorm | None,
-        linear: QKVParallelLinear,
-        rotation: tuple[Tensor, Tensor],
-        head_norms: tuple[Tensor, Tensor] | None,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor | None:
-        """The queries of the normalised stream, rotated, keys and values being stored; None where another
-        way is taken. The stream stays as it is. head_norms: weights, as NormRotateAndStore takes them."""
-        kernels = self._kernels_for(stream.total, linear)
-        if kernels is None or norm is None or stream.squares is None:
-            return None
-        # a cache in another dtype than the model's has scales besides
-        in_dtype = cache.keys.dtype == stream.total.dtype
-        if not in_dtype or not kernels.serves_heads(
-            len(stream.total), linear.head_dim, rotation[0].shape[-1]
-        ):
-            return None
-        return kernels.project_heads(
-            stream.total, stream.squares, norm.eps, linear.weight, linear.bias, rotation, head_norms,
-            cache.keys, cache.values, slot_mapping,
-        )  # fmt: skip
-
-    def gate_after_norm(
         self,
         stream: Stream,
         norm: RMSNorm | None,
         linear: ReplicatedLinear,
-        activation: SiluAndMul | GeluAndMul,
+        activation: GatedActivation | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same of a merged gate and up projection, with the activation of it."""
+        """Return (the product of the normalised stream, with the activation if there is one; the stream)."""
         kernels = self._kernels_for(stream.total, linear)
         if kernels is None or norm is None or stream.squares is None:
             normed, total = stream.normed(norm)
-            return activation(linear(normed)), total
-        gelu = isinstance(activation, GeluAndMul)
-        gated = kernels.norm_gate(
-            stream.total, stream.squares, norm.eps, linear.weight, linear.bias, gelu=gelu
-        )
-        return gated, stream.total
+            product = linear(normed)
+            return product if activation is None else activation(product), total
+        given = (stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
+        if activation is None:
+            return kernels.norm_linear(*given), stream.total
+        return kernels.norm_gate(*given, gelu=activation.is_gelu), stream.total
 
     def add(self, x: Tensor, linear: ReplicatedLinear, norm: RMSNorm | None, total: Tensor) -> Stream:
         """The stream `total` with the product of x, which the norm normalises if there is one."""

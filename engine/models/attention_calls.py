@@ -1,8 +1,7 @@
 """What a model of transformers asks of its attention function, and the paged attention that answers it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
 from engine.errors import UnsupportedModel
-from engine.layers.attention import Attention
 
 PLACE = "tokenmill_attention"  # the attribute of a module that holds who answers its calls
 NUM_RECORDED_TOKENS = 8
@@ -34,6 +32,7 @@ IDLE = frozenset(
     }
 )
 
+MaskSpan = tuple[int | None, int | None]  # window and chunk of a mask, as AttentionFeatures have them
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,14 +54,6 @@ class AttentionCall:
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class MaskSpan:
-    """How far a mask lets a query look back: as AttentionFeatures have it."""
-
-    window: int | None
-    chunk: int | None
-
-
 def answer(
     module: nn.Module,
     query: Tensor,
@@ -73,9 +64,9 @@ def answer(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Stands where models call their own attention, and passes each call on to what serves the module.
+    """Pass a call of a model's attention on to what serves its module.
 
-    Returns ([1, tokens, heads, value dim], None for the attention weights, which nobody sees).
+    Returns ([1, tokens, heads, value dim], None for the attention weights).
     """
     call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
     answers: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
@@ -84,10 +75,10 @@ def answer(
     return answers(call), None
 
 
-def describe_mask(mask_function: MaskFunction, device: torch.device) -> Tensor:
+def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """A mask for the recorded tokens, [1, 1, tokens, tokens], that says as `.span` how far it looks back.
 
-    Raises UnsupportedModel for a mask that is neither causal, nor a window, nor chunks.
+    Raises UnsupportedModel for one that is neither causal, nor a window, nor chunks.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -110,24 +101,15 @@ def describe_mask(mask_function: MaskFunction, device: torch.device) -> Tensor:
         window = FAR + 1 - start
     elif start:
         chunk = start - first_seen(start - 1)
-    mask.span = MaskSpan(window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
+    mask.span = (window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
 
 
-class CallRecorder:
-    """Answers with zeros and keeps the calls of one forward pass, in order."""
+def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
+    """What attention a recorded call asks for. Raises UnsupportedModel for one that is not built.
 
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        self.calls.append(call)
-        _, heads, tokens, _ = call.query.shape
-        return call.value.new_zeros(1, tokens, heads, call.value.shape[-1])
-
-
-def features_of(call: AttentionCall) -> AttentionFeatures:
-    """What attention a recorded call asks for. Raises UnsupportedModel for one that is not built."""
+    max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
+    """
     said = {name for name, value in call.options.items() if value is not None and value is not False}
     if unknown := said - BUILT - IDLE - {"is_causal"}:
         raise UnsupportedModel(f"its attention takes {', '.join(sorted(unknown))}, which is not built")
@@ -137,92 +119,73 @@ def features_of(call: AttentionCall) -> AttentionFeatures:
     if sinks is not None and sinks.shape != call.query.shape[1:2]:
         raise UnsupportedModel(f"its sinks are of shape {list(sinks.shape)}; one for each head is built")
     head_dim = call.query.shape[-1]
-    span = _span_of(call)
+    window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
     return AttentionFeatures(
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
         head_dim=max(head_dim, call.value.shape[-1]),
         scale=head_dim**-0.5 if call.scaling is None else float(call.scaling),
-        window=span.window,
-        chunk=span.chunk,
+        window=window,
+        chunk=chunk,
         soft_cap=call.options.get("softcap"),
     )
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
     """The mask's own word, or the option's where the model changed the mask or made none."""
-    if (span := getattr(call.mask, "span", None)) is not None:
-        assert isinstance(span, MaskSpan)
+    span: MaskSpan | None = getattr(call.mask, "span", None)
+    if span is not None:
         return span
-    span = MaskSpan(call.options.get("sliding_window"), None)
+    window = call.options.get("sliding_window")
     if call.mask is not None:
         seen = call.mask if call.mask.dtype == torch.bool else call.mask == 0
         ones = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device)
-        expected = ones.tril() & ones.triu(1 - (span.window or len(ones)))
+        expected = ones.tril() & ones.triu(1 - (window or len(ones)))
         if seen.shape[-2:] != expected.shape or not (seen == expected).all():
             raise UnsupportedModel("it builds an attention mask or bias of its own")
-    return span
-
-
-def _within(features: AttentionFeatures, max_positions: int) -> AttentionFeatures:
-    """The same for sequences of so many tokens at most."""
-    window, chunk = (
-        None if span is None or span >= max_positions else span for span in (features.window, features.chunk)
-    )
-    return replace(features, window=window, chunk=chunk)
+    return window, None
 
 
 class PagedAttention:
     """Answers the calls of each forward pass, in the order in which they were recorded.
 
-    Holds the batch and the cache of the pass that runs, for as long as it does.
+    features: of all calls, in order.
     """
 
     def __init__(
         self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
     ) -> None:
-        """max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
-        dtype: the model's, in which attention is computed whatever the cache keeps.
+        """max_positions: tokens that no sequence exceeds.  dtype: in which attention is computed.
 
         Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
         """
         self._modules = [call.module for call in calls]
-        self._layers = [Attention(backend, _within(features_of(call), max_positions)) for call in calls]
+        self._backend = backend
+        self.features = [features_of(call, max_positions) for call in calls]
+        for each in self.features:
+            backend.check_features(each)
+        for module in self._modules:
+            module.__dict__[PLACE] = self
         self._dtype = dtype
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0
 
-    @property
-    def features(self) -> list[AttentionFeatures]:
-        """Of all calls, in order."""
-        return [layer.features for layer in self._layers]
-
-    def take_places(self) -> None:
-        """Answer the modules that were recorded, from now on."""
-        for module in self._modules:
-            module.__dict__[PLACE] = self
-
-    @contextmanager
-    def serving(self, batch: ForwardBatch, cache: KVCache) -> Iterator[None]:
-        """Answer from this batch and cache within the block."""
+    def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Answer from this batch and cache from now on."""
         self._pass, self._next = (batch, cache), 0
-        try:
-            yield
-        finally:
-            self._pass = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
         index, self._next = self._next, self._next + 1
         if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:
             raise UnsupportedModel("its layers attend in another order than when the model was loaded")
         batch, cache = self._pass
-        layer, layer_cache = self._layers[index], cache.layers[index]
-        head_dim = layer.features.head_dim
+        features, layer_cache = self.features[index], cache.layers[index]
+        head_dim = features.head_dim
         query, key, value = (_rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value))
         sinks = call.options.get("s_aux")
-        attended = layer(
-            query, key, value, batch, layer_cache, None if sinks is None else sinks.float().contiguous()
-        )
+        sinks = None if sinks is None else sinks.float().contiguous()
+        self._backend.store(key, value, layer_cache, batch.slot_mapping)
+        attended = self._backend.forward(query, layer_cache, batch.attention, features, sinks)
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

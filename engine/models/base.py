@@ -39,10 +39,7 @@ class CausalModel(nn.Module, ABC):
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits [samples, vocabulary] of the rows that sample; keys and values are stored.
-
-        On ranks other than 0 they are a part of the vocabulary's.
-        """
+        """Logits [samples, vocabulary] of the rows that sample, a part of them on ranks other than 0."""
         return self.logits(self.states_of(batch.sample_rows, batch, cache))
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -12,20 +11,19 @@ from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.attention import Attention
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.linear import (
-    MergedColumnParallelLinear,
+    ColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
     WeightedModule,
     fill,
 )
-from engine.layers.moe import Experts, SparseMLP
+from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.row_tiles import each_row
-from engine.layers.stream import ACTIVATIONS, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
+from engine.layers.stream import GatedActivation, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 
@@ -41,20 +39,13 @@ class DecoderParts:
     backend: KernelBackend
     dtype: torch.dtype
 
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        """Return the dtype of norm weights, which says when they multiply."""
-        return torch.float32 if self.config.flags.float32_norms else self.dtype
-
-    def norm(self, dim: int) -> RMSNorm:
-        """A norm over features that every rank has."""
-        return RMSNorm(
-            dim,
-            self.config.rms_norm_eps,
-            dtype=self.norm_dtype,
-            kernels=self.backend.layer_kernels,
-            offset=self.config.flags.norm_offset,
-        )
+    def norm(self, features: int | Share) -> RMSNorm:
+        """A norm over so many features, or over some that ranks share out."""
+        flags, eps, kernels = self.config.flags, self.config.rms_norm_eps, self.backend.layer_kernels
+        dtype = torch.float32 if flags.float32_norms else self.dtype
+        if isinstance(features, Share):
+            return ParallelRMSNorm(features, eps, self.tp, dtype=dtype, kernels=kernels)
+        return RMSNorm(features, eps, dtype=dtype, kernels=kernels, offset=flags.norm_offset)
 
     def products(self, layer: LayerConfig) -> StreamProducts:
         """A layer's from and to the residual stream.
@@ -66,16 +57,6 @@ class DecoderParts:
         if self.tp.size > 1 or norms.after_attention or norms.after_mlp or layer.experts:
             fused = None
         return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
-
-    def parallel_norm(self, share: Share) -> RMSNorm:
-        """Make a norm over features that ranks share out."""
-        return ParallelRMSNorm(
-            share,
-            self.config.rms_norm_eps,
-            self.tp,
-            dtype=self.norm_dtype,
-            kernels=self.backend.layer_kernels,
-        )
 
 
 class NormPair(NamedTuple):
@@ -113,25 +94,23 @@ class DecoderAttention(WeightedModule):
         if config.flags.qk_norm == "head":
             self.q_norm, self.k_norm = parts.norm(config.head_dim), parts.norm(config.head_dim)
         elif config.flags.qk_norm == "whole":
-            self.q_norm, self.k_norm = (parts.parallel_norm(self.qkv_proj.rows[shard]) for shard in "qk")
+            self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
         self.qk_norm = config.flags.qk_norm
         self.heads = tp.share(config.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
-        self.attention = Attention(
-            parts.backend,
-            AttentionFeatures(
-                self.qkv_proj.num_heads,
-                self.qkv_proj.num_kv_heads,
-                config.head_dim,
-                scale=config.attention_scale,
-                window=layer.window,
-                soft_cap=config.attention_soft_cap,
-                has_sinks=config.flags.sinks,
-            ),
+        self.backend = parts.backend
+        self.features = AttentionFeatures(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            window=layer.window,
+            soft_cap=config.attention_soft_cap,
         )
+        self.backend.check_features(self.features)
 
     def forward(
         self,
@@ -143,8 +122,13 @@ class DecoderAttention(WeightedModule):
         rows: Tensor | None = None,
     ) -> Stream:
         """The residual stream after attention, or of those `rows` alone."""
-        query, total = self._project_and_store(stream, norms.before, rotations[self.rope], batch, cache)
-        attended = self.attention.attend(query, batch, cache, self.sinks)
+        qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
+        query, key, value = self.qkv_proj.split(qkv)
+        if self.qk_norm == "whole":
+            query = self.q_norm(query.flatten(1)).view(query.shape)
+            key = self.k_norm(key.flatten(1)).view(key.shape)
+        query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
+        attended = self.backend.forward(query, cache, batch.attention, self.features, self.sinks).flatten(1)
         if rows is not None:
             attended, total = attended[rows], total[rows]
         return self.products.add(attended, self.o_proj, norms.after, total)
@@ -152,31 +136,6 @@ class DecoderAttention(WeightedModule):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
-
-    def _project_and_store(
-        self,
-        stream: Stream,
-        norm: RMSNorm | None,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        cache: LayerKVCache,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (the queries, the stream); keys and values are in the cache then."""
-        if self.qk_norm != "whole":
-            queries = self.products.heads_after_norm(
-                stream, norm, self.qkv_proj, rotation, self._head_norms(), cache, batch.slot_mapping
-            )
-            if queries is not None:
-                return queries, stream.total
-        qkv, total = self.products.after_norm(stream, norm, self.qkv_proj)
-        query, key, value = self.qkv_proj.split(qkv)
-        if self.qk_norm == "whole":
-            query = self.q_norm(query.flatten(1)).view(query.shape)
-            key = self.k_norm(key.flatten(1)).view(key.shape)
-        return self._norm_rotate_and_store(query, key, value, rotation, batch, cache), total
-
-    def _head_norms(self) -> tuple[Tensor, Tensor] | None:
-        return (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
 
     def _norm_rotate_and_store(
         self,
@@ -188,13 +147,15 @@ class DecoderAttention(WeightedModule):
         cache: LayerKVCache,
     ) -> Tensor:
         """Return the queries; keys and values are in the cache then."""
+        each_head = self.qk_norm == "head"
         if self.kernels is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight) if each_head else None
             return self.kernels.norm_rotate_and_store(
-                query, key, value, rotation, self._head_norms(), self.rms_norm_eps, cache, batch.slot_mapping
+                query, key, value, rotation, norms, self.rms_norm_eps, cache, batch.slot_mapping
             )
-        if self.qk_norm == "head":
+        if each_head:
             query, key = self.q_norm(query), self.k_norm(key)
-        self.attention.store(apply_rotary(key, *rotation), value, batch, cache)
+        self.backend.store(apply_rotary(key, *rotation), value, cache, batch.slot_mapping)
         return apply_rotary(query, *rotation)
 
 
@@ -204,24 +165,19 @@ class DecoderMLP(nn.Module):
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         config, tp, dtype, bias = parts.config, parts.tp, parts.dtype, parts.config.mlp_bias
-        sizes = {"gate": config.intermediate_size, "up": config.intermediate_size}
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, tp, bias=bias, dtype=dtype)
+        share = tp.share(config.intermediate_size, "features of gate and up")
+        rows = {"gate": share, "up": share}
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype
         )
-        self.activation = ACTIVATIONS[config.activation](parts.backend.layer_kernels)
+        self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
         self.products = parts.products(layer)
 
     def forward(self, stream: Stream, norms: NormPair) -> Stream:
         """The residual stream after the MLP."""
-        gated, total = self.products.gate_after_norm(stream, norms.before, self.gate_up_proj, self.activation)
+        gated, total = self.products.after_norm(stream, norms.before, self.gate_up_proj, self.activation)
         return self.products.add(gated, self.down_proj, norms.after, total)
-
-
-def sparse_mlp(parts: DecoderParts, experts: Experts) -> SparseMLP:
-    """A mixture of experts in the MLP's place."""
-    kernels = parts.backend.layer_kernels
-    return SparseMLP(experts, parts.config.hidden_size, parts.tp, dtype=parts.dtype, kernels=kernels)
 
 
 class DecoderLayer(WeightedModule):
@@ -230,8 +186,13 @@ class DecoderLayer(WeightedModule):
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(parts, layer)
-        self.mlp = DecoderMLP(parts, layer) if layer.experts is None else sparse_mlp(parts, layer.experts)
-        named = {name: parts.norm(parts.config.hidden_size) for name in parts.config.flags.norms if name}
+        size, kernels = parts.config.hidden_size, parts.backend.layer_kernels
+        self.mlp: DecoderMLP | SparseMLP
+        if layer.experts is None:
+            self.mlp = DecoderMLP(parts, layer)
+        else:
+            self.mlp = SparseMLP(layer.experts, size, parts.tp, dtype=parts.dtype, kernels=kernels)
+        named = {name: parts.norm(size) for name in parts.config.flags.norms if name}
         for name, norm in named.items():
             self.add_module(name, norm)
         norms = [named[name] if name else None for name in parts.config.flags.norms]
@@ -322,7 +283,7 @@ class DecoderForCausalLM(CausalModel):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
-        self.attention_layers = [m.features for m in self.modules() if isinstance(m, Attention)]
+        self.attention_layers = [m.features for m in self.modules() if isinstance(m, DecoderAttention)]
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
 
     def tie_weights(self) -> None:
@@ -343,15 +304,15 @@ class DecoderForCausalLM(CausalModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """Multiply by the LM head, split over the ranks by vocabulary."""
         logits: Tensor = self.lm_head(hidden)
-        if self.logit_soft_cap is not None:
-            capped = partial(_capped, self.logit_soft_cap)
-            logits = each_row(capped, logits) if self.is_deterministic else capped(logits)
-        return logits
+        cap = self.logit_soft_cap
+        if cap is None:
+            return logits
+
+        def capped(logits: Tensor) -> Tensor:
+            return logits.float().div_(cap).tanh_().mul_(cap).to(logits.dtype)
+
+        return each_row(capped, logits) if self.is_deterministic else capped(logits)
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
         """Each rotation's cosines and sines of the batch's tokens, the same for all layers that have it."""
         return [rotary(batch.positions) for rotary in self.rotaries]
-
-
-def _capped(cap: float, logits: Tensor) -> Tensor:
-    return logits.float().div_(cap).tanh_().mul_(cap).to(logits.dtype)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as brief  # short
 from typing import Any
 
-from engine.checkpoint.model_config import MAX_SIZE, ModelConfig
+from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number
 from engine.errors import ConfigError, UnsupportedModel
-from engine.layers.moe import ClampedSwiglu, Experts
+from engine.layers.moe import Experts
 from engine.layers.rotary import Rope
 from engine.layers.stream import ACTIVATIONS
 from engine.models.registry import DecoderFlags
-
-
-def number(values: Mapping[str, Any], name: str) -> float:
-    """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
-    value = values[name]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
-    return float(value)
-
-
-def optional_number(values: Mapping[str, Any], name: str) -> float | None:
-    """The same, but it may be null or not there."""
-    return None if values.get(name) is None else number(values, name)
 
 
 def size(values: Mapping[str, Any], name: str) -> int:
@@ -48,9 +34,9 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """What each layer has in place of an MLP; None for those with one, as all layers of dense models are.
+    """What each layer has in place of an MLP; None for those with one. known: the architecture's keys.
 
-    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError for what no layer can compute.
     """
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
@@ -64,7 +50,7 @@ def read_experts(
         ),
         normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
         bias=flags.expert_bias,
-        swiglu=ClampedSwiglu(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
+        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
         if "swiglu_alpha" in known
         else None,
         interleaved=flags.interleaved_experts,
@@ -93,7 +79,7 @@ SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the len
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
     """The rotation of all layers, or where the architecture has two, that of full and of sliding layers.
 
-    known: the architecture's keys.  Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError for what no layer can compute.
     """
     parameters = known["rope_scaling"] or known["rope_parameters"] or {}
     theta = number(known, "rope_theta")
@@ -106,10 +92,10 @@ def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> t
     sliding = by_kind.get("sliding_attention") or {}
     if by_kind and not (full and sliding):
         raise ConfigError("config.json: rope_parameters must have full_attention and sliding_attention")
-    local_theta = number(known, "rope_local_base_freq")
-    return (
-        _read_rope(known, full, theta, head_dim, max_positions),
-        _read_rope(known, sliding, local_theta, head_dim, max_positions),
+    thetas = (theta, number(known, "rope_local_base_freq"))
+    return tuple(
+        _read_rope(known, given, own, head_dim, max_positions)
+        for given, own in zip((full, sliding), thetas, strict=True)
     )
 
 
@@ -219,10 +205,17 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     keys = {**COMMON_KEYS, **flags.keys}
     known = {key: model.values.get(key, default) for key, default in keys.items()} | dict(flags.fixed)
     kinds = _layer_kinds(known, model.num_layers)
-    windows = {FULL: None, SLIDING: _window(known) if SLIDING in kinds else None}
+    if SLIDING in kinds and not known.get("use_sliding_window", True):
+        raise ConfigError("config.json: layer_types has sliding_attention, and use_sliding_window is false")
+    windows = {FULL: None, SLIDING: size(known, "sliding_window") if SLIDING in kinds else None}
     ropes = read_ropes(known, model.head_dim, model.max_position_embeddings)
     experts = read_experts(known, flags, model.num_layers, model.intermediate_size)
     attention_bias = truth(known, "attention_bias")
+    name = "hidden_activation" if "hidden_activation" in known else "hidden_act"
+    if known[name] not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
+        )
     return DecoderConfig(
         flags=flags,
         vocab_size=model.vocab_size,
@@ -232,7 +225,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         rms_norm_eps=number(model.values, "rms_norm_eps"),
-        activation=_activation(known),
+        activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,
         output_bias=truth(known, "attention_out_bias") if "attention_out_bias" in known else attention_bias,
         mlp_bias=truth(known, "mlp_bias"),
@@ -264,22 +257,6 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
         return [FULL] * num_layers
     first = known.get("max_window_layers", 0)
     return [SLIDING if i >= first else FULL for i in range(num_layers)]
-
-
-def _window(known: Mapping[str, Any]) -> int:
-    if not known.get("use_sliding_window", True):
-        raise ConfigError("config.json: layer_types has sliding_attention, and use_sliding_window is false")
-    return size(known, "sliding_window")
-
-
-def _activation(known: Mapping[str, Any]) -> str:
-    name = "hidden_activation" if "hidden_activation" in known else "hidden_act"
-    if known[name] not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
-        )
-    activation: str = known[name]
-    return activation
 
 
 def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:

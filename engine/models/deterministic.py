@@ -38,30 +38,23 @@ def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorPara
 @torch.inference_mode()
 def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
     """Have the loaded model's products computed in tiles. dtype: the model's. Raises NotDeterministic."""
-    tiles = _KnownTiles(dtype)
+    known: dict[tuple[object, ...], Sequence[int]] = {}
+
+    def tiled(product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:
+        """The product in tiles, which are found out for the first of its kind. shape: in and out."""
+        kind = (shape, isinstance(product, Int8Product), bias is None)
+        if kind not in known:
+            known[kind] = find_tiles(product, shape[0], dtype, bias)
+        return TiledProduct(product, known[kind])
+
     for module in model.modules():
         if isinstance(module, ReplicatedLinear) and not isinstance(module.instead, TiledProduct):
             product = module.instead or partial(_multiply, module.weight)
-            module.instead = tiles.tiled(product, (module.in_features, module.out_features), module.bias)
+            module.instead = tiled(product, (module.in_features, module.out_features), module.bias)
         elif isinstance(module, ParallelLMHead):
             weight = module.weight
-            module.instead = tiles.tiled(partial(_multiply, weight), (weight.shape[1], len(weight)), None)
+            module.instead = tiled(partial(_multiply, weight), (weight.shape[1], len(weight)), None)
     model.is_deterministic = True
-
-
-class _KnownTiles:
-    """Tiles of each kind of product, found out for the first of them."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._found: dict[tuple[object, ...], Sequence[int]] = {}
-
-    def tiled(self, product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:
-        """The product in tiles. shape: numbers that go in and out."""
-        kind = (shape, isinstance(product, Int8Product), bias is None)
-        if kind not in self._found:
-            self._found[kind] = find_tiles(product, shape[0], self._dtype, bias)
-        return TiledProduct(product, self._found[kind])
 
 
 def _multiply(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,20 +1,19 @@
 """Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
+from engine.layers.embedding import look_up
 from engine.layers.linear import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
-
-Join = Callable[[Tensor, Share], Tensor]
 
 
 class PackedLinear(nn.Module):
@@ -36,17 +35,24 @@ class PackedLinear(nn.Module):
 
 
 class ColumnShare(PackedLinear):
-    """This rank's output features, or what `join` makes of all ranks' parts."""
+    """This rank's output features; with `gather` those of all ranks, of an LM head on rank 0 alone."""
 
-    def __init__(self, whole: nn.Linear, share: Share, join: Join | None) -> None:
+    def __init__(
+        self, whole: nn.Linear, share: Share, tp: TensorParallel, gather: Literal["all", "first"] | None
+    ) -> None:
         bias = None if whole.bias is None else _part(whole.bias, share, 0)
         super().__init__(_part(whole.weight, share, 0), bias)
-        self.share, self.join = share, join
+        self.share, self.tp, self.gather = share, tp, gather
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in] -> [..., this rank's out], or all."""
-        part = super().forward(x)
-        return part if self.join is None else self.join(part, self.share)
+        part, share = super().forward(x), self.share
+        if self.gather == "all":
+            return self.tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
+        if self.gather == "first":
+            padded = F.pad(part, (0, self.tp.padded_length(share.total) - share.length))
+            return self.tp.gather(padded)[..., : share.total]
+        return part
 
 
 class RowShare(PackedLinear):
@@ -74,10 +80,7 @@ class EmbeddingShare(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [...] int64 -> [..., hidden]."""
-        own = token_ids - self.share.start
-        foreign = (own < 0) | (own >= self.share.length)
-        hidden = F.embedding(own.masked_fill(foreign, 0), self.weight)
-        return self.tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(-1), 0.0))
+        return look_up(token_ids, self.weight, self.share, self.tp)
 
 
 def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
@@ -96,8 +99,7 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
 def split_by_plan(model: Any, tp: TensorParallel) -> None:
     """Keep this rank's share of each module that transformers' plan for the model splits.
 
-    Raises UnsupportedModel for a model without a plan and for kinds of split that are not built, ConfigError
-    for sizes that the ranks cannot share.
+    Raises UnsupportedModel without a plan and for kinds of split that are not built, or ConfigError.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if "rowwise" not in plan.values() and "rowwise_split_input" not in plan.values():
@@ -122,12 +124,11 @@ def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_h
             return module  # it does more than look up: whole on every rank
         return EmbeddingShare(module, tp.share_padded(module.num_embeddings), tp)
     if type(module) is nn.Linear:
-        if style == "colwise":
-            return ColumnShare(module, tp.share(module.out_features, f"features of {name}"), None)
         if style in GATHERED and is_head:
-            return ColumnShare(module, tp.share_padded(module.out_features), _join_on_first(tp))
-        if style in GATHERED:
-            return ColumnShare(module, tp.share(module.out_features, f"features of {name}"), _join(tp))
+            return ColumnShare(module, tp.share_padded(module.out_features), tp, "first")
+        if style == "colwise" or style in GATHERED:
+            share = tp.share(module.out_features, f"features of {name}")
+            return ColumnShare(module, share, tp, "all" if style in GATHERED else None)
         if style in ("rowwise", "rowwise_split_input"):
             share = tp.share(module.in_features, f"input features of {name}")
             return RowShare(module, share, tp, cuts=style == "rowwise_split_input")
@@ -135,25 +136,6 @@ def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_h
         f"tensor_parallel_size={tp.size}: transformers' plan splits {name} ({type(module).__name__}) as "
         f"{style!r}, which is not built; set tensor_parallel_size=1"
     )
-
-
-def _join(tp: TensorParallel) -> Join:
-    """All ranks' parts side by side, on every rank."""
-
-    def join(part: Tensor, share: Share) -> Tensor:
-        return tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
-
-    return join
-
-
-def _join_on_first(tp: TensorParallel) -> Join:
-    """All ranks' parts side by side on rank 0, which alone looks at logits."""
-
-    def join(part: Tensor, share: Share) -> Tensor:
-        padded = F.pad(part, (0, tp.padded_length(share.total) - share.length))
-        return tp.gather(padded)[..., : share.total]
-
-    return join
 
 
 def _part(weight: Tensor, share: Share, dim: int) -> nn.Parameter:

@@ -9,12 +9,11 @@ from reprlib import repr as brief  # short
 
 import torch
 
-from engine.attention.base import KernelBackend
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
-from engine.layers.linear import Int8Product, QuantizeRows, check_int8, quantize_rows
+from engine.layers.linear import Int8Product, check_int8, quantize_rows
 from engine.layers.rotary import Rope, RotaryEmbedding
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
@@ -70,11 +69,11 @@ def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool
 
 def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
     """Whether there is one in the files, under other names if quantized, or the embedding is one too."""
+    if decoder.tie_word_embeddings and model.architecture not in BODIES:
+        return True
     with open_tensors(list_weight_files(folder)) as tensors:
         names = own_names(tensors, is_text_part=model.is_text_part)
-        if any(name.startswith("lm_head.") for name in names):
-            return True
-    return decoder.tie_word_embeddings and model.architecture not in BODIES
+        return any(name.startswith("lm_head.") for name in names)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class ModelPath:
     reason: str
 
     def __str__(self) -> str:
-        """For a log: "runs ..."."""
+        """Return "runs ...", for a log."""
         return "runs natively" if self.decoder is not None else f"runs through transformers: {self.reason}"
 
 
@@ -95,18 +94,15 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
     Raises UnsupportedModel, or another ConfigError, for a model that nothing here computes.
     """
     if wanted == "transformers":
-        reason = "model_path='transformers' says so"
-    else:
-        try:
-            decoder = read_decoder_config(model, decoder_flags(model.architecture))
-        except UnsupportedModel as error:
-            if wanted == "native":
-                hint = "model_path='native' is set, 'auto' tries transformers"
-                raise UnsupportedModel(f"{error}; {hint}") from error
-            reason = str(error)
-        else:
-            return ModelPath(decoder, f"{model.architecture} is native")
-    return ModelPath(None, reason)
+        return ModelPath(None, "model_path='transformers' says so")
+    try:
+        decoder = read_decoder_config(model, decoder_flags(model.architecture))
+    except UnsupportedModel as error:
+        if wanted == "native":
+            hint = "model_path='native' is set, 'auto' tries transformers"
+            raise UnsupportedModel(f"{error}; {hint}") from error
+        return ModelPath(None, str(error))
+    return ModelPath(decoder, f"{model.architecture} is native")
 
 
 def load_model(
@@ -121,9 +117,7 @@ def load_model(
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    model_path, quantization, deterministic: as EngineConfig has them.
-    embeds: it is there for embeddings, and need not have an LM head: where it has none, its logits, which
-    nobody asks for, are those of one tied to the embedding.
+    model_path, quantization, deterministic: as EngineConfig has them.  embeds: it need not have an LM head.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
@@ -135,46 +129,47 @@ def load_model(
         return load_transformers_model(config, folder, place)
     ties = _ties_head(folder, config, path.decoder, embeds=embeds)
     decoder = replace(path.decoder, tie_word_embeddings=ties).within(place.max_positions)
-    rotaries = _rotaries(decoder, place)
-    parts = DecoderParts(decoder, place.tp, place.backend, place.dtype)
+    for rope in decoder.ropes:
+        _warn_of_long_factors(rope, place.max_positions)
+    rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
+    rotaries = [
+        RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device)
+        for rope in decoder.ropes
+    ]
+    kernels = place.backend.layer_kernels
     with torch.device("meta"):
-        model = DecoderForCausalLM(parts, rotaries)
+        model = DecoderForCausalLM(DecoderParts(decoder, place.tp, place.backend, place.dtype), rotaries)
     load_weights(
         model,
         folder,
         place.device,
-        quantization=config.quantization,
-        is_text_part=config.is_text_part,
-        quantize_rows=None if quantization is None else _quantize_rows(place.backend),
+        config,
+        None if quantization is None else (kernels and kernels.quantize_rows) or quantize_rows,
     )
     if deterministic:
         make_deterministic(model, place.dtype)
     if quantization is not None:
-        _tell_quantized(model, place.dtype)
+        logger.info(
+            "int8: the weights of %d linear layers by output channel, activations by token; embedding, LM "
+            "head and KV cache stay in %s",
+            sum(isinstance(module, Int8Product) for module in model.modules()),
+            str(place.dtype).removeprefix("torch."),
+        )
     return model.eval()
-
-
-def _rotaries(decoder: DecoderConfig, place: ModelPlace) -> list[RotaryEmbedding]:
-    length = place.max_positions
-    for rope in decoder.ropes:
-        _warn_of_long_factors(rope, length)
-    dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
-    return [RotaryEmbedding(rope, length, dtype=dtype, device=place.device) for rope in decoder.ropes]
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
     """Whether the LM head is the embedding; as for transformers, the file knows better than config.json."""
     if embeds and not _has_lm_head(folder, config, decoder):
         return True
-    return decoder.tie_word_embeddings and not _has_own_head(folder, is_text_part=config.is_text_part)
-
-
-def _tell_quantized(model: CausalModel, dtype: torch.dtype) -> None:
-    quantized = [module for module in model.modules() if isinstance(module, Int8Product)]
-    logger.info(
-        "int8: the weights of %d linear layers by output channel, activations by token; embedding, LM "
-        "head and KV cache stay in %s", len(quantized), str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+    if not decoder.tie_word_embeddings:
+        return False
+    with open_tensors(list_weight_files(folder)) as tensors:
+        named = own_names(tensors, is_text_part=config.is_text_part)
+        head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
+        if head is None or embedding is None:
+            return True
+        return head.shape == embedding.shape and torch.equal(head.whole(), embedding.whole())
 
 
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
@@ -189,22 +184,6 @@ def _check_quantization(name: str, path: ModelPath, device: torch.device) -> Non
     if problem is not None:
         raise ConfigError(f"quantization='int8' cannot be used: {problem}; leave it out")
     check_int8()
-
-
-def _quantize_rows(backend: KernelBackend) -> QuantizeRows:
-    """The backend's own way, or plain torch."""
-    kernels = backend.layer_kernels
-    return (kernels and kernels.quantize_rows) or quantize_rows
-
-
-def _has_own_head(folder: Path, *, is_text_part: bool) -> bool:
-    """Whether there is an LM head that does not repeat the embedding."""
-    with open_tensors(list_weight_files(folder)) as tensors:
-        named = own_names(tensors, is_text_part=is_text_part)
-        head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
-        if head is None or embedding is None:
-            return False
-        return head.shape != embedding.shape or not torch.equal(head.whole(), embedding.whole())
 
 
 def _warn_of_long_factors(rope: Rope, max_positions: int) -> None:

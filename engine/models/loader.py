@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from engine.checkpoint.folder import list_weight_files
-from engine.checkpoint.quantization import Quantization
+from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
@@ -42,16 +42,12 @@ def load_weights(
     model: DecoderForCausalLM,
     folder: Path,
     device: torch.device,
-    *,
-    quantization: Quantization | None,
-    is_text_part: bool,
+    config: ModelConfig,
     quantize_rows: QuantizeRows | None = None,
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
-    Of a tensor that is split over ranks, only this rank's share is read. quantization, is_text_part: as in
-    ModelConfig; tensors of other parts are left where they are.  quantize_rows: how linear layers shall
-    quantize activations, each beside its own weight in int8; None for products in the model's dtype.
+    quantize_rows: how linear layers quantize activations, each beside its own weight in int8; None for none.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
@@ -68,8 +64,8 @@ def load_weights(
     if model.tied:
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
-        plain = unpacked(tensors, quantization)
-        for name, tensor in own_names(plain, is_text_part=is_text_part).items():
+        plain = unpacked(tensors, config.quantization)
+        for name, tensor in own_names(plain, is_text_part=config.is_text_part).items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED):

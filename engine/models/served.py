@@ -5,7 +5,7 @@ Imports neither torch nor transformers.
 
 import textwrap
 from collections.abc import Iterable
-from typing import NamedTuple
+from os.path import commonprefix
 
 from engine.checkpoint.text_part import ARCHITECTURES as WITH_IMAGES
 from engine.errors import UnsupportedModel
@@ -36,65 +36,50 @@ TRANSFORMERS = tuple(
 )
 
 
-class Refused(NamedTuple):
-    """Architectures that are refused for one reason, each with the nearest that is served."""
-
-    reason: str
-    nearest: dict[str, str]
-
-
-REFUSED = (
-    Refused(
-        "layers with a state outside the KV cache (Mamba, linear attention, convolutions)",
-        {
-            "BambaForCausalLM": "GraniteForCausalLM",
-            "FalconH1ForCausalLM": "LlamaForCausalLM",
-            "FalconMambaForCausalLM": "LlamaForCausalLM",
-            "GraniteMoeHybridForCausalLM": "GraniteMoeForCausalLM",
-            "JambaForCausalLM": "MixtralForCausalLM",
-            "KimiLinearForCausalLM": "DeepseekV3ForCausalLM",
-            "Lfm2ForCausalLM": "SmolLM3ForCausalLM",
-            "Mamba2ForCausalLM": "LlamaForCausalLM",
-            "MambaForCausalLM": "LlamaForCausalLM",
-            "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
-            "NemotronHForCausalLM": "NemotronForCausalLM",
-            "OlmoHybridForCausalLM": "Olmo3ForCausalLM",
-            "Qwen3NextForCausalLM": "Qwen3MoeForCausalLM",
-            "Qwen3_5ForCausalLM": "Qwen3ForCausalLM",
-            "Qwen3_5MoeForCausalLM": "Qwen3MoeForCausalLM",
-            "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
-            "RwkvForCausalLM": "LlamaForCausalLM",
-            "ZambaForCausalLM": "LlamaForCausalLM",
-        },
-    ),
-    Refused(
-        "an attention of its own, which no other can take the place of",
-        {
-            "BloomForCausalLM": "GPTNeoXForCausalLM",
-            "CodeGenForCausalLM": "Starcoder2ForCausalLM",
-            "FalconForCausalLM": "LlamaForCausalLM",
-            "GPTJForCausalLM": "GPTNeoXForCausalLM",
-            "GPTNeoForCausalLM": "GPTNeoXForCausalLM",
-            "MptForCausalLM": "OlmoForCausalLM",
-            "OpenAIGPTLMHeadModel": "GPT2LMHeadModel",
-            "XGLMForCausalLM": "OPTForCausalLM",
-        },
-    ),
-    Refused(
-        "attention to tokens that an index, a bias or a mask of its own chooses",
-        {
-            "DeepseekV32ForCausalLM": "DeepseekV3ForCausalLM",
-            "DogeForCausalLM": "SmolLM3ForCausalLM",
-            "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
-            "HYV4ForCausalLM": "HYV3ForCausalLM",
-            "InklingForCausalLM": "Qwen3MoeForCausalLM",
-        },
-    ),
-    Refused(
-        "attention to tokens that come after (encoders)",
-        {"BertLMHeadModel": "GPT2LMHeadModel", "RobertaForCausalLM": "GPT2LMHeadModel"},
-    ),
-)
+#: By the reason for which they are refused: each with the nearest that is served.
+REFUSED = {
+    "layers with a state outside the KV cache (Mamba, linear attention, convolutions)": {
+        "BambaForCausalLM": "GraniteForCausalLM",
+        "FalconH1ForCausalLM": "LlamaForCausalLM",
+        "FalconMambaForCausalLM": "LlamaForCausalLM",
+        "GraniteMoeHybridForCausalLM": "GraniteMoeForCausalLM",
+        "JambaForCausalLM": "MixtralForCausalLM",
+        "KimiLinearForCausalLM": "DeepseekV3ForCausalLM",
+        "Lfm2ForCausalLM": "SmolLM3ForCausalLM",
+        "Mamba2ForCausalLM": "LlamaForCausalLM",
+        "MambaForCausalLM": "LlamaForCausalLM",
+        "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
+        "NemotronHForCausalLM": "NemotronForCausalLM",
+        "OlmoHybridForCausalLM": "Olmo3ForCausalLM",
+        "Qwen3NextForCausalLM": "Qwen3MoeForCausalLM",
+        "Qwen3_5ForCausalLM": "Qwen3ForCausalLM",
+        "Qwen3_5MoeForCausalLM": "Qwen3MoeForCausalLM",
+        "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
+        "RwkvForCausalLM": "LlamaForCausalLM",
+        "ZambaForCausalLM": "LlamaForCausalLM",
+    },
+    "an attention of its own, which no other can take the place of": {
+        "BloomForCausalLM": "GPTNeoXForCausalLM",
+        "CodeGenForCausalLM": "Starcoder2ForCausalLM",
+        "FalconForCausalLM": "LlamaForCausalLM",
+        "GPTJForCausalLM": "GPTNeoXForCausalLM",
+        "GPTNeoForCausalLM": "GPTNeoXForCausalLM",
+        "MptForCausalLM": "OlmoForCausalLM",
+        "OpenAIGPTLMHeadModel": "GPT2LMHeadModel",
+        "XGLMForCausalLM": "OPTForCausalLM",
+    },
+    "attention to tokens that an index, a bias or a mask of its own chooses": {
+        "DeepseekV32ForCausalLM": "DeepseekV3ForCausalLM",
+        "DogeForCausalLM": "SmolLM3ForCausalLM",
+        "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
+        "HYV4ForCausalLM": "HYV3ForCausalLM",
+        "InklingForCausalLM": "Qwen3MoeForCausalLM",
+    },
+    "attention to tokens that come after (encoders)": {
+        "BertLMHeadModel": "GPT2LMHeadModel",
+        "RobertaForCausalLM": "GPT2LMHeadModel",
+    },
+}
 
 RELATED_CHARS = 3  # names that begin alike for so long are of one family
 WIDTH = 110
@@ -102,9 +87,9 @@ WIDTH = 110
 
 def nearest(architecture: str) -> str:
     """The end of a sentence that names what is served and most like this architecture."""
-    for refused in REFUSED:
-        if architecture in refused.nearest:
-            return f"the nearest that is served: {refused.nearest[architecture]}"
+    for instead in REFUSED.values():
+        if architecture in instead:
+            return f"the nearest that is served: {instead[architecture]}"
     others = sorted(served_architectures() - {architecture})
     related = max(others, key=lambda name: _alike(name, architecture))
     if _alike(related, architecture) < RELATED_CHARS:
@@ -114,11 +99,11 @@ def nearest(architecture: str) -> str:
 
 def refuse_known(architectures: list[object]) -> None:
     """Raise UnsupportedModel if one of these was tried and is refused."""
-    for refused in REFUSED:
-        for name, instead in refused.nearest.items():
+    for reason, nearest_ones in REFUSED.items():
+        for name, instead in nearest_ones.items():
             if name in architectures:
                 raise UnsupportedModel(
-                    f"{name} has {refused.reason}; the nearest that is served: {instead} "
+                    f"{name} has {reason}; the nearest that is served: {instead} "
                     "(model_path='transformers' tries it all the same)"
                 )
 
@@ -138,9 +123,9 @@ def model_table() -> str:
     ]
     lines += ["", "For text alone, of models that read images too:", *_wrapped(WITH_IMAGES)]
     lines += ["", "Refused, each with the nearest that is served:"]
-    for refused in REFUSED:
-        pairs = (f"{name} ({instead})" for name, instead in refused.nearest.items())
-        lines += [f"  {refused.reason}", *_wrapped(pairs, indent=4)]
+    for reason, nearest_ones in REFUSED.items():
+        pairs = (f"{name} ({instead})" for name, instead in nearest_ones.items())
+        lines += [f"  {reason}", *_wrapped(pairs, indent=4)]
     return "\n".join(lines)
 
 
@@ -154,5 +139,4 @@ def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
 
 def _alike(one: str, other: str) -> int:
     """Count the letters with which both begin."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return len(commonprefix([one, other]))  # noqa: RUF071 - letters are what is meant

@@ -1,15 +1,13 @@
 """transformers' own model of an architecture, with the paged attention in the place of its own.
 
-The one module that asks transformers for a model, which is called with one flat row of tokens. Whatever in it
-looks from one token at another must do so by its attention function, which has the batch and the cache.
-Whether all of it does is not known from here: engine.run.forward.probe finds out.
+It is called with one flat row of tokens. Whatever in it looks from one token at another must do so by its
+attention function, which has the batch and the cache: engine.run.forward.probe finds out whether all does.
 """
 
 import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,6 @@ from engine.models.attention_calls import (
     NUM_RECORDED_TOKENS,
     PLACE,
     AttentionCall,
-    CallRecorder,
-    MaskFunction,
     PagedAttention,
     answer,
     describe_mask,
@@ -63,10 +59,9 @@ class TransformersModel(CausalModel):
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """What the body gives for all rows."""
-        with self._attention.serving(batch, cache):
-            output = self._body[0](
-                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
-            )
+        self._attention.begin(batch, cache)
+        ids, positions = batch.token_ids[None], batch.positions[None]
+        output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -87,15 +82,15 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
 
     Weights pass through the host's memory: with several ranks each reads all of them and keeps its share.
     """
-    model = _read(config, folder, place.dtype)
-    _refuse_moving_rotary(model, place.max_positions)
-    if place.tp.size > 1:
-        split_by_plan(model, place.tp)
-    model.requires_grad_(False).eval().to(place.device)
+    name = config.architecture
     try:
+        model = _read(config, folder, place.dtype)
+        _refuse_moving_rotary(model, place.max_positions)
+        if place.tp.size > 1:
+            split_by_plan(model, place.tp)
+        model.requires_grad_(False).eval().to(place.device)
         return _with_paged_attention(config, model, place)
     except UnsupportedModel as error:
-        name = config.architecture
         raise UnsupportedModel(
             f"{name} does not run through transformers: {error}; {nearest(name)}"
         ) from error
@@ -120,12 +115,11 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(
-            f"{config.architecture} runs through transformers {MIN_VERSION} or later, here is "
-            f"{transformers.__version__}; {nearest(config.architecture)}"
+            f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}"
         )
     for name in (PAGED, RECORDED):
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, _describe)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
     try:
         with _quiet_transformers():
             loader, path, more = _source(config, folder, dtype)
@@ -147,18 +141,16 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
             f"{folder} holds no complete safetensors files ({error}); fetch it again"
         ) from error
     except Exception as error:  # whatever transformers makes of what is in the files
+        if error.args == (PAGED,):  # a KeyError of a class that knows attentions by name
+            raise UnsupportedModel(
+                "its attention is its own, and no other can take the place of it"
+            ) from error
         words = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
-        if error.args == (PAGED,):  # a KeyError of a class that knows attentions by name
-            problem = "its attention is its own, and no other can take the place of it"
-        raise UnsupportedModel(
-            f"{config.architecture} does not run through transformers: {problem[:MAX_ERROR_CHARS]}; "
-            f"{nearest(config.architecture)}"
-        ) from error
+        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
     if type(model).__name__ != config.architecture:
         raise UnsupportedModel(
-            f"config.json names {config.architecture}, transformers makes a {type(model).__name__} of it; "
-            f"{nearest(config.architecture)}"
+            f"config.json names {config.architecture}, transformers makes a {type(model).__name__} of it"
         )
     _check_filled(folder, report)
     return model
@@ -242,16 +234,8 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _describe(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **ignored: Any) -> Tensor:
-    """What transformers calls for a mask while calls are recorded."""
-    return describe_mask(mask_function, torch.device(device))
-
-
 def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
-    """Raise UnsupportedModel where a sequence is rotated otherwise because of a longer one in its step.
-
-    longrope: transformers takes one set of frequencies or the other by the longest position that it sees.
-    """
+    """Raise UnsupportedModel where a longer sequence in its step rotates another one otherwise (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         for each in (parameters, *parameters.values()):
@@ -268,20 +252,21 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find out by a forward pass what the layers' attention is, and take its place."""
-    recorded = _record(model, place.device)
-    body, calls = recorded.body, recorded.calls
+    calls, called, bodies = _record(model, place.device)
     if len(calls) < config.num_layers:
         raise UnsupportedModel(
             f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
             "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
             "or have an attention of their own"
         )
+    if not bodies:
+        raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
+    body, output = bodies[-1]  # the outermost ends last
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
     attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
-    attention.take_places()
-    pack_linears(model, recorded.called)
-    compute, output_type = body.forward, type(recorded.output)
+    pack_linears(model, called)
+    compute, output_type = body.forward, type(output)
 
     def forward(*args: Any, inputs_embeds: Tensor | None = None, **options: Any) -> Any:
         if inputs_embeds is not None:
@@ -289,28 +274,25 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
         return compute(*args, **options)
 
     body.forward = forward
-    return TransformersModel(model, body, attention, recorded.output.last_hidden_state.shape[-1])
+    return TransformersModel(model, body, attention, output.last_hidden_state.shape[-1])
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What one forward pass shows of a model.
+def _record(
+    model: Any, device: torch.device
+) -> tuple[list[AttentionCall], set[nn.Module], list[tuple[nn.Module, Any]]]:
+    """Run the whole model over a few tokens, with zeros for attention. Raises UnsupportedModel.
 
-    body: the outermost module that gives hidden states, and `output`, what it gave.
-    calls: of the attention function, in order.  called: all modules that were.
+    Returns the calls of the attention function in order, the modules that were called, and those of them that
+    gave hidden states, each with what it gave.
     """
-
-    body: nn.Module
-    output: Any
-    calls: list[AttentionCall]
-    called: set[nn.Module]
-
-
-def _record(model: Any, device: torch.device) -> Recorded:
-    """Run the whole model over a few tokens, with zeros for attention. Raises UnsupportedModel."""
-    recorder = CallRecorder()
+    calls: list[AttentionCall] = []
     called: set[nn.Module] = set()
     bodies: list[tuple[nn.Module, Any]] = []
+
+    def record(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        _, heads, tokens, _ = call.query.shape
+        return call.value.new_zeros(1, tokens, heads, call.value.shape[-1])
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         called.add(module)
@@ -319,7 +301,7 @@ def _record(model: Any, device: torch.device) -> Recorded:
 
     hooks = [module.register_forward_hook(keep) for module in model.modules()]
     for module in model.modules():
-        module.__dict__[PLACE] = recorder
+        module.__dict__[PLACE] = record
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     try:
         with _attending(model, RECORDED):
@@ -334,7 +316,4 @@ def _record(model: Any, device: torch.device) -> Recorded:
             hook.remove()
         for module in model.modules():
             del module.__dict__[PLACE]
-    if not bodies:
-        raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
-    body, output = bodies[-1]  # the outermost ends last
-    return Recorded(body, output, recorder.calls, called)
+    return calls, called, bodies

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache, Scales, quantize
 
@@ -63,16 +64,8 @@ class PagedBatch:
     def features(self) -> AttentionFeatures:
         heads, head_dim = self.query.shape[1:]
         kv_heads = self.key_cache.shape[2]
-        return AttentionFeatures(
-            heads,
-            kv_heads,
-            head_dim,
-            self.scale,
-            self.window,
-            self.chunk,
-            self.soft_cap,
-            self.sinks is not None,
-        )
+        kind = (self.scale, self.window, self.chunk, self.soft_cap)
+        return AttentionFeatures(heads, kv_heads, head_dim, *kind)
 
     def tensor(self, values: object) -> Tensor:
         """int32 on the device."""
@@ -214,3 +207,9 @@ def make_batch(
         soft_cap,
         None if sinks is None else sinks.to(DEVICE),
     )
+
+
+def attend_by(backend: KernelBackend, batch: PagedBatch, metadata: AttentionMetadata | None = None) -> Tensor:
+    """A layer's attention over the batch, by metadata of its own unless given."""
+    metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)

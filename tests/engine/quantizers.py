@@ -1,10 +1,9 @@
-"""Quantizers of the formats that are read, number by number as each format is defined, and what they mean.
+"""Quantizers of the formats that are read, as each format is defined, and what they mean.
 
-Slow on purpose: they share no line with engine/checkpoint, and no trick.
+They share no line with engine/checkpoint.
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,16 +41,14 @@ class Format:
 def fp8(weight: Tensor, block: tuple[int | None, int | None], name: str, shape: str) -> Quantized:
     """float8_e4m3fn with a scale for each block."""
     rows, columns = (size or total for size, total in zip(block, weight.shape, strict=True))
-    scale = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    codes, meant = torch.zeros_like(weight), torch.zeros_like(weight)
-    for r in range(scale.shape[0]):
-        for c in range(scale.shape[1]):
-            at = slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns)
-            scale[r, c] = weight[at].abs().max() / 448
-            if shape == "exponents":
-                scale[r, c] = 2.0 ** math.ceil(math.log2(float(scale[r, c])))
-            codes[at] = (weight[at] / scale[r, c]).to(torch.float8_e4m3fn).float()
-            meant[at] = codes[at] * scale[r, c]
+    largest = torch.nn.functional.max_pool2d(weight.abs()[None], (rows, columns), ceil_mode=True)[0]
+    scale = largest / 448
+    if shape == "exponents":
+        scale = 2.0 ** scale.log2().ceil()
+    spread = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
+    spread = spread[:, : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn).float()
+    meant = codes * spread
     error = weight.abs() / 16 + scale.max() * 2**-10
     stored = {
         "matrix": scale,
@@ -67,30 +64,21 @@ def fp8(weight: Tensor, block: tuple[int | None, int | None], name: str, shape: 
 
 def int_codes(weight: Tensor, group: int, bits: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [out, in] from 0 up, zero points and scales [out, groups]); scales as float16 holds them."""
-    out, groups = weight.shape[0], weight.shape[1] // group
-    codes = torch.zeros(weight.shape, dtype=torch.int64)
-    zeros, scales = torch.zeros(out, groups, dtype=torch.int64), torch.zeros(out, groups)
+    parts = weight.view(len(weight), -1, group)
     top = 2**bits - 1
-    for o in range(out):
-        for g in range(groups):
-            part = weight[o, g * group : (g + 1) * group]
-            if zero_points:
-                low, high = min(0.0, float(part.min())), max(0.0, float(part.max()))
-                scale = torch.tensor((high - low) / top * 1.001).half().float()
-                zero = round(-low / float(scale))
-            else:
-                scale = torch.tensor(float(part.abs().max()) / (2 ** (bits - 1) - 1) * 1.001).half().float()
-                zero = 2 ** (bits - 1)
-            scales[o, g], zeros[o, g] = scale, zero
-            codes[o, g * group : (g + 1) * group] = ((part / scale).round().long() + zero).clamp(0, top)
-    return codes, zeros, scales
+    if zero_points:
+        low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+        scales = ((high - low) / top * 1.001).half().float()
+        zeros = (-low / scales).round().long()
+    else:
+        scales = (parts.abs().amax(2) / (2 ** (bits - 1) - 1) * 1.001).half().float()
+        zeros = torch.full(scales.shape, 2 ** (bits - 1))
+    codes = ((parts / scales[..., None]).round().long() + zeros[..., None]).clamp(0, top)
+    return codes.view(weight.shape), zeros, scales
 
 
 def meant(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: list[int]) -> Tensor:
-    weight = torch.zeros(codes.shape)
-    for i, g in enumerate(group_of):
-        weight[:, i] = (codes[:, i] - zeros[:, g]).float() * scales[:, g]
-    return weight
+    return (codes - zeros[:, group_of]).float() * scales[:, group_of]
 
 
 def word(numbers: list[int], bits: int) -> int:
@@ -187,29 +175,18 @@ def packed(
 def mxfp4(weight: Tensor) -> Quantized:
     """weight: [experts, in, out], in blocks of 32 along `in`, as gpt-oss has them."""
     experts, columns, rows = weight.shape
-    blocks = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
-    scales = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8)
-    unpacked = torch.zeros_like(weight)
-    for e in range(experts):
-        for r in range(rows):
-            for b in range(columns // 32):
-                part = weight[e, b * 32 : (b + 1) * 32, r]
-                exponent = math.ceil(math.log2(float(part.abs().max()) / 6))
-                scales[e, r, b] = exponent + 127
-                nibbles = [nearest_e2m1(value / 2.0**exponent) for value in part.tolist()]
-                for i in range(16):
-                    blocks[e, r, b, i] = nibbles[2 * i] | nibbles[2 * i + 1] << 4
-                for i, nibble in enumerate(nibbles):
-                    value = E2M1[nibble & 7] * 2.0**exponent
-                    unpacked[e, b * 32 + i, r] = -value if nibble & 8 else value
+    parts = weight.transpose(1, 2).reshape(experts, rows, columns // 32, 32)
+    exponents = (parts.abs().amax(-1) / 6).log2().ceil()
+    scaled, numbers = parts / 2.0 ** exponents[..., None], torch.tensor(E2M1)
+    codes = (scaled.abs()[..., None] - numbers).abs().argmin(-1)
+    unpacked = numbers[codes].copysign(scaled) * 2.0 ** exponents[..., None]
+    nibbles = codes + 8 * (scaled < 0)
+    stored = {"blocks": nibbles[..., ::2] | nibbles[..., 1::2] << 4, "scales": exponents + 127}
     return Quantized(
-        {"blocks": blocks, "scales": scales}, unpacked, weight.abs() / 3 + weight.abs().max() / 12
+        {name: tensor.to(torch.uint8) for name, tensor in stored.items()},
+        unpacked.view(experts, rows, columns).transpose(1, 2),
+        weight.abs() / 3 + weight.abs().max() / 12,
     )
-
-
-def nearest_e2m1(value: float) -> int:
-    nibble = min(range(8), key=lambda code: abs(E2M1[code] - abs(value)))
-    return nibble | 8 if value < 0 else nibble
 
 
 def group(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:

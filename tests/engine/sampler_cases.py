@@ -151,7 +151,7 @@ def by_triton(device: torch.device, **options: Any) -> Choose:
     def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
         columns = [getattr(rows, each.name).to(device) for each in fields(rows)]
         with np.errstate(over="ignore"):  # in the interpreter: what is far below the highest goes to -inf
-            return choose_tokens(logits.to(device), *columns, **options).cpu()
+            return choose_tokens(logits.to(device), columns, **options).cpu()
 
     return choose
 
@@ -162,7 +162,7 @@ def by_numba() -> Choose:
 
     def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits = logits.float() if logits.dtype == torch.float16 else logits
-        return choose_tokens(logits, *(getattr(rows, each.name) for each in fields(rows)))
+        return choose_tokens(logits, list(vars(rows).values()))
 
     return choose
 

@@ -91,10 +91,7 @@ def test_start_compiles_every_kernel_that_steps_use(
         "write_rows_kernel", "advance_kernel", "decode_kernel",
     }, "of graphs alone"  # fmt: skip
     at_start = set(seen)
-    experts, dense = (
-        {"grouped_product_kernel", "choose_kernel", "group_kernel"},
-        {"fused_product_kernel", "project_heads_kernel"},
-    )
+    experts, dense = ({"grouped_product_kernel", "choose_kernel", "group_kernel"}, {"fused_product_kernel"})
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
@@ -180,7 +177,7 @@ def capture_steps(
 
 Variant = tuple[str, tuple[Any, ...]]
 INDICES = {
-    "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr"),
+    "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr"),
     "choose_token_kernel": ("chosen_ptr",),
 }  # fmt: skip
 

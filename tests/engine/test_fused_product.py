@@ -7,9 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels.products.fused_heads import project_heads
 from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
-from engine.layers.rotary import Rope, RotaryEmbedding, apply_rotary
 from tests.engine.paged import DEVICE
 
 # One rounding of a result of a few units in each dtype; the interpreter rounds bfloat16 towards zero.
@@ -84,47 +82,3 @@ def test_linear_add(num_rows: int, width: int, out: int, dtype: torch.dtype) -> 
         close(total, residual.double() + product)
         expected = total.double().square().sum(1)
         torch.testing.assert_close(squares.double().sum(1), expected, rtol=1e-5, atol=1e-6)
-
-
-def head_normed(heads: Tensor, weight: Tensor | None) -> Tensor:
-    """[rows, heads, dim], float64."""
-    if weight is None:
-        return heads
-    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + EPS) * weight.double()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize(
-    ("width", "heads", "kv_heads", "head_dim"), [(48, 4, 2, 16), (200, 3, 3, 64), (64, 5, 1, 32)]
-)
-def test_project_heads(
-    width: int, heads: int, kv_heads: int, head_dim: int, num_rows: int, has_norms: bool, dtype: torch.dtype
-) -> None:
-    """Queries, and keys and values in slots in any order, of which padding has none; a bias without norms."""
-    weight, bias = weights((heads + 2 * kv_heads) * head_dim, width, dtype)
-    x = random(num_rows, width, dtype=dtype, seed=1) * 5
-    norms = tuple(random(head_dim, dtype=dtype, seed=i) for i in (5, 6)) if has_norms else (None, None)
-    rotary = RotaryEmbedding(Rope("default", head_dim, 500.0, 3000, {}), 3000, dtype=dtype, device=DEVICE)
-    rotation = rotary(torch.arange(num_rows, device=DEVICE) * 41)
-    slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:num_rows].to(DEVICE)
-    slots[-1] = -1
-    kept = slots >= 0
-    # a block before the first, for what a slot of -1 would hit
-    pools = [torch.full((21, 4, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
-    caches = [pool[1:] for pool in pools]
-    each = None if has_norms else bias
-    got = project_heads(
-        x, parts_of_squares(x), EPS, weight, each, rotation, norms if has_norms else None, *caches, slots
-    )
-    product = F.linear(normed(x), weight.double(), None if each is None else each.double())
-    query, key, value = product.view(num_rows, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
-    wide = [part.double() for part in rotation]
-    close(got, apply_rotary(head_normed(query, norms[0]), *wide))
-    expected = apply_rotary(head_normed(key, norms[1]), *wide), value
-    others = torch.ones(80, dtype=torch.bool, device=DEVICE).index_fill_(0, slots[kept], False)
-    for pool, cache, numbers in zip(pools, caches, expected, strict=True):
-        close(cache.flatten(0, 1)[slots[kept]], numbers[kept])
-        assert (cache.flatten(0, 1)[others] == 77.0).all()
-        assert (pool[0] == 77.0).all()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 def named(batch: PagedBatch) -> dict[str, Any]:
     """What the kernels are told of the layer's attention."""
-    names = ("scale", "window", "chunk", "soft_cap", "sinks", "scales")
+    names = ("scale", "window", "chunk", "soft_cap", "sinks")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -45,8 +45,7 @@ def decode(
         arrived = counters(batch)
     with poisoned_scratch():
         decode_attention.decode_attention(
-            batch.query, batch.key_cache, batch.value_cache, rows, arrived, out,
-            num_programs=programs, split_tokens=split, **named(batch),
+            batch.query, batch.cache, rows, arrived, out, programs, split_tokens=split, **named(batch)
         )  # fmt: skip
     assert out[len(batch.query) :].isnan().all()
     return out

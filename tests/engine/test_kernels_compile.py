@@ -62,7 +62,7 @@ def test_every_kernel_that_is_launched_has_a_line() -> None:
     """`name[grid](...)` in engine/kernels, whatever calls it."""
     launched = {
         node.func.value.id
-        for path in (ROOT / "engine/kernels").glob("*.py")
+        for path in (ROOT / "engine/kernels").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Subscript)

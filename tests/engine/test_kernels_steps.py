@@ -1,6 +1,6 @@
 """The kernels of a step beside its layers do what their references in torch do, bit by bit."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, advance, write_rows
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.logit_edits import Entries
 from engine.kernels.logit_edits import edit_logits as by_kernel
 from engine.kernels.pending import TILE
 from engine.kernels.sampler import weigh
@@ -84,15 +83,15 @@ def test_it_equals_the_reference(num_rows: int, written: int, num_blocks: int, i
     found, expected = memory(num_rows), memory(num_rows)
     for into, write in ((found, TritonBackend(DEVICE).write_rows), (expected, write_rows)):
         write(into, new, into.wide[0, :num_rows] if in_memory else others)
-    for each in fields(RowMemory):
-        assert torch.equal(getattr(found, each.name), getattr(expected, each.name)), each.name
+    for name, left, right in zip(RowMemory._fields, found, expected, strict=True):
+        assert torch.equal(left, right), name
     assert not torch.equal(found.wide, memory(num_rows).wide) or not written
 
 
 def test_rows_that_change_places_change_their_tokens() -> None:
     """Each of two rows is written with what the other has sampled, so neither may be written too early."""
     new = writes(np.random.default_rng(1), 2, 2, 0)
-    new = replace(new, rows=np.array([0, 1]), sampled_at=np.array([1, 0]))
+    new = new._replace(rows=np.array([0, 1]), sampled_at=np.array([1, 0]))
     found = memory(2)
     before = found.wide[0, :2].tolist()
     TritonBackend(DEVICE).write_rows(found, new, found.wide[0, :2])
@@ -234,9 +233,8 @@ def make_edits(rng: np.random.Generator, num_rows: int, vocab: int, adds: bool) 
 
 
 def edit_by_kernel(logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
-    entries = Entries(*(getattr(edits, name) for name in Entries._fields))
     on_device = None if sampled is None else sampled.to(DEVICE)
-    return by_kernel(logits.to(DEVICE), edits.rows, entries, on_device, tile=TILE).cpu()
+    return by_kernel(logits.to(DEVICE), edits, on_device, tile=TILE).cpu()
 
 
 def assert_same_bits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:

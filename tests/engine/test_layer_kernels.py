@@ -100,7 +100,7 @@ def test_rms_norm(kernels: SimpleNamespace, dim: int, dtype: torch.dtype) -> Non
 
 
 @both_dtypes
-@pytest.mark.parametrize("norms", ["none", "one weight", "a weight per head"])
+@pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim"), [(4, 2, 16, 16), (5, 1, 96, 96), (5, 2, 80, 32)]
 )
@@ -110,14 +110,11 @@ def test_norm_rotate_and_store(
     kv_heads: int,
     head_dim: int,
     rotary_dim: int,
-    norms: str,
+    has_norms: bool,
     dtype: torch.dtype,
 ) -> None:
     """Views of one merged projection, to slots in any order, some of them -1; what does not turn passes."""
-    shapes = [
-        (count, head_dim) if norms == "a weight per head" else (head_dim,) for count in (heads, kv_heads)
-    ]
-    weights = [random(kernels, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    weights = [random(kernels, head_dim, dtype=dtype, seed=i) for i in range(2)]
     merged = random(kernels, 19, heads + 2 * kv_heads, head_dim, dtype=dtype)
     query, key, value = merged.split((heads, kv_heads, kv_heads), dim=1)
     rotation = rotation_of(kernels, 19, rotary_dim, dtype)
@@ -129,8 +126,8 @@ def test_norm_rotate_and_store(
         torch.full((7, 4, kv_heads, head_dim), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"
     ]
     turned = kernels.norm_rotate_and_store(
-        query, key, value, rotation, None if norms == "none" else tuple(weights), 1e-5,
-        *(pool[1:] for pool in pools), slots,
+        query, key, value, rotation, tuple(weights) if has_norms else None, 1e-5,
+        (*(pool[1:] for pool in pools), None), slots,
     )  # fmt: skip
     assert turned.is_contiguous()
     keys, values = (pool[1:].flatten(0, 1) for pool in pools)
@@ -138,7 +135,7 @@ def test_norm_rotate_and_store(
         (turned, query, weights[0], slice(None)),
         (keys[slots[kept]], key, weights[1], kept),
     ):
-        wide = x.double() if norms == "none" else norm(x.double(), weight.double(), 1e-5)
+        wide = norm(x.double(), weight.double(), 1e-5) if has_norms else x.double()
         expected = apply_rotary(wide, *(part.double() for part in rotation))[rows]
         torch.testing.assert_close(got.double(), expected, **kernels.close[dtype])
     assert torch.equal(values[slots[kept]], value[kept])
@@ -184,7 +181,7 @@ def test_store_kv_skips_padding_and_touches_nothing_else(
     slots[slots == 41] = -1
     slots[::4] = -1
     caches = [torch.full((6, 7, 2, 24), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"]
-    kernels.store_kv(keys, values, *caches, slots)
+    kernels.store_kv(keys, values, (*caches, None), slots)
     for given, cache in zip((keys, values), caches, strict=True):
         expected = torch.full((42, 2, 24), UNTOUCHED, dtype=dtype, device=kernels.device)
         expected[slots[slots >= 0]] = given[slots >= 0]

@@ -184,7 +184,7 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
             "sliding_window must be between 1 and",
         ),
-        ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "config.json has no 'factor'"),
         (
             "config.json",
             {"rope_scaling": {"type": "linear", "factor": "2"}},

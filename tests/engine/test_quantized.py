@@ -213,10 +213,9 @@ NAN, INF = float("nan"), float("inf")
 DAMAGES = [
     ("fp8_blocks", "weight_scale_inv", None, MissingWeights, "is quantized and"),
     ("fp8_blocks", "weight_scale_inv", put(NAN), DamagedWeights, "NaN or infinite"),
-    ("fp8_blocks", "weight_scale_inv", put(0.0), DamagedWeights, "scales of 0 for weights that are not"),
     ("fp8_blocks", "weight_scale_inv", lambda t: t[:, :1], WeightMismatch, r"\[2, 1\], \[2, 3\] expected"),
     ("fp8_blocks", "weight_scale_inv", lambda t: t.int(), WeightMismatch, "holds I32, F32 or BF16 or F16"),
-    ("fp8_blocks", "weight", put(NAN), DamagedWeights, "weights that are NaN"),
+    ("fp8_blocks", "weight", put(NAN), DamagedWeights, "NaN or infinite"),
     ("ct_fp8_channel", "weight_scale", put(INF), DamagedWeights, "NaN or infinite"),
     ("ct_int8_asymmetric", "weight_zero_point", None, MissingWeights, "is quantized and"),
     ("ct_packed4", "weight_shape", lambda t: -t, DamagedWeights, r"is \[-48, -96\], which words of"),

@@ -220,14 +220,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_what_is_listed_is_what_was_compared() -> None:
     assert set(served.TRANSFORMERS) == set(map(class_name, SERVED))
-    listed = {name for refused in served.REFUSED for name in refused.nearest}
+    listed = {name for nearest in served.REFUSED.values() for name in nearest}
     assert listed == set(map(class_name, REFUSED))
     assert not listed & served_architectures()
 
 
 def test_what_is_named_instead_is_served() -> None:
-    for refused in served.REFUSED:
-        for name, instead in refused.nearest.items():
+    for nearest in served.REFUSED.values():
+        for name, instead in nearest.items():
             assert instead in served_architectures()
             with pytest.raises(UnsupportedModel, match=f"{name} .*{instead}"):
                 refuse_known([name])

@@ -12,21 +12,14 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 import engine.attention
 from engine.attention import load_backend, triton_backend
-from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
-from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
+from tests.engine.paged import DEVICE, TOLERANCE, attend_by, make_batch
 
 
 @pytest.fixture(scope="module")
 def backend() -> TritonBackend:
     return TritonBackend(DEVICE)
-
-
-def attend(backend: TritonBackend, batch: PagedBatch) -> torch.Tensor:
-    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
 
 
 def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -> None:
@@ -36,11 +29,10 @@ def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -
     rows, context_lens, tables = (whole.tensor(x) for x in (range(5), lens, whole.block_tables))
     eager = backend.build_metadata(whole.block_tables, whole.context_lens, whole.query_lens)
     recorded = backend.decode_metadata(rows, context_lens, tables, 40_000)
-    cache = LayerKVCache(whole.key_cache, whole.value_cache)
     for window in (None, 128, 500, 16):
         batch = replace(whole, window=window)
         for metadata in (eager, recorded):
-            out = backend.forward(batch.query, cache, metadata, batch.features)
+            out = attend_by(backend, batch, metadata)
             assert batch.error(out) < TOLERANCE[torch.float32]
             assert not out[[1, 4]].any()
 
@@ -48,7 +40,6 @@ def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -
 def test_bits_do_not_depend_on_the_batch_nor_on_being_recorded(backend: TritonBackend) -> None:
     """One long context among short ones; a recorded step of more rows, in an order of its own."""
     whole = make_batch([1500, 20, 700, 0], head_dim=16, kv_heads=1)
-    cache = LayerKVCache(whole.key_cache, whole.value_cache)
     alone = replace(
         whole, query=whole.query[:1], block_tables=whole.block_tables[:1],
         context_lens=whole.context_lens[:1], query_lens=whole.query_lens[:1],
@@ -57,9 +48,9 @@ def test_bits_do_not_depend_on_the_batch_nor_on_being_recorded(backend: TritonBa
         whole.tensor(x) for x in (range(4), whole.context_lens, whole.block_tables, [0, 2, 1, 3])
     )
     recorded = backend.decode_metadata(rows, lens, tables, 40_960, order)
-    together = attend(backend, whole)
-    assert torch.equal(attend(backend, alone), together[:1])
-    assert torch.equal(backend.forward(whole.query, cache, recorded, whole.features), together)
+    together = attend_by(backend, whole)
+    assert torch.equal(attend_by(backend, alone), together[:1])
+    assert torch.equal(attend_by(backend, whole, recorded), together)
 
 
 def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
@@ -105,7 +96,7 @@ def test_fp8_is_refused_where_triton_cannot_compile_it(
     cuda = torch.device("cuda")
     assert isinstance(load_backend("triton", cuda, torch.bfloat16), TritonBackend)
     if serves:
-        load_backend("triton", cuda, torch.bfloat16, 16, "fp8_e4m3")
+        load_backend("triton", cuda, torch.bfloat16, "fp8_e4m3")
         return
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"):
-        load_backend("auto", cuda, torch.bfloat16, 16, "fp8_e4m3")
+        load_backend("auto", cuda, torch.bfloat16, "fp8_e4m3")

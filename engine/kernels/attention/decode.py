@@ -1,11 +1,9 @@
 """Attention of one new token per sequence over the paged cache, each context cut into splits.
 
 A program takes splits of one sequence for all query heads of one KV head, so that keys and values are read
-once; the program of a sequence and KV head that ends last merges them. Sources: PagedAttention,
+once; the program of a sequence and KV head that ends last merges them. Where a context is cut follows from
+its own length alone, and splits are merged in their order: a row has the same bits in every batch. Sources:
 arXiv:2309.06180; Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
-
-Where a context is cut follows from its own length alone, and splits are merged in their order. So a row has
-the same bits in every batch, in whatever launch, and whichever program ends last.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from engine.kernels.attention.kv_tile import (
     FP8_STAGES,
     LOG2_E,
     NUM_STAGES,
+    Cache,
     base2_cap,
     first_seen,
     fold_tile,
@@ -45,9 +44,8 @@ class DecodeRows:
 
     rows: [decodes] int32, each one's row in the queries.  context_lens: [decodes] int32, the new token
     included; 0 marks padding, which reads nothing and gets zeros.  block_tables: [decodes, blocks] int32.
-    max_context_len: at least the longest of them, a host value, for the size of the splits' results.
-    order: [decodes] int32, a permutation, which of them start first; None: as they stand. With the longest
-    contexts first the device has short ones left to even the finish out.
+    max_context_len: at least the longest of them, on the host.
+    order: [decodes] int32, a permutation, which of them start first; None: as they stand.
     """
 
     rows: Tensor
@@ -192,43 +190,36 @@ def locate_parts(split, head, first_part, num_splits, HEADS: tl.constexpr, GROUP
 
 
 def choose_num_programs(num_pairs: int, num_processors: int) -> int:
-    """How many programs share the splits of each of num_pairs sequences and KV heads.
-
-    Enough to fill the device evenly, and few that find nothing to do. No context is in it, so that one graph
-    serves all.
-    """
+    """How many programs share the splits of each of num_pairs sequences and KV heads."""
     return min(-(-PROGRAMS_PER_PROCESSOR * num_processors // num_pairs), MAX_SPLITS)
 
 
 def decode_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: Cache,
     batch: DecodeRows,
     arrived: Tensor,
     out: Tensor,
+    num_programs: int,
     *,
     scale: float,
-    num_programs: int,
     window: int | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> None:
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the new token's included.
     arrived: at least decodes * kv_heads int32, all zero, and zero again afterwards; no other launch that may
     run at the same time may have it.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
-    scales: of a cache of FP8 numbers, as LayerKVCache has them.
     num_programs: of each sequence and KV head, see choose_num_programs; the result is the same with any.
     split_tokens: least tokens of a split.
     Sums are float32; the splits' results take decodes * splits * heads * head_dim * 4 bytes meanwhile.
     """
+    key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention.kv_tile import WIDEN as INTERPRETED
+from engine.kernels.attention.kv_tile import Cache
 
 
 @triton.jit
@@ -49,22 +50,14 @@ def store_kernel(
     tl.store(value_cache_ptr + slot * ROW + column, values, mask=inside)
 
 
-def store_kv(
-    keys: Tensor,
-    values: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def store_kv(keys: Tensor, values: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
     """Scatter the new keys and values into their slots of the paged cache.
 
     keys, values: [tokens, kv_heads, head_dim]; rows may lie apart, a row must be contiguous.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], contiguous.
     slot_mapping: [tokens] int64, block_id * block_size + offset; a negative one marks padding and writes
-    nowhere.  scales: of a cache of FP8 numbers, as
-    LayerKVCache has them.  Source: PagedAttention, arXiv:2309.06180, section 4.
+    nowhere.  Source: PagedAttention, arXiv:2309.06180, section 4.
     """
+    key_cache, value_cache, scales = cache
     row = keys.shape[1] * keys.shape[2]
     assert keys.stride()[1:] == values.stride()[1:] == (keys.shape[2], 1)
     assert key_cache.is_contiguous()

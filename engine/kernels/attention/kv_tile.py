@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+#: LayerKVCache: keys and values [blocks, block_size, kv_heads, head_dim], contiguous; scales of FP8 numbers.
+Cache = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
 MAX_HEAD_DIM = 256
 # Stages of the loops over tiles. Keys and values have two buffers each, because the block ids that their
-# places depend on come from the iteration before: looked up in the same one, they would take stages too, and
-# leave a single buffer, so that no copy overlaps the products (seen in code compiled for sm_90).
+# places depend on come from the iteration before (seen in code compiled for sm_90).
 NUM_STAGES = 3
-# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers. With twice the
-# tokens, which are converted in registers, those are enough for three programs of five.
+# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers.
 FP8_STAGES = 5
 # Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
 # Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.
@@ -60,10 +62,7 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """The block of each of `tokens` that is before `end`, 0 for the others.
-
-    Looked up per token, so that the tile's size and the block's do not depend on each other.
-    """
+    """The block of each of `tokens` that is before `end`, 0 for the others."""
     return tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
@@ -77,13 +76,11 @@ def fold_tile(
 ):  # fmt: skip
     """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
 
-    queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, not
-    yet divided by row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32,
-    and blocks: theirs, as load_block_ids gives them.  end: tokens from here on are not read.  first, last:
-    [rows], the first and the last token each row may see; first is None if all rows see all tokens before
-    their last.  Without MASKED every token is below `end` and seen by every row.  A row whose maximum is
-    still infinite must see some token of the tile.
-    Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
+    queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, not yet divided by row_sum.  row_max, row_sum:
+    [rows] float32, of scores in base 2.  tokens, blocks: [tile] int32.  end: no token from here on is read.
+    first, last: [rows], the first and the last token each row may see; first None: all before the last.
+    Without MASKED every token is below `end` and seen by every row.  A row whose maximum is still infinite
+    must see some token of the tile.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
     """
     dims = tl.arange(0, DIM_PAD)
     inside = dims < HEAD_DIM
@@ -133,8 +130,7 @@ def base2_cap(soft_cap: float | None) -> float | None:
 def tile_tokens(dim_pad: int, itemsize: int, tile_bytes: int) -> int:
     """Tokens of one tile, 16 to 128: as many keys as take tile_bytes.
 
-    float32 takes 16: its exact products are made in registers, outside the tensor cores, and those of larger
-    tiles spill (seen in code compiled for sm_90).
+    float32 takes 16: its products are made in registers, and larger tiles spill (seen in code for sm_90).
     """
     if INTERPRETED:
         return 128  # it pays by the operation, not by the byte

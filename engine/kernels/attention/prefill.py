@@ -1,8 +1,6 @@
-"""Causal attention of whole prompts and of chunks of them over the paged cache.
+"""Causal attention of whole prompts and of chunks of them, the ends of their contexts, over the paged cache.
 
-The queries of a sequence are the end of its context: what a prefix hit or an earlier chunk left in the cache
-is read through the block table like the rest. Source: FlashAttention-2, arXiv:2307.08691, over the blocks of
-PagedAttention, arXiv:2309.06180.
+Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from engine.kernels.attention.kv_tile import (
     LOWEST,
     NUM_STAGES,
     PREFILL_TILE_BYTES,
+    Cache,
     base2_cap,
     first_seen,
     fold_tile,
@@ -134,8 +133,7 @@ def prefill_kernel(
 
 def prefill_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: Cache,
     batch: PrefillTiles,
     out: Tensor,
     *,
@@ -144,15 +142,13 @@ def prefill_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the attention of the tiles' rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the step's own tokens included.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
-    scales: of a cache of FP8 numbers, as LayerKVCache has them.
     """
+    key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()

@@ -12,18 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention.kv_store import as_stored
+from engine.kernels.attention.kv_tile import Cache
 
 
 @triton.jit
 def rotate_heads(
     out_ptr, x_ptr, weight_ptr, scales_ptr, cos, sin, token, place, wanted, stride, eps,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads of some tokens; pairs are (i, i + HALF), what lies behind them stays.
 
     token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], no other row is read
-    or written.  cos, sin: [tokens, 1, HALF_PAD].  PER_HEAD: each has its own norm's weight.
+    or written.  cos, sin: [tokens, 1, HALF_PAD].
     scales_ptr: of the heads, where the output holds FP8 numbers.
     """
     head = tl.arange(0, HEADS_PAD)[None, :, None]
@@ -43,8 +44,6 @@ def rotate_heads(
         if HEAD_DIM > 2 * HALF:
             square += tl.sum(rest * rest, 2)
         inverse = tl.rsqrt(square / HEAD_DIM + eps)[:, :, None]
-        if PER_HEAD:
-            weight_ptr += tl.minimum(head, HEADS - 1) * HEAD_DIM
         first *= inverse * tl.load(weight_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
         second *= inverse * tl.load(weight_ptr + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
         if HEAD_DIM > 2 * HALF:
@@ -69,7 +68,7 @@ def norm_rotate_store_kernel(
     num_tokens, query_stride, key_stride, value_stride, rotation_stride, eps,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    ROW_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
+    ROW_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One program takes TOKENS tokens. A row of the cache is a slot."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
@@ -83,12 +82,12 @@ def norm_rotate_store_kernel(
     is_stored = slot >= 0
     rotate_heads(
         query_out_ptr, query_ptr, query_weight_ptr, None, cos, sin, token, token, is_token, query_stride, eps,
-        HEADS, HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM, PER_HEAD,
+        HEADS, HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM,
     )  # fmt: skip
     rotate_heads(
         key_cache_ptr, key_ptr, key_weight_ptr, key_scales_ptr, cos, sin, token, slot, is_stored, key_stride,
         eps,
-        KV_HEADS, KV_HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM, PER_HEAD,
+        KV_HEADS, KV_HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM,
     )  # fmt: skip
     in_row = tl.arange(0, ROW_PAD)[None, None, :]
     inside = is_stored & (in_row < KV_HEADS * HEAD_DIM)
@@ -107,25 +106,16 @@ def norm_rotate_and_store(
     rotation: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: Cache,
     slot_mapping: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Queries and keys, each head normalised if there are norms, then rotated: the queries are returned,
-    contiguous, keys and values go to their slots of the cache.
+    """Normalise and rotate heads, store keys and values: see NormRotateAndStore of layer_kernels.py.
 
-    query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]; rows may lie apart.
-    rotation: cosines and sines of each token's angles, [tokens, 1, width], both halves alike: of a head the
-    first `width` numbers rotate, the others stay.
-    norms: weights of the queries' and of the keys' RMSNorm, contiguous, in their dtype or in float32:
-    [head_dim], or [heads, head_dim] and [kv_heads, head_dim] where each head has its own.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], contiguous, in the queries' dtype, or in
-    FP8 with scales, as LayerKVCache has them.
-    slot_mapping: [tokens] int64, block_id * block_size + offset; a negative one marks padding, whose keys and
-    values go nowhere.
+    Rows of query, key and value may lie apart. rotation: cosines and sines, [tokens, 1, width], both halves
+    alike. norms: weights, contiguous, in the queries' dtype or in float32.
     All sums and products are float32, each result is rounded to the queries' dtype once.
     """
+    key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
     assert query.stride()[1:] == key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
@@ -147,7 +137,7 @@ def norm_rotate_and_store(
         HEADS=heads, HEADS_PAD=heads_pad, KV_HEADS=kv_heads, KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
         HEAD_DIM=head_dim, HALF=half, HALF_PAD=half_pad, REST_PAD=rest_pad,
         ROW_PAD=triton.next_power_of_2(kv_heads * head_dim),
-        TOKENS=tokens, NORM=norms is not None, PER_HEAD=query_weight.dim() == 2,
+        TOKENS=tokens, NORM=norms is not None,
         # 16 queries' heads of 128: 8 pairs for each thread
         num_warps=min(max(tokens * pairs // 256, 1), 8),
     )  # fmt: skip

@@ -43,7 +43,7 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["num_choices"])
 def group_kernel(
-    tokens_ptr, places_ptr, experts_ptr, ends_ptr, chosen_ptr, num_choices,
+    tokens_ptr, places_ptr, ends_ptr, chosen_ptr, num_choices,
     CHOSEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (expert): it counts the rows of those before, then numbers its own."""
@@ -65,7 +65,6 @@ def group_kernel(
         row += tl.sum(own.to(tl.int32), 0)
         tl.store(places_ptr + start + offsets, rows.to(tl.int64), mask=own)
         tl.store(tokens_ptr + rows, ((start + offsets) // CHOSEN).to(tl.int64), mask=own)
-        tl.store(experts_ptr + rows, expert, mask=own)
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -86,12 +85,12 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
     return weights, chosen
 
 
-def group_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def group_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The fields of ExpertGroups, engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
-    tokens, places, experts = (torch.empty_like(chosen) for _ in range(3))
+    tokens, places = torch.empty_like(chosen), torch.empty_like(chosen)
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     group_kernel[(num_experts,)](
-        tokens, places, experts, ends, chosen, chosen.numel(),
+        tokens, places, ends, chosen, chosen.numel(),
         CHOSEN=chosen.shape[1], TILE=TILE, num_warps=4,
     )  # fmt: skip
-    return tokens.view(-1), places, experts.view(-1), ends
+    return tokens.view(-1), places, ends

@@ -2,18 +2,11 @@
 
 The norm before a product is a scale of its rows: norm(x) W^T is x (w * W)^T, each row divided by the root of
 its mean square. So the norm's weight w is folded into W when the model is loaded, and the squares of a row
-are summed by the product that wrote it, one sum for each of its programs. After a product come the bias and
-the gate's activation times up, or the addition to the residual stream. All of it is float32, and what is
-stored is rounded once: the norm itself is never rounded, W is, when w is folded into it. Of bfloat16 products
-that leaves the error which rounding the norm would have. Where the norm is a launch of its own, beside a
-folded W, both are rounded; transformers, too, rounds twice, the norm before its weight and after.
+are summed by the product that wrote it, one sum for each of its programs. All of it is float32, and what is
+stored is rounded once.
 
-The squares are not summed in the loop of the product that needs them, although x passes there: of a tile that
-registers and wgmma both read, Triton 3.7 keeps a buffer too few, and copies into the one that wgmma still
-reads (seen in the code for sm_90).
-
-Tiles are for sm_90 and bfloat16: from 64 rows on they multiply by wgmma. Tiles of rows that share their
-columns run side by side, so that all but the first find the weights in the L2 cache.
+The squares are not summed in the loop of the product that needs them: of a tile that registers and wgmma both
+read, Triton 3.7 keeps a buffer too few (seen in the code for sm_90).
 """
 
 from __future__ import annotations
@@ -49,10 +42,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def load_squares(squares_ptr, row, is_row, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
-    """The parts of each row's squares, [rows, PARTS_PAD].
-
-    Asked for before a product's loop and used after it, so that nothing waits for them.
-    """
+    """The parts of each row's squares, [rows, PARTS_PAD]: asked for before a product's loop."""
     part = tl.arange(0, PARTS_PAD)[None, :]
     is_part = is_row[:, None] & (part < PARTS)
     return tl.load(squares_ptr + row[:, None] * PARTS + part, mask=is_part, other=0.0)
@@ -63,7 +53,7 @@ def multiply(
     x_ptr, weight_ptr, row, is_row, column, is_column, x_stride,
     IN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times rows `column` of the weight, and, unless it is None, those SECOND rows after them.
+    """Multiply rows of x by rows `column` of the weight, and, unless it is None, by those SECOND rows after.
 
     Returns two tiles [ROWS, COLUMNS] float32, the second of zeros if there is none.
     """
@@ -144,11 +134,10 @@ def serves(num_rows: int, weight: Tensor) -> bool:
 
 
 def norm_linear(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """norm(x) W^T + b, the norm's weight folded into W.
+    """norm(x) W^T + b, [rows, out], the norm's weight folded into W.
 
     x: [rows, in], contiguous in the last dimension, at most MAX_ROWS rows.  squares: [rows, parts] float32,
-    contiguous, whose sums are those of the rows' squares.  weight: [out, in] and bias: [out], contiguous, all
-    in x's dtype.  Returns [rows, out].
+    contiguous, whose sums are those of the rows' squares.  weight: [out, in] and bias: [out], in x's dtype.
     """
     return _product(x, weight, bias, norm=(squares, eps))
 
@@ -164,10 +153,9 @@ def norm_gate(
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (residual + x W^T + b; its rows' squares, summed in parts).
+    """Return (residual + x W^T + b; its rows' squares, summed in parts, as norm_linear takes them).
 
-    residual: [rows, out], contiguous; x, weight and bias as for norm_linear. The sum has the residual's
-    shape, the squares are as norm_linear takes them.
+    residual: [rows, out], contiguous; x, weight and bias as for norm_linear.
     """
     assert residual.is_contiguous()
     out_features = weight.shape[0]
@@ -206,11 +194,7 @@ def _product(
 
 
 def choose_tile(num_rows: int, out_features: int, *, gated: bool) -> Tile:
-    """The tiles of a product, the same for all row counts of a class in ROW_CLASSES.
-
-    Of those that fit, the ones with which the busiest multiprocessor reads least: at decode sizes a product
-    takes as long as reading x and weights into the multiprocessors, from memory or from the L2 cache.
-    """
+    """Choose the tiles with which the busiest multiprocessor reads least, alike for a class of rows."""
     most = next(size for size in ROW_CLASSES if num_rows <= size)
     if INTERPRETED:
         return Tile(min(most, 64), 64, 64, 4, 3)  # it pays by the operation, not by the byte

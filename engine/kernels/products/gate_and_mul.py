@@ -40,17 +40,17 @@ def gate_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim]; float32 inside."""
+    """silu(gate) * up. gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim]."""
     return _gate_and_mul(gate_up)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """Multiply by gelu of the gate, approximated by tanh, arXiv:1606.08415."""
+    """gelu(gate) * up, gelu by its approximation with tanh, arXiv:1606.08415."""
     return _gate_and_mul(gate_up, gelu=True)
 
 
 def clamped_swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return gate * sigmoid(alpha * gate) * (up + 1), clamped to `limit`: gpt-oss' experts."""
+    """gate * sigmoid(alpha * gate) * (up + 1), clamped to `limit`: gpt-oss' experts."""
     return _gate_and_mul(gate_up, clamped=(alpha, limit))
 
 

@@ -87,10 +87,7 @@ def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
 def choose_tile(rows_per_expert: int, itemsize: int) -> tuple[int, int, int, int]:
     """Rows, columns and depth of a program's tiles, and its warps, for experts with that many rows.
 
-    With few rows, as in decodes, the weights' way from memory is what takes the time: wide tiles of them, 64
-    KiB under way. With more than those, products in vain take less than reading weights twice would; one
-    size for all of them is compiled before the first request. float32 products are made in registers, where
-    larger tiles spill (seen in code compiled for sm_90).
+    With few rows, as in decodes, the weights' way from memory is what takes the time: wide tiles of them.
     """
     few = rows_per_expert <= DOT_MIN
     if INTERPRETED:

@@ -53,7 +53,7 @@ class ModelRunner:
             logger.warning("%s", served.reason)
         self.dtype: torch.dtype = getattr(torch, served.name)
         self.backend: KernelBackend = load_backend(
-            config.attention_backend, self.device, self.dtype, config.block_size, config.kv_cache_dtype,
+            config.attention_backend, self.device, self.dtype, config.kv_cache_dtype,
             deterministic=config.deterministic,
         )  # fmt: skip
         self._config = config
@@ -184,7 +184,7 @@ class ModelRunner:
             if is_bound or self.backend.name == "torch":
                 raise
             logger.warning("attention_backend='auto' takes 'torch', which is slower: %s", error)
-        self.backend = load_backend("torch", self.device, self.dtype, self._config.block_size)
+        self.backend = load_backend("torch", self.device, self.dtype)
         return self._load_for_backend(folder)
 
     def _load_for_backend(self, folder: Path) -> CausalModel:

@@ -122,13 +122,13 @@ def layer_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtyp
     norms = (random_tensor(head_dim), random_tensor(head_dim))
     half_of_each = rotation[0].nbytes  # the second half of cosines and sines repeats the first
     pool = (-(-rows // BLOCK_SIZE), BLOCK_SIZE, shape.num_kv_heads, head_dim)
-    keys, values = random_tensor(*pool), random_tensor(*pool)
+    cache = LayerKVCache(random_tensor(*pool), random_tensor(*pool))
     slots = torch.randperm(pool[0] * BLOCK_SIZE, device=device)[:rows]
     yield Case(
         "head norms + rotary + store" + after,
-        lambda: norm_rotate_and_store(query, key, key, rotation, norms, 1e-6, keys, values, slots),
+        lambda: norm_rotate_and_store(query, key, key, rotation, norms, 1e-6, cache, slots),
         2 * (query.nbytes + 2 * key.nbytes) + half_of_each,
     )
-    yield Case("store K and V" + after, lambda: store_kv(key, key, keys, values, slots), 4 * key.nbytes)
+    yield Case("store K and V" + after, lambda: store_kv(key, key, cache, slots), 4 * key.nbytes)
     gate_up = random_tensor(rows, 2 * shape.intermediate_size)
     yield Case("SiLU · mul" + after, lambda: silu_and_mul(gate_up), gate_up.nbytes * 3 // 2)

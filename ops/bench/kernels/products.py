@@ -33,8 +33,7 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
 
     Where there is no launch beside it, the sum that the one launch makes falls to the norm that follows.
     """
-    from engine.kernels.attention.rotary import norm_rotate_and_store
-    from engine.kernels.products.fused_heads import project_heads  # Triton's, which a CPU user need not have
+    # Triton's, which a CPU user need not have
     from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
     from engine.kernels.products.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
@@ -49,31 +48,14 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
     qkv, o = random(queries + 2 * keys, hidden), random(hidden, queries)
     gate_up, down = random(2 * inner, hidden), random(hidden, inner)
 
-    rotation = (random(rows, 1, shape.head_dim), random(rows, 1, shape.head_dim))
-    norms = (random(shape.head_dim), random(shape.head_dim))
-    cache, slots = random(rows, 1, shape.num_kv_heads, shape.head_dim), torch.arange(rows, device=device)
-
     def normed() -> Tensor:
         return add_rms_norm(x, x, norm, EPS)[0]
-
-    def stored(merged: Tensor) -> Tensor:
-        heads = merged.view(rows, -1, shape.head_dim)
-        query, rest = heads[:, : shape.num_heads], heads[:, shape.num_heads :]
-        key, value = rest[:, : shape.num_kv_heads], rest[:, shape.num_kv_heads :]
-        return norm_rotate_and_store(query, key, value, rotation, norms, EPS, cache, cache, slots)
 
     ways: dict[str, tuple[Tensor, Tensor, dict[str, Callable[[], object]]]] = {
         "qkv": (x, qkv, {
             "cuBLAS": lambda: F.linear(x, qkv),
             "norm + cuBLAS": lambda: F.linear(normed(), qkv),
             "one launch": lambda: norm_linear(x, squares, EPS, qkv, None),
-        }),
-        "qkv, rotated and stored": (x, qkv, {
-            "norm + cuBLAS + heads": lambda: stored(F.linear(normed(), qkv)),
-            "product + heads": lambda: stored(norm_linear(x, squares, EPS, qkv, None)),
-            "one launch": lambda: project_heads(
-                x, squares, EPS, qkv, None, rotation, norms, cache, cache, slots
-            ),
         }),
         "o": (attended, o, {
             "cuBLAS": lambda: F.linear(attended, o),

@@ -70,7 +70,6 @@ KERNELS = {
     "fused_product_kernel": Kernel(
         variants=3, of_layer=("IN", "OUT", "GATED"), warps=4, product="wgmma", wide=0.5, buffers=3
     ),
-    "project_heads_kernel": Kernel(warps=8, product="wgmma", buffers=4),
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
@@ -188,8 +187,8 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
 def store_alone(num_rows: int) -> None:
     """Where transformers' model has rotated the keys: 8 heads of 128."""
     keys = torch.empty((num_rows, 8, 128), dtype=torch.bfloat16, device=META)
-    cache = torch.empty((4, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=META)
-    store_kv(keys, keys, cache, cache, torch.zeros(num_rows, dtype=torch.int64, device=META))
+    pool = torch.empty((4, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=META)
+    store_kv(keys, keys, (pool, pool, None), torch.zeros(num_rows, dtype=torch.int64, device=META))
 
 
 def advance_alone(num_rows: int) -> None:
