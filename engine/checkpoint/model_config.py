@@ -128,11 +128,11 @@ def _check_values(read: ModelConfig, path: Path) -> None:
     """Raise ConfigError unless every value is of its kind, and every size one that can be."""
     for field in fields(read):
         value = getattr(read, field.name)
-        if field.type == "int" and (type(value) is not int or not 0 < value < MAX_SIZE):
+        if field.type is int and (type(value) is not int or not 0 < value < MAX_SIZE):
             raise ConfigError(
                 f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}"
             )
-        if field.type == "str" and type(value) is not str:
+        if field.type is str and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:
         if type(token_id) is not int or not 0 <= token_id < read.vocab_size:
