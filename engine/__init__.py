@@ -45,9 +45,9 @@ from engine.models.served import model_table
 from engine.run.check_up import check_up
 from engine.run.config import EngineConfig, model_identity
 from engine.run.observation import Observation
-from engine.sampling.parameter_values import StructuredOutputsParams
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams, request_params
 from engine.sampling.sampling_params import SamplingParams
+from engine.sampling.structured_params import StructuredOutputsParams
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
 

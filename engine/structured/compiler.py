@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameter_values import NAME, StructuredOutputsParams
+from engine.sampling.structured_params import NAME, StructuredOutputsParams
 from engine.structured.matcher import MAX_MASK_S, SMALL_VOCABULARY, Matcher, Vocabulary, fill_masks
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
 from engine.sampling.logit_edits import allowed_mask
-from engine.sampling.parameter_values import NAME, NAMES, StructuredOutputsParams
 from engine.sampling.sampling_params import SamplingParams
+from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.matcher import Matcher
 from sandbox import Child, ChildFailed, Limits, Pool

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameter_values import StructuredOutputsParams
+from engine.sampling.structured_params import StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
 from sandbox.child import Worker, unlimited_memory
 

@@ -31,22 +31,11 @@ from engine.run.device import resolve_device
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import TCPStore, open_store
-from engine.tensor_parallel.messages import (
-    Array,
-    Channel,
-    Kind,
-    Message,
-    encode,
-    pack_json,
-    pack_step,
-    unpack_json,
-    unpack_tokens,
-)
+from engine.tensor_parallel.messages import Channel, Kind, Message, encode
 
-# multiprocessing's spawn would run the caller's main module again in each rank and pickle what it sends
+# multiprocessing's spawn would run the caller's main module again in each rank
 BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[4:]; "
     "descriptor, driver_pid, by_main_thread = map(int, sys.argv[1:4]); "
@@ -125,33 +114,29 @@ BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that br
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a rank that cannot go on; error_type is a class name, or None for one that died."""
+    """What is known of a rank that cannot go on. is_victim: it only noticed that another one is gone."""
 
-    rank: int
-    error_type: str | None
-    text: str
+    error: EngineError
+    is_victim: bool = False
 
-    @property
-    def may_be_anothers(self) -> bool:
-        """Whether this rank only noticed that another one is gone."""
-        return self.error_type == CollectiveFailed.__name__
-
-    def as_error(self) -> EngineError:
-        """The error to raise: the same ConfigError that one process would raise, else RankFailed."""
-        kind = getattr(errors, self.error_type or "", None)
+    @classmethod
+    def reported(cls, rank: int, error_type: str, text: str) -> Failure:
+        """What a rank has said: the same ConfigError that one process would raise, else RankFailed."""
+        kind = getattr(errors, error_type, None)
         if isinstance(kind, type) and issubclass(kind, ConfigError):
-            return kind(f"rank {self.rank}: {self.text}")
-        return RankFailed(self.rank, f"{self.error_type}: {self.text}" if self.error_type else self.text)
+            return cls(kind(f"rank {rank}: {text}"))
+        failed = RankFailed(rank, f"{error_type}: {text}")
+        return cls(failed, is_victim=error_type == CollectiveFailed.__name__)
 
 
 class RankTokens(PendingTokens):
-    """The tokens that rank 0 will send."""
+    """The tokens that rank 0 will send for the step of this number among those launched, from 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        """number: of the step among those launched, from 0."""
         self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
+        token_ids: NDArray[np.int64]
         token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
         return token_ids
 
@@ -186,10 +171,11 @@ class RankGroup:
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
                 self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
+            self.pool_size: PoolSize
+            self.backend_name: str
+            self.has_graphs: bool
             facts = self._start(config, folder, devices, start_timeout_s)
-            self.pool_size = PoolSize(**facts["pool_size"])
-            self.backend_name: str = facts["backend_name"]
-            self.has_graphs: bool = facts["has_graphs"]
+            self.pool_size, self.backend_name, self.has_graphs = facts
         except BaseException:
             self._kill()
             raise
@@ -207,23 +193,22 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
         with self._ending_on_failure():
-            self._send_step(step, sampling)
+            message = encode(Kind.STEP, (step, replace(sampling, edits=sampling.ready_edits(), masks=None)))
+            for rank in self._ranks:
+                self._send(rank, message)
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(
-        self, number: int
-    ) -> tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]:
-        """Wait for that step's tokens, [samples] int64, and all else of PendingTokens; drop earlier ones'.
+    def receive_tokens(self, number: int) -> Any:
+        """Wait for the value of that step's TOKENS; drop those of earlier ones, which were withdrawn.
 
-        Nobody waits for the tokens of a step that was withdrawn, and rank 0 sends them all the same. Raises
-        RankFailed.
+        Raises RankFailed.
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                arrays = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                tokens = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
                 self._num_answered += 1
-        return unpack_tokens(arrays)
+        return tokens
 
     def close(self) -> None:
         """End the ranks, by asking if they still work. A second call does nothing."""
@@ -235,21 +220,18 @@ class RankGroup:
             rank.wait(deadline)
         self._kill()
 
-    def _start(
-        self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
-    ) -> dict[str, Any]:
+    def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
         """Tell each rank what it is, and wait until all have loaded their share. What rank 0 says of it."""
         assert self._store is not None
         order = {
-            "folder": str(folder.resolve()),
+            "folder": folder.resolve(),
             "port": self._store.port,
             "num_threads": max(1, torch.get_num_threads() // len(devices)),
         }
         for rank, device in zip(self._ranks, devices, strict=True):
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
-            self._send(rank, encode(Kind.START, pack_json(own)))
-        ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
-        return unpack_json(ready[0])
+            self._send(rank, encode(Kind.START, own))
+        return self._await(set(range(len(devices))), Kind.READY, timeout_s)[0]
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -268,11 +250,6 @@ class RankGroup:
             self._kill()
             raise
 
-    def _send_step(self, step: StepBatch, sampling: SamplingBatch) -> None:
-        message = encode(Kind.STEP, pack_step(step, sampling))
-        for rank in self._ranks:
-            self._send(rank, message)
-
     def _send(self, rank: RankProcess, message: bytes) -> None:
         try:
             rank.channel.send(message)
@@ -281,13 +258,13 @@ class RankGroup:
         except OSError:
             raise self._blame(self._read_failure(rank)) from None
 
-    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, list[Array]]:
-        """Wait for a message of this kind from each of these ranks; return their arrays by rank.
+    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Any]:
+        """Wait for a message of this kind from each of these ranks; return their values by rank.
 
         Raises the error of a rank that fails meanwhile, whichever it is, or RankFailed after timeout_s.
         """
         deadline = time.monotonic() + timeout_s
-        received: dict[int, list[Array]] = {}
+        received: dict[int, Any] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
                 raise RankFailed(
@@ -298,7 +275,7 @@ class RankGroup:
                 if isinstance(found, Failure):
                     raise self._blame(found)
                 assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
-                received[rank.rank] = found.arrays
+                received[rank.rank] = found.value
         return received
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
@@ -311,12 +288,11 @@ class RankGroup:
         try:
             message = rank.channel.receive()
         except (EOFError, OSError):
-            failure = Failure(rank.rank, None, rank.describe_end())
+            failure = Failure(RankFailed(rank.rank, rank.describe_end()))
         else:
             if message.kind is not Kind.ERROR:
                 return message
-            report = unpack_json(message.arrays)
-            failure = Failure(rank.rank, report["type"], report["text"])
+            failure = Failure.reported(rank.rank, *message.value)
         self._selector.unregister(rank.channel)
         return failure
 
@@ -329,12 +305,12 @@ class RankGroup:
     def _blame(self, found: Failure) -> EngineError:
         """The error of the rank that failed first: one with a broken collective may only be its victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
-        while found.may_be_anothers and self._selector.get_map() and time.monotonic() < deadline:
+        while found.is_victim and self._selector.get_map() and time.monotonic() < deadline:
             for rank in self._readable(deadline):
                 other = self._read(rank)
-                if isinstance(other, Failure) and not other.may_be_anothers:
+                if isinstance(other, Failure) and not other.is_victim:
                     found = other
-        return found.as_error()
+        return found.error
 
     def _kill(self) -> None:
         """End what still runs and give the port back."""

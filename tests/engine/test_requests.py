@@ -100,7 +100,9 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert neighbour.token_ids == complete(shared).token_ids
     assert len(completions) == sum(params.n for params in accepted)
     refused = {completion.error for completion in completions} - {None}
-    outside = {f"stop token id {w} is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high}
+    outside = {
+        f"token id {w} of stop_token_ids is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high
+    }
     assert refused == (outside if name == "stop_token_ids" else set())
 
 

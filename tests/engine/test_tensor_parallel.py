@@ -1,6 +1,7 @@
 """Two ranks say what one says; and whatever happens to one of them, the engine ends with one clear error."""
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
+from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, encode
 from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
@@ -171,10 +172,9 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
 
     def spoil(rank: RankProcess, message: bytes) -> None:
         if rank.rank == 1:
-            arrays = decode(message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])).arrays
-            step, sampling = unpack_step(arrays)
+            step, sampling = pickle.loads(message[LENGTH_BYTES:]).value
             step = replace(step, sample_rows=step.sample_rows + 10**9)
-            message = encode(Kind.STEP, pack_step(step, sampling))
+            message = encode(Kind.STEP, (step, sampling))
         send(rank, message)
 
     group._send = spoil  # type: ignore[method-assign]
