@@ -32,8 +32,6 @@ from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
 from engine.schedule.step_batch import count_pooled, give_pooled, learn
 
-MAX_WAITS = 8  # steps that a sequence is left for what others compute
-
 
 class Scheduler:
     """Chooses what each step computes, and keeps what is known of every sequence.
@@ -108,7 +106,6 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         self.in_flight.append(batch)
-        self.blocks.begin_step()
         self._gate.begin_step(len(self.running))
         for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
             if lane in self.running.lanes:
@@ -124,6 +121,7 @@ class Scheduler:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
+        self.blocks.launched(batch.published)
         count_scored(batch, self.slots)
         count_pooled(batch, self.slots)
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
@@ -321,16 +319,7 @@ class Scheduler:
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
-        """Admit the lane's waiting sequences in order while they fit.
-
-        Some are left for the next step, as this one computes what they would compute too.
-        """
-        left: list[Sequence] = []
-        self._admit_while_they_fit(lane, batch, left)
-        for seq in left:
-            self.waiting.put_back(seq)
-
-    def _admit_while_they_fit(self, lane: int, batch: ScheduledBatch, left: list[Sequence]) -> None:
+        """Admit the lane's waiting sequences in order while they fit."""
         self._move_up_overtaken(lane)
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
@@ -341,10 +330,6 @@ class Scheduler:
                 return
             cached = self.blocks.find_cached(seq)
             tail = self.blocks.find_tail(seq, cached)
-            if seq.num_waits < MAX_WAITS and self.blocks.find_tail_soon(seq, cached, tail):
-                seq.num_waits += 1
-                left.append(queue.popleft())
-                continue
             if not self._make_room(seq, cached):
                 self._gate.close(lane)
                 return
@@ -426,7 +411,7 @@ class Scheduler:
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
                 seq = queue.popleft()
-                seq.lane, seq.num_waits = lane, MAX_WAITS
+                seq.lane = lane
                 self._wait_again(seq)
 
     def _mid_prefill(self) -> list[Sequence]:

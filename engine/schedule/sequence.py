@@ -50,22 +50,21 @@ class Sequence:
     """State of one sample of one request.
 
     `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
-    tokens behind them, which steps that are launched and have not come back sample. The first
-    `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
-    launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
-    there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
-    orders sequences of one lane. `num_waits` counts the steps it was left for what others compute. `forced`
-    must come next, whatever was sampled; of the samples on their way the first `num_stale` are dropped, as
-    other tokens stand in their places. `slot` is the row in the runner's arrays while running. The scheduler
-    owns status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+    tokens behind them, which launched steps sample. The first `num_computed_tokens` have their keys and
+    values in the blocks of `block_table`, in order, once the launched steps have run. It ends at `max_len`
+    tokens; then `text` is its completion, or `error` says why there is none. `block_keys` holds one key per
+    full block, made once and kept over preemption. `arrival` orders sequences of one lane. `forced` must come
+    next, whatever was sampled; of the samples on their way the first `num_stale` are dropped. `slot` is its
+    row in the slot table while it runs. The scheduler owns status, lane, slot, num_tokens and max_len; the
+    block manager owns table and keys.
 
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
-    neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
-    those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
-    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
-    `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
-    `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
-    with the request. Or its hidden states are `pooled`. `arrived_at`, `first_token_at`: monotonic seconds.
+    neither known nor being computed; `prompt_logprobs` holds those that are known, in order, and `logprobs`
+    those of the tokens behind the prompt. `score_top`, `sample_top`: how many of the most likely tokens go
+    with each, or NOT_WANTED. A sequence that does not generate scores `targets`, whose log probabilities are
+    its `prompt_logprobs`: those of branch `index` of `tree`. Or its hidden states are `pooled`. `followers`
+    are held until it is finished. The first `num_continued` tokens behind the prompt came with the request.
+    `arrived_at`, `first_token_at`: monotonic seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
@@ -108,7 +107,6 @@ class Sequence:
     num_continued: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
-    num_waits: int = field(default=0, init=False)
     next_scored: int = field(default=1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
