@@ -22,7 +22,7 @@ from engine.text.chat_templates import (
     with_joined_parts,
 )
 from engine.text.stop_strings import IncrementalText, StopStrings
-from engine.text.token_bound import TokenBound
+from engine.text.token_bound import token_bound
 from engine.text.tokenizer_files import load_tokenizer
 
 #: Texts of which one at least is written in ordinary tokens, not in bytes.
@@ -64,7 +64,7 @@ class Tokenizer:
             # In its first call transformers would change what other threads are using.
             backend.no_truncation()
             backend.no_padding()
-        self.min_tokens = TokenBound(backend)
+        self.min_tokens = token_bound(backend)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
