@@ -179,7 +179,7 @@ class BlockManager:
             keys.append(BlockKey(parent_hash, tokens))
 
     def find_cached(self, seq: Sequence) -> list[int]:
-        """Block ids of the longest cached prefix that need not be computed."""
+        """Return the blocks of the longest cached prefix that need not be computed."""
         found: list[int] = []
         parent = ROOT
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
@@ -250,7 +250,7 @@ class BlockManager:
                 block.is_listed = True
 
     def let_go_sources(self, copies: Iterable[BlockCopy]) -> None:
-        """The step that copies is launched, or never will be: its sources may be given away."""
+        """Let the sources be given away: the step that copies is launched, or never will be."""
         for copy in copies:
             self._let_go(self._blocks[copy.source])
 
@@ -307,7 +307,7 @@ class BlockManager:
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """The step that published these blocks has not run: none of them can be hit.
+        """Let none of these blocks be hit, as the step that published them has not run.
 
         Its sequences must be released too, and those of all later steps.
         """

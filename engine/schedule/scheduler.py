@@ -118,7 +118,7 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """The step just scheduled is launched: count what it computes, and a pending token per sample."""
+        """Count what the step just launched computes, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
         self.blocks.launched(batch.published)
@@ -149,11 +149,11 @@ class Scheduler:
         logprobs: RowLogprobs | None = None,
         pooled: NDArray[np.float32] | None = None,
     ) -> list[Sequence]:
-        """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
+        """Fill in the tokens of the oldest step in flight, which has run; return the sequences that finished.
 
-        token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
-        while the step ran, or ended with the token before. logprobs: if any were wanted, of the samples and
-        then of the tokens that were scored. pooled: of the sequences that have rows for it.
+        token_ids: [samples] int64; those of sequences that are gone by now are dropped. logprobs: if any were
+        wanted, of the samples and then of the tokens that were scored. pooled: of the sequences that have
+        rows for it.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
@@ -178,7 +178,10 @@ class Scheduler:
             elif self._ends_with(seq, token_id):
                 finished.append(seq)
         self.generation_tokens += len(batch.sampling) - num_dropped
-        self._note_first_tokens(batch)
+        moment = time.monotonic()
+        for seq, _, samples in batch.each_prefill():
+            if samples and seq.first_token_at is None:
+                seq.first_token_at = moment
         for seq in batch.ending:
             if seq.status is not SequenceStatus.FINISHED:
                 seq.end_scored()
@@ -191,10 +194,7 @@ class Scheduler:
         return finished
 
     def withdraw(self) -> None:
-        """A step has failed: nothing in flight counts, and every sequence that ran waits to compute again.
-
-        What steps in flight published cannot be hit, and their tokens will be sampled again.
-        """
+        """Let nothing in flight count, as a step has failed: all that ran wait to compute again."""
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if not batch.launched:
@@ -215,14 +215,14 @@ class Scheduler:
         self.running.clear()
 
     def split(self) -> None:
-        """The first step in flight becomes two that do the same, one after the other; it is not launched."""
+        """Make the first step in flight, which is not launched, two that do the same one after the other."""
         self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
 
     def set_aside(self) -> Sequence:
-        """The first step in flight, which is of one sequence, is not computed: that one waits again.
+        """Drop the first step in flight, which is of one sequence: that one waits again.
 
         So do all that run, if any of them builds on what that step would have computed, or if no block is
-        left for a control: what it held may all be shared, or be copied from.
+        left for a control.
         """
         batch = self.in_flight.popleft()
         (seq,) = batch.seqs
@@ -238,10 +238,7 @@ class Scheduler:
         return seq
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """A step of the engine's own short sequence, which is in no queue. Follow with `release_control`.
-
-        If all is taken, which it is not after `set_aside`, the least urgent gives way.
-        """
+        """Make a step of the engine's own short sequence, which is in no queue; `release_control` follows."""
         while not self.slots.num_free or not self.blocks.num_free_blocks:
             self._preempt()
         self.blocks.allocate(seq, [])
@@ -301,10 +298,7 @@ class Scheduler:
             batch.published += self.blocks.publish_tail(seq)
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known.
-
-        A block that a pending token completes is published a step later: it has no hash before.
-        """
+        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known."""
         num_known = min(num_tokens, len(seq.token_ids))
         if num_known // self.blocks.block_size > seq.num_published_blocks:
             batch.published += self.blocks.publish(seq, num_known)
@@ -360,22 +354,19 @@ class Scheduler:
         """Preempt less urgent sequences until `seq` can be admitted; preempt none if that cannot suffice.
 
         Where there are none, each sequence that runs keeps a free block to grow into: else the newcomer would
-        be preempted for it within a few steps, and computed again and again.
+        be preempted for it within a few steps.
         """
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
-            return bool(victims) or -missing >= len(self.running) or -missing >= self._num_growing()
+            size = self.blocks.block_size
+            num_growing = sum(other.max_len > len(other.block_table) * size for other in self.running)
+            return bool(victims) or -missing >= num_growing
         if not victims or (missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing):
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt()
         return True
-
-    def _num_growing(self) -> int:
-        """Running sequences that may need another block."""
-        size = self.blocks.block_size
-        return sum(seq.max_len > len(seq.block_table) * size for seq in self.running)
 
     def _grow(self, seq: Sequence) -> None:
         """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself.
@@ -416,12 +407,6 @@ class Scheduler:
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-
-    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        moment = time.monotonic()
-        for seq, _, samples in batch.each_prefill():
-            if samples and seq.first_token_at is None:
-                seq.first_token_at = moment
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
         """Hand a token to its sequence; whether that ends it."""

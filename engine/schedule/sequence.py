@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    pass
 
 
 class SequenceStatus(Enum):
@@ -171,14 +168,12 @@ class Sequence:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether its blocks are for others too. Who needs all hidden states of a prompt finds none in them,
-        and would only push out what others do find."""
+        """Whether its blocks are for others too: not where all hidden states of a prompt are needed."""
         return self.pooled is None or not self.pooled.needs_all
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Tokens that need not be computed where their keys and values are there: the last one must be, and
-        what has the distribution of a token that is scored."""
+        """Tokens that need not be computed again: neither the last, nor what scores a token."""
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
@@ -218,15 +213,12 @@ class Sequence:
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
-        if (
-            text_stops
-            or (
-                token_id in self.stop_token_ids
-                and num_known - self.num_prompt_tokens > self.params.min_tokens
-                and (self.matcher is None or self.matcher.may_end)
-            )
-            or (self.matcher is not None and self.matcher.must_end)
-        ):
+        token_stops = (
+            token_id in self.stop_token_ids
+            and num_known - self.num_prompt_tokens > self.params.min_tokens
+            and (self.matcher is None or self.matcher.may_end)
+        )
+        if text_stops or token_stops or (self.matcher is not None and self.matcher.must_end):
             self.finish_reason = "stop"
         elif num_known >= self.max_len:
             self.finish_reason = "length"
@@ -243,7 +235,7 @@ class Sequence:
             self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
 
     def ends_with(self, token_id: int) -> bool:
-        """Learn the first pending token; whether that ends it. What its text raises is its end alone."""
+        """Learn the first pending token; whether that ends it, also by what its text raises."""
         try:
             return self.append(token_id) is not None
         except Exception as error:  # noqa: BLE001 - whatever it is
