@@ -13,7 +13,7 @@ class PooledStates:
     def __init__(
         self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool
     ) -> None:
-        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many numbers are kept."""
+        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept."""
         self._modes, self._dimensions, self._normalize = modes, dimensions, normalize
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens

@@ -5,7 +5,6 @@ tensor-parallel engine.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,8 +138,8 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     return edits, StepMasks(matchers, edits.token_masks[len(parts.masks) :])
 
 
-def _none() -> Any:
-    return field(default_factory=lambda: np.zeros(0, np.int64))
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -171,18 +170,18 @@ class StepBatch:
     block_tables: NDArray[np.int32]
     context_lens: NDArray[np.int64]
     query_lens: NDArray[np.int64]
-    pending_rows: NDArray[np.int64] = _none()
-    pending_samples: NDArray[np.int64] = _none()
-    slots: NDArray[np.int64] = _none()
-    generations: NDArray[np.int64] = _none()
-    sample_tops: NDArray[np.int64] = _none()
-    scored_rows: NDArray[np.int64] = _none()
-    scored_token_ids: NDArray[np.int64] = _none()
-    scored_tops: NDArray[np.int64] = _none()
-    pooled_rows: NDArray[np.int64] = _none()
-    pooled_counts: NDArray[np.int64] = _none()
-    copy_from: NDArray[np.int64] = _none()
-    copy_to: NDArray[np.int64] = _none()
+    pending_rows: NDArray[np.int64] = field(default_factory=_none)
+    pending_samples: NDArray[np.int64] = field(default_factory=_none)
+    slots: NDArray[np.int64] = field(default_factory=_none)
+    generations: NDArray[np.int64] = field(default_factory=_none)
+    sample_tops: NDArray[np.int64] = field(default_factory=_none)
+    scored_rows: NDArray[np.int64] = field(default_factory=_none)
+    scored_token_ids: NDArray[np.int64] = field(default_factory=_none)
+    scored_tops: NDArray[np.int64] = field(default_factory=_none)
+    pooled_rows: NDArray[np.int64] = field(default_factory=_none)
+    pooled_counts: NDArray[np.int64] = field(default_factory=_none)
+    copy_from: NDArray[np.int64] = field(default_factory=_none)
+    copy_to: NDArray[np.int64] = field(default_factory=_none)
 
     @property
     def wants_logprobs(self) -> bool:
