@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
 from engine.run.forward.row_logprobs import PIECE_NUMBERS
-from engine.sampling.sampler import CUT_ROWS_AT_ONCE
+from engine.sampling.sampler import ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
     per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
     longest_chunk = min(num_tokens, max_model_len)
     attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
+    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, ROWS_AT_ONCE))
     slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
     logprobs = LOGPROB_BYTES * max(PIECE_NUMBERS, model.vocab_size)
     return LIBRARY_BYTES + num_tokens * per_token + attention + logits + logprobs + slots
