@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 from engine.checkpoint.fingerprint import ModelIdentity
@@ -92,16 +92,14 @@ class Engine:
         self._stepper = Stepper(
             self._scheduler,
             self._live_runner,
-            self._tokenizer.decode,
+            self._tokenizer,
             overlaps=overlaps(config.async_scheduling, config.device),
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -321,7 +319,7 @@ class Engine:
         self._check_idle()
         done: dict[str, list[Completion]] = {}
         try:
-            with bar as progress:
+            with closing(bar) as progress:
                 exhausted = False
                 while not exhausted or self._unfinished:
                     refused: list[Completion] = []
@@ -377,5 +375,5 @@ class Engine:
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
         if seq.tree is None:
-            return completion_of(seq, self._tokenizer, self._reasoner.split)
+            return completion_of(seq, self._tokenizer, self._reasoner)
         return scores_of(seq, seq.tree)

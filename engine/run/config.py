@@ -116,12 +116,9 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto' or 'fp8_e4m3'")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
-        if self.chat_template is not None and (
-            not isinstance(self.chat_template, str) or not self.chat_template
-        ):
-            raise ConfigError(
-                f"chat_template must be the name of a template or None, got {self.chat_template!r}"
-            )
+        template = self.chat_template
+        if template is not None and (not isinstance(template, str) or not template):
+            raise ConfigError(f"chat_template must be the name of a template or None, got {template!r}")
         if self.pooling is not None and self.pooling not in MODES:
             raise ConfigError(
                 f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None"
@@ -168,8 +165,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """What the configuration chooses of the ways in which the model's answers may be computed, in words: so
-    all answers of a run come from the same ones."""
+    """Say in words what the configuration changes of answers, so that all of a run come from the same."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     if config.quantization is not None:

@@ -1,10 +1,9 @@
 """Figures of steps: what they took, how many sequences they had, and the progress bar of `generate`."""
 
 import time
-from types import TracebackType
-from typing import Any, Self
 
 import torch
+from tqdm import tqdm
 
 from engine.schedule.outputs import Completion, EngineStats
 from engine.schedule.scheduler import Scheduler
@@ -74,25 +73,16 @@ class Progress:
     """Counts finished prompts and generated tokens; shows nothing unless enabled. tqdm's own rate and ETA."""
 
     def __init__(self, total: int | None, *, enabled: bool) -> None:
-        self._bar: Any = None
+        self._bar = tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not enabled)
         self._num_tokens = 0
-        if enabled:
-            from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="prompt", dynamic_ncols=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
 
     def update(self, completion: Completion, *, finished: bool) -> None:
         """Count one completion; `finished` says that it is the last one of its prompt."""
-        if self._bar is None:
+        if self._bar.disable:
             return
         self._num_tokens += len(completion.token_ids)
         seconds = self._bar.format_dict["elapsed"] or 1.0

@@ -109,7 +109,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     highest, chosen = first_highest(logits)
     is_one = highest.isfinite()
     drawn = (is_one & (rows.temperature > 0)).nonzero().squeeze(1)
-    for places in drawn.split(ROWS_AT_ONCE):
+    for places in torch.split(drawn, ROWS_AT_ONCE):
         chosen[places] = draw(logits[places].float(), highest[places], rows.only(places))
     return chosen.masked_fill_(~is_one, -1)
 

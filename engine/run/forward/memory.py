@@ -33,9 +33,8 @@ def keep_freed_memory() -> None:
     """Let this process reuse the memory of a step's tensors, where glibc would give it back to the kernel.
 
     It maps blocks above 32 MiB anew for each tensor, so that every layer of a large prefill pays for page
-    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). What an engine takes at most
-    does not grow, but up to 2 GiB of it stay with the process when the engine is closed. Does nothing where
-    the C library has no mallopt. Source: mallopt(3).
+    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). Up to 2 GiB stay with the
+    process when the engine is closed. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -56,10 +55,7 @@ def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
 def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: int, max_model_len: int) -> int:
     """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
 
-    The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
-    for attention; logits, those that are kept for log probabilities, and the scratch of these and of the
-    sampler; token ids and block tables of running sequences, and what is kept of all blocks. Requests that
-    wait are the caller's: 40 bytes for each token of a prompt.
+    Requests that wait are the caller's: 40 bytes for each token of a prompt.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -90,10 +86,12 @@ def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
 
 
 def _mem_available(meminfo: Path) -> int | None:
-    for line in _read(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, None)
 
 
 def _headroom(group: Cgroup) -> int | None:
@@ -107,13 +105,6 @@ def _headroom(group: Cgroup) -> int | None:
     stat = dict(line.split() for line in group.read("memory.stat").splitlines())
     inactive_file = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return int(limit) - int(usage) + inactive_file
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:

@@ -27,6 +27,7 @@ from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
 from engine.run.forward.probe import Probe
 from engine.run.forward.row_logprobs import StepLogprobs
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
 from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
@@ -223,10 +224,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _measure_kv_scales(self) -> list[Scales]:
-        """Compute the keys and values of some tokens in the model's dtype, and take scales by those.
-
-        The tokens are spread over the vocabulary, the same on every worker and rank. Raises ConfigError.
-        """
+        """Take scales by the keys and values of some tokens, the same on every rank. Raises ConfigError."""
         num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
@@ -239,10 +237,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Compute a few tokens over a pool of their own, which is as the real one will be.
-
-        Raises UnsupportedModel for what mixes them, ConfigError for what goes wrong over FP8 numbers alone.
-        """
+        """Raise UnsupportedModel for what mixes sequences, ConfigError for what FP8 numbers alone break."""
         probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
         self.cache = self._make_cache(probe.num_blocks)
         problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
@@ -280,14 +275,11 @@ class ModelRunner:
         """
         wanted = self._config.kv_cache_bytes
         if room is not None:
-            most = max(0, room.pool_bytes)
-            default, owner = most, f"memory_utilization={self._config.memory_utilization} of the GPU"
+            most = default = max(0, room.pool_bytes)
+            owner = f"memory_utilization={self._config.memory_utilization} of the GPU"
         else:
-            most = allowed_bytes() // self._tp.size
-            default, owner = (
-                default_cpu_kv_cache_bytes(self._tp.size),
-                "the memory this process may still take",
-            )
+            most, default = allowed_bytes() // self._tp.size, default_cpu_kv_cache_bytes(self._tp.size)
+            owner = "the memory this process may still take"
         if wanted is not None and wanted > most:
             raise ConfigError(
                 f"kv_cache_bytes={wanted} on each rank is more than the {most} bytes left of {owner}; "
@@ -304,10 +296,9 @@ class ModelRunner:
         self.cache = self._make_cache(num_blocks)
         scratch_bytes = self.cache.pool.nbytes
 
-        share = self._config.memory_utilization
         room = measure_room(
             self._memory,
-            share,
+            self._config.memory_utilization,
             warm_up=lambda: self.warm_up(num_blocks),
             capture=lambda: self._capture_graphs(self._longest),
         )
@@ -340,10 +331,14 @@ class ModelRunner:
                 ),
                 backend,
                 capture,
-                max_num_seqs=self._config.max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=self._config.block_size,
-                device=self.device,
+                StaticRows(
+                    self._config.max_num_seqs,
+                    -(-max_model_len // self._config.block_size),
+                    self._config.block_size,
+                    self.device,
+                    backend.write_rows,
+                ),
+                max_model_len,
             )
         except RuntimeError as error:
             if not model.may_wait or isinstance(error, torch.OutOfMemoryError):

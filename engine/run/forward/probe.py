@@ -1,11 +1,10 @@
 """The probe: does a model keep the sequences of a batch apart, and remember a sequence's earlier chunks?
 
-An engine computes tokens from the KV cache and the step's flat batch. A model that looks from one row at the
-next (a convolution, a recurrence, an attention of its own) or keeps a state beside the cache gives other
-answers there, and nothing in its configuration need say so. So before the pool is made, two short sequences
-are computed alone, in one batch, and one of them in two chunks, and their logits compared; a model of
-transformers is also compared with itself as transformers runs it. All that happens once more over a cache of
-FP8 numbers, where there shall be one.
+A model that looks from one row at the next (a convolution, a recurrence, an attention of its own) or keeps a
+state beside the cache gives other answers in an engine, and nothing in its configuration need say so. So two
+short sequences are computed alone, in one batch, and one of them in two chunks, and their logits compared; a
+model of transformers is also compared with itself as transformers runs it. All that happens once more over a
+cache of FP8 numbers, where there shall be one.
 """
 
 from collections.abc import Callable, Sequence
