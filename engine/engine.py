@@ -31,7 +31,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, request_progress
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
-from engine.text.reasoner import Reasoner
+from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,9 @@ class Engine:
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; `add`, `step` and
     `generate` then raise EngineClosed.
 
-    A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
-    and Numba do not exist there, and the step would wait for them for ever.
+    A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
 
-    start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
-    host's work puts one here that computes nothing.
+    start_runner: makes the runner from the configuration, the model's and its folder; for benchmarks.
     """
 
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
@@ -123,7 +121,7 @@ class Engine:
 
     @property
     def attention_backend(self) -> str:
-        """The attention backend that "auto" or the configuration chose. Raises EngineClosed."""
+        """The attention backend that was chosen. Raises EngineClosed."""
         return self._open_runner().backend_name
 
     @property
@@ -158,10 +156,9 @@ class Engine:
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Have compiled what structured_outputs ask for, once for all that ask the same; None for no grammar.
+        """Compile what structured_outputs ask for, once for all that ask the same; None for no grammar.
 
-        Any thread may call this, also beside a step. `add` does not wait for it where the future is done and
-        held meanwhile.
+        Any thread may call this. `add` does not wait where the future is done and held meanwhile.
         """
         return self._sequences.grammars.prepare(params)
 
@@ -235,10 +232,7 @@ class Engine:
 
     @property
     def started(self) -> list[str]:
-        """Return the ids of requests whose first sequence the last step scheduled.
-
-        One of several samples may be there more than once; a preempted one does not come again.
-        """
+        """Return the ids of requests that the last step scheduled first: once for each sample."""
         return self._scheduler.first_scheduled
 
     def stats(self) -> EngineStats:
@@ -362,8 +356,7 @@ class Engine:
     def _finish(self, seq: Sequence) -> Completion | None:
         """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.
 
-        None if its request is no more, as a sibling has failed before it, or if a sibling has still to say
-        what it gives too.
+        None if a sibling has failed before it, or has still to say what it gives too.
         """
         siblings = self._unfinished.get(seq.request_id, [])
         if seq not in siblings:

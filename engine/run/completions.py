@@ -8,7 +8,7 @@ from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
 from engine.schedule.outputs import Completion, Logprob, RequestMetrics
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
-from engine.text.reasoner import Reasoner
+from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 

@@ -34,8 +34,6 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
-        On CPU a process takes the weights besides, and what cpu_allowance_bytes says
-        (engine/run/forward/memory.py).
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, which take half the memory
         and half the time to read of bfloat16's, and answers change. Each head's scale is measured at start
         on a few hundred tokens; numbers eight times as large as theirs are cut. Backends: triton, torch.

@@ -177,7 +177,7 @@ class Embedder:
 
         Raises UnsupportedTask, InvalidSampling, InvalidPrompt or PromptTooLong.
         """
-        pooling, most = self._checked(params), params.truncate_prompt_tokens
+        pooling, most = self.check(params), params.truncate_prompt_tokens
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
                 raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
@@ -190,17 +190,14 @@ class Embedder:
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
         """Return what collects a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
-        pooling = self._checked(params)
+        pooling = self.check(params)
         normalize = params.normalize
         if normalize is None:
             normalize = pooling.normalize or params.dimensions is not None
         return PooledStates(pooling.modes, num_tokens, dimensions=params.dimensions, normalize=normalize)
 
-    def check(self, params: PoolingParams) -> None:
+    def check(self, params: PoolingParams) -> Pooling:
         """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
-        self._checked(params)
-
-    def _checked(self, params: PoolingParams) -> Pooling:
         pooling = self._pooling
         if pooling is None:
             raise UnsupportedTask(

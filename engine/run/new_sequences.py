@@ -11,7 +11,7 @@ from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
-from engine.text.reasoner import Reasoner
+from engine.text.reasoning import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 

@@ -47,7 +47,7 @@ class PoolingParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PoolingParams:
-        """Build from names and values that came from outside. Raises InvalidSampling for an unknown name."""
+        """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
         _check_names(mapping, cls, "says nothing of embeddings")
         return cls(**mapping)
 
@@ -86,7 +86,7 @@ class ScoringParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ScoringParams:
-        """Build from names and values that came from outside. Raises InvalidSampling for an unknown name."""
+        """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
         _check_names(mapping, cls, "is nothing that scoring takes")
         return cls(**{"continuations": (), **mapping})
 

@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-#: Seconds that a form may take.
-LIMIT_S = 5.0
-
-#: The same of reading the vocabulary.
-BEGIN_LIMIT_S = 60.0
-
-#: Of a process, beside the vocabulary. Grammars take some 40 MB.
-MEMORY_BYTES = 256 << 20
+LIMIT_S = 5.0  # that a form may take
+BEGIN_LIMIT_S = 60.0  # that reading the vocabulary may take
+MEMORY_BYTES = 256 << 20  # of a process, beside the vocabulary; grammars take some 40 MB
+MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
+NUM_THREADS = 2  # a form that takes long leaves one for those of others
 
 _VOCABULARY = "engine.structured.trial_child:read_vocabulary"
 _FORM = "engine.structured.trial_child:try_form"
@@ -74,15 +71,10 @@ def _not_tried(error: Exception) -> NotTried:
     return NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error))
 
 
-MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
-NUM_THREADS = 2  # a form that takes long leaves one for those of others
-
-
 class Grammars:
     """The grammars of a model's tokenizer. For any number of threads.
 
     A form that is new is tried in a process apart, and compiled here once it has survived that.
-    Importing this needs no llguidance; the first grammar does.
     """
 
     def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -100,16 +92,15 @@ class Grammars:
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Have the grammar compiled, if there is one; who holds the future does not wait in `matchers` once
-        it is done. It raises InvalidSampling."""
+        """Have the grammar compiled, if there is one. The future raises InvalidSampling; hold it until
+        `matchers` is called."""
         spec = params.structured_outputs
         return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
 
     def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
-        """Return a matcher for each completion of a request, or None for free text.
+        """Return a matcher for each completion of a request, or None for free text. Raises InvalidSampling.
 
-        end_token_ids: every id that ends the completion. Raises InvalidSampling where a grammar cannot be
-        compiled.
+        end_token_ids: every id that ends the completion.
         """
         found = self.prepare(params)
         if found is None:
@@ -119,12 +110,8 @@ class Grammars:
         except InvalidSampling as error:
             raise InvalidSampling(*error.args) from None  # that one is for all who ask
         assert self._started is not None
-        shared = (
-            compiled,
-            self._started[0].vocabulary,
-            end_token_ids,
-            allowed_mask(params, self._vocab_size),
-        )
+        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params, self._vocab_size)
+        shared = compiled, vocabulary, end_token_ids, allowed
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def close(self) -> None:
@@ -168,9 +155,7 @@ class Grammars:
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments of a Compiler."""
         if self._backend is None:
-            raise InvalidSampling(
-                f"{NAME} needs a tokenizer of the tokenizers package, which this model has not"
-            )
+            raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return {
             "tokenizer": self._backend.to_str(),

@@ -1,7 +1,4 @@
-"""What a child does that tries forms: for each one its grammar, or why there is none.
-
-It ends at the first form that overruns its stack or its memory, and then nobody else does.
-"""
+"""What a child does that tries forms: for each one its grammar, or why there is none."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,24 +36,21 @@ from engine.tensor_parallel.messages import Channel, Kind, Message, encode
 
 # multiprocessing's spawn would run the caller's main module again in each rank
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
-    "descriptor, driver_pid, by_main_thread = map(int, sys.argv[1:4]); "
-    "from engine.tensor_parallel.lifeline import hold; "
-    "hold(descriptor, driver_pid=driver_pid, by_main_thread=bool(by_main_thread)); "
+    "import sys; sys.path[:] = sys.argv[3:]; descriptor, driver_pid = map(int, sys.argv[1:3]); "
+    "from engine.tensor_parallel.lifeline import hold; hold(descriptor, driver_pid=driver_pid); "
     "from engine.tensor_parallel.rank import main; main(descriptor)"
 )
 REAP_TIMEOUT_S = 10.0
 
 
 class RankProcess:
-    """Starts one rank. It ends with the driver, on `stop` and `wait`, or on `kill`."""
+    """Starts one rank. It ends with the driver, on a STOP, or on `kill`."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         """timeout_s: how long the rank may leave a message unread."""
         self.rank = rank
         driver_end, rank_end = socket.socketpair()
-        by_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = map(str, (rank_end.fileno(), os.getpid(), int(by_main_thread), *sys.path))
+        arguments = map(str, (rank_end.fileno(), os.getpid(), *sys.path))
         with rank_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
@@ -76,17 +72,13 @@ class RankProcess:
             status = self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "it closed its channel"
-        return (
-            f"it was killed by {_signal_name(-status)}" if status < 0 else f"it exited with status {status}"
-        )
+        if status >= 0:
+            return f"it exited with status {status}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"it was killed by {known.get(-status, f'signal {-status}')}"
 
-    def stop(self, message: bytes) -> None:
-        """Ask the rank to end, if it still listens."""
-        with suppress(OSError):
-            self.channel.send(message)
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (time.monotonic()); kill the rank then."""
+    def stop(self, deadline: float) -> None:
+        """Wait until `deadline` (time.monotonic()) for the end that was asked for; kill the rank then."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
@@ -97,13 +89,6 @@ class RankProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_TIMEOUT_S)
         self.channel.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 START_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
@@ -214,10 +199,11 @@ class RankGroup:
         """End the ranks, by asking if they still work. A second call does nothing."""
         message = encode(Kind.STOP)
         for rank in self._ranks:
-            rank.stop(message)
+            with suppress(OSError):
+                rank.channel.send(message)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for rank in self._ranks:
-            rank.wait(deadline)
+            rank.stop(deadline)
         self._kill()
 
     def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
@@ -242,11 +228,8 @@ class RankGroup:
         try:
             yield
         except BaseException as error:
-            self._failure = (
-                error
-                if isinstance(error, EngineError)
-                else RankFailed(0, f"its step was interrupted by {error!r}")
-            )
+            interrupted = RankFailed(0, f"its step was interrupted by {error!r}")
+            self._failure = error if isinstance(error, EngineError) else interrupted
             self._kill()
             raise
 

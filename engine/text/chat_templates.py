@@ -44,8 +44,7 @@ def read_template(folder: Path, name: str | None) -> str | None:
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """All templates by their names: from files of their own, else tokenizer_config.json, else the file that
-    processors of images once had. The first of these that has any has all."""
+    """All templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")}
     if (folder / FILE).is_file():
         found[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
@@ -55,13 +54,10 @@ def _read_templates(folder: Path) -> dict[str, str]:
             if isinstance(content, str):
                 found = {DEFAULT: content}
             else:
-                pairs = content.items() if isinstance(content, dict) else map(_pair, content)
-                found = {str(key): str(template) for key, template in pairs}
+                if not isinstance(content, dict):
+                    content = {entry["name"]: entry["template"] for entry in content}
+                found = {str(key): str(template) for key, template in content.items()}
     return found
-
-
-def _pair(entry: dict[str, str]) -> tuple[str, str]:
-    return entry["name"], entry["template"]
 
 
 def read_variables(template: str) -> frozenset[str] | None:
@@ -79,10 +75,9 @@ def read_variables(template: str) -> frozenset[str] | None:
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
-    """`chat_template_kwargs`, {} for None. Raises InvalidPrompt for what a template cannot be given.
+    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for what a template cannot be given.
 
-    variables: what it reads, None where that is not known. One that it does not read would change nothing,
-    in silence.
+    variables: what it reads, None where that is not known.
     """
     if given is None:
         return {}
@@ -100,9 +95,7 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
 
 
 def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
-    """Return `tools`, or None for an empty list.
-
-    Raises InvalidPrompt unless they are functions in OpenAI's shape.
+    """Return `tools`, None for an empty list. Raises InvalidPrompt unless they are OpenAI's functions.
 
     taken: whether the template writes tools into its text.
     """
@@ -147,10 +140,10 @@ def _check_part(part: object, i: int) -> None:
 
 
 def for_template(messages: Messages) -> Messages:
-    """The messages as templates expect them where OpenAI's shape is another.
+    """The messages as templates expect them where OpenAI's shape is another. Raises InvalidPrompt.
 
     The arguments of a tool call are an object, not its JSON; an assistant's message with calls and without
-    a content has an empty one; and its `reasoning` is `reasoning_content` too. Raises InvalidPrompt.
+    a content has an empty one; and its `reasoning` is `reasoning_content` too.
     """
     return [_for_template(message, i) for i, message in enumerate(messages)]
 

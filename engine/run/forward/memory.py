@@ -1,15 +1,12 @@
-"""How much memory this process may still take, and what it takes on a CPU besides weights and KV pool."""
+"""How much memory this process may still take, and what of it is kept."""
 
 import ctypes
 import logging
 from pathlib import Path
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
-from engine.run.forward.row_logprobs import PIECE_NUMBERS
-from engine.sampling.sampler import ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +18,6 @@ SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
-# Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
-# compiler; the rest is for fragments.
-LIBRARY_BYTES = 512 * 2**20
-SAMPLER_BYTES = 48  # its scratch for each row that it cuts at once and each token of the vocabulary
-LOGPROB_BYTES = 12  # scratch of the log probabilities for each logit that is looked at together
-BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
 def keep_freed_memory() -> None:
@@ -50,30 +41,6 @@ def keep_freed_memory() -> None:
 def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
     """For each rank the smaller of 4 GiB and its part of a quarter of the memory still allowed."""
     return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
-
-
-def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: int, max_model_len: int) -> int:
-    """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
-
-    Requests that wait are the caller's: 40 bytes for each token of a prompt.
-    """
-    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
-    longest_chunk = min(num_tokens, max_model_len)
-    attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, ROWS_AT_ONCE))
-    slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
-    logprobs = LOGPROB_BYTES * max(PIECE_NUMBERS, model.vocab_size)
-    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + logprobs + slots
-
-
-def _experts(model: ModelConfig) -> int:
-    """Numbers of a token on its way through the experts of a layer, 0 if it has none."""
-    num_chosen = model.values.get("num_experts_per_tok") or 0
-    columns = model.values.get("moe_intermediate_size") or model.intermediate_size
-    numbers: int = num_chosen * (3 * model.hidden_size + 5 * columns)
-    return numbers
 
 
 def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
