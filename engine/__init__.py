@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.errors import (
     AttentionRefused,
-    BlockAccountingError,
     ConfigError,
     DamagedWeights,
     DuplicateRequest,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionRefused",
-    "BlockAccountingError",
     "Completion",
     "ConfigError",
     "DamagedWeights",

@@ -142,7 +142,3 @@ class CollectiveFailed(EngineError):
 
 class OutOfBlocks(EngineError):
     """A block was taken from an empty pool: a bug in the scheduler."""
-
-
-class BlockAccountingError(EngineError):
-    """Free and held blocks disagree: a bug in the block manager. Names the counts."""

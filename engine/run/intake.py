@@ -68,10 +68,7 @@ def prepare_scores(
     keys_of: Callable[[list[int]], list[BlockKey]],
     end_token_ids: tuple[int, ...],
 ) -> PreparedPrompt:
-    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong.
-
-    end_token_ids: those that end the model's texts.
-    """
+    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
     token_ids, tails = prompts.continued(
         prompt,
         params.continuations,
@@ -126,16 +123,16 @@ class Scores:
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """One for each pair. Raises ScoringFailed for the first that has none."""
         found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
-        return [
-            NOTHING if asked is None else _checked(place, found[asked[0]], asked[1])
-            for place, asked in enumerate(self._asked)
-        ]
-
-
-def _checked(place: int, found: Completion, number: int) -> LogLikelihood:
-    if found.loglikelihoods is None:
-        raise ScoringFailed(place, found.error or "the engine gave no reason")
-    return found.loglikelihoods[number]
+        results = []
+        for place, asked in enumerate(self._asked):
+            if asked is None:
+                results.append(NOTHING)
+                continue
+            context, number = asked
+            if (scored := found[context]).loglikelihoods is None:
+                raise ScoringFailed(place, scored.error or "the engine gave no reason")
+            results.append(scored.loglikelihoods[number])
+        return results
 
 
 def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], int]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
+from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
 from engine.run.step_stats import StepStats
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits
@@ -31,9 +31,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NEVER_A_SEQUENCE = (
-    MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks, BlockAccountingError
-)  # fmt: skip
+NEVER_A_SEQUENCE = (MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks)
 MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
 # Goes every way that a request's values can take a step: cuts, bans, penalties, a draw.

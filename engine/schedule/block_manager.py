@@ -1,8 +1,8 @@
 """BlockManager: owner of the KV pool's blocks, their reference counts and the prefix cache.
 
-A full block is found again by the hash of its whole prefix. A hash alone proves nothing, so each
-published content also gets an id that is never used again, and a hit compares (id of the parent's
-content, own tokens): neither a hash collision nor a recycled block number can return another prefix.
+A full block is found again by the hash of its whole prefix. Each published content also gets an id that is
+never used again, and a hit compares (id of the parent's content, own tokens): neither a hash collision nor a
+recycled block number can return another prefix.
 
 A block is published while the step that computes it is scheduled, because every layer stores keys and
 values before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not
@@ -23,7 +23,7 @@ from struct import Struct
 
 import xxhash
 
-from engine.errors import BlockAccountingError, OutOfBlocks
+from engine.errors import OutOfBlocks
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.sequence import Sequence
 
@@ -58,10 +58,6 @@ class Tails:
         found = [(num_shared(other, tokens), block_id) for other, block_id in near]
         num_tokens, block_id = max(found, default=(0, -1))
         return (block_id, num_tokens) if num_tokens else (-1, 0)
-
-    def entries(self) -> list[tuple[int, bytes, int]]:
-        """All that was added and not removed, to be checked."""
-        return [(parent, *entry) for parent, entries in self._behind.items() for entry in entries]
 
 
 def num_shared(some: bytes, others: bytes) -> int:
@@ -218,11 +214,10 @@ class BlockManager:
         return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
 
     def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
-        """Give `seq` blocks for all its tokens, the first ones being `cached` from `find_cached`.
+        """Give `seq` blocks for all its tokens, the first ones being `cached`; return what is to be copied.
 
-        Returns what the step that is being scheduled must copy before anything else, if `tail` is given; its
-        source is held until `let_go_sources`.
-        Raises OutOfBlocks, having changed nothing, if `num_missing` says it does not fit.
+        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing, if
+        `num_missing` says it does not fit.
         """
         missing = self.num_missing(seq, cached, tail)
         if missing > 0:
@@ -267,10 +262,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
-        """Let the blocks that are full of the first `num_tokens` tokens be hit; return those that were not.
-
-        The tokens must be known, and computed by the step that is being scheduled or by one before.
-        """
+        """Let the blocks that the first `num_tokens` tokens fill be hit; return those that were not."""
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or not seq.shares_blocks or num_full == seq.num_published_blocks:
             return []
@@ -314,35 +306,6 @@ class BlockManager:
         for block in published:
             self._forget(block)
 
-    def check_accounting(self, sequences: Iterable[Sequence] = ()) -> None:
-        """Raise BlockAccountingError unless the counts agree.
-
-        Free and held blocks add up to the pool, each reference is a table of `sequences` (all that hold
-        blocks), and each cached hash is the one its block owns.
-        """
-        held = [block for block in self._blocks if block.ref_count > 0]
-        if len(self._free) + len(held) != self.num_blocks:
-            raise BlockAccountingError(
-                f"{len(self._free)} free + {len(held)} held != {self.num_blocks} blocks: "
-                "leaked or freed twice"
-            )
-        in_tables = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        for block in self._blocks:
-            if block.ref_count != in_tables[block.block_id]:
-                raise BlockAccountingError(
-                    f"block {block.block_id} has {block.ref_count} references and is in "
-                    f"{in_tables[block.block_id]} block tables"
-                )
-        for block_hash, block in self._by_hash.items():
-            if block.hash != block_hash:
-                raise BlockAccountingError(
-                    f"hash {block_hash:#x} finds block {block.block_id}, which lost it"
-                )
-        for parent, tokens, block_id in self._tails.entries():
-            block = self._blocks[block_id]
-            if (block.is_listed, block.parent_content_id, block.tokens) != (True, parent, tokens):
-                raise BlockAccountingError(f"block {block_id} is found by tokens that it does not hold")
-
     def _take(self) -> int:
         """Take the free block least worth keeping; what it held can no longer be hit."""
         if not self._free:
@@ -375,10 +338,9 @@ class BlockManager:
             block.is_listed = False
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
-        """Give a full block its content id and return it.
+        """Give a full block its content id, which is that of a block with the same content, and return it.
 
-        A block whose content is already cached takes over that content's id, unseen by the cache. Other
-        content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
+        Other content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
         """
         owner = self._by_hash.get(key.hash)
         self._unlist(block)

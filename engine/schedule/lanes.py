@@ -16,11 +16,6 @@ from engine.schedule.sequence import Sequence
 class WaitingLanes(dict[int, deque[Sequence]]):
     """The waiting sequences: in each lane the first to arrive is the first to go."""
 
-    @property
-    def num_seqs(self) -> int:
-        """All of them."""
-        return sum(map(len, self.values()))
-
     def append(self, seq: Sequence) -> None:
         """Put the latest arrival at the end of its lane."""
         self.setdefault(seq.lane, deque()).append(seq)
@@ -52,10 +47,7 @@ class SlotGroup:
 
 
 class RunningList:
-    """Running sequences by (lane, arrival): the last one is the first to be preempted.
-
-    From one step to the next it seldom changes: what is asked of all of a lane is kept until it does.
-    """
+    """Running sequences by (lane, arrival): the last one is the first to be preempted."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []

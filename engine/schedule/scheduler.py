@@ -5,15 +5,14 @@ a lane the earlier arrival goes first. A step is filled lane by lane: decodes, p
 admissions, which may take slots and blocks from less urgent lanes, the latest sequence first. Whoever is
 taken from recomputes later and yields the same tokens.
 
-Why nothing starves: the earliest running sequence of the most urgent lane is never preempted and always
-fits, so that lane drains in order. A less urgent lane counts the admissions that overtake it, and after
-nineteen its first sequence moves up into the overtaking lane, where no new arrival is ahead of it.
+Nothing starves: the earliest running sequence of the most urgent lane is never preempted and always fits. A
+less urgent lane counts the admissions that overtake it, and after nineteen its first sequence moves up into
+the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
-launched, with a pending token for each sequence that samples; `receive` fills the tokens in and finds the
-ends that depend on them. At its last token a sequence gives up slot and blocks when that step is launched;
-one that ends otherwise has overrun by one token, which is dropped. Whoever takes its blocks writes in a later
-launch, and the device runs launches in order.
+launched, with a pending token for each sequence that samples; `receive` fills the tokens in. At its last
+token a sequence gives up slot and blocks when that step is launched; one that ends otherwise has overrun by
+one token, which is dropped. Whoever takes its blocks writes in a later launch: launches run in order.
 """
 
 import time
@@ -65,19 +64,15 @@ class Scheduler:
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
         self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
-        self.max_running = 0
-        self.num_preemptions = 0
-        self.prefill_tokens = 0
-        self.cached_tokens = 0
-        self.decode_tokens = 0
-        self.generation_tokens = 0
+        self.max_running = self.num_preemptions = 0
+        self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._overtakes = Overtakes()
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold neither slot nor blocks."""
-        return self.waiting.num_seqs
+        return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence in its lane: shorter than max_model_len, or as long if it generates none."""
@@ -252,10 +247,6 @@ class Scheduler:
         if seq.slot >= 0:
             self._release(seq)
 
-    def check_accounting(self) -> None:
-        """Raise BlockAccountingError unless blocks, references and block tables agree."""
-        self.blocks.check_accounting(self.running)
-
     def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
         """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
         group = self._grow_all(group)
@@ -279,7 +270,7 @@ class Scheduler:
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
-        """Publish the blocks that their tokens fill, as soon as those are known."""
+        """Publish the blocks that their tokens fill."""
         may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
@@ -369,10 +360,7 @@ class Scheduler:
         return True
 
     def _grow(self, seq: Sequence) -> None:
-        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself.
-
-        The last running sequence is never one already scheduled: a step is filled in running order.
-        """
+        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself."""
         while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:

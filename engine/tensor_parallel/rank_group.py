@@ -31,7 +31,7 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
-from engine.tensor_parallel.collectives import TCPStore, open_store
+from engine.tensor_parallel.collectives import open_store
 from engine.tensor_parallel.messages import Channel, Kind, Message, encode
 
 # multiprocessing's spawn would run the caller's main module again in each rank
@@ -150,7 +150,7 @@ class RankGroup:
         self._num_answered = 0
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._store: TCPStore | None = None
+        self._store: Any = None  # where the ranks meet
         try:
             self._store = open_store()
             for rank in range(len(devices)):

@@ -21,16 +21,8 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = content["config"]
-        if "special_tokens" not in content:
-            raise ConfigError(
-                f"{path} is of a version that does not name its special tokens; add the model's "
-                "tokenizer.json"
-            )
-        named = sorted((int(token["rank"]), str(token["token_str"])) for token in content["special_tokens"])
-        if [rank for rank, _ in named] != list(range(len(named))):
-            raise ConfigError(f"{path}: the ranks of its special tokens have gaps; fetch it again")
-        num_special = int(config.get("default_num_special_tokens") or len(named))
-        special = [text for _, text in named]
+        special = [str(token["token_str"]) for token in sorted(content["special_tokens"], key=_rank)]
+        num_special = int(config.get("default_num_special_tokens") or len(special))
         special += [f"<SPECIAL_{number}>" for number in range(len(special), num_special)]
         entries = content["vocab"]
         if config.get("default_vocab_size"):
@@ -39,6 +31,10 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
         return _build(ranks, str(config["pattern"]), special), special
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no tekken vocabulary ({error!r}); fetch it again") from error
+
+
+def _rank(token: dict[str, Any]) -> int:
+    return int(token["rank"])
 
 
 def _build(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:

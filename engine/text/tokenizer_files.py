@@ -4,14 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.text.chat_templates import FOLDER as TEMPLATES
 from engine.text.tekken import read_tekken
 
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt")
-
-READ = ("*.json", "*.jinja", f"{TEMPLATES}/*.jinja")
-
-MAX_FILE_BYTES = 256 << 20
 
 TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -31,11 +26,6 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer.json (of a "
             "tokenizer.model: AutoTokenizer.from_pretrained(...).save_pretrained(...), with sentencepiece)"
         )
-    for path in (path for pattern in READ for path in folder.glob(pattern)):
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size} bytes, more than any tokenizer's; fetch it again"
-            )
     # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if (folder / "tokenizer.json").is_file():

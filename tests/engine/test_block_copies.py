@@ -10,6 +10,7 @@ from engine import Engine, SamplingParams
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache
 from engine.run.forward.model_runner import ModelRunner
+from tests.engine.accounting import check_accounting
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config
 
@@ -76,4 +77,4 @@ def test_a_step_that_is_repeated_copies_the_same(
         done = engine.generate([[*PROMPT, 20 + i] for i in range(6)], GREEDY)
         assert done.pop(3).finish_reason == "error"
         assert reference.unexplained(done) == []
-        engine._scheduler.check_accounting()
+        check_accounting(engine._scheduler)

@@ -6,6 +6,7 @@ from engine import ConfigError, SamplingParams
 from engine.schedule.block_manager import Block, BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
+from tests.engine.accounting import check_blocks
 
 
 def sequence(token_ids: list[int]) -> Sequence:
@@ -77,7 +78,7 @@ def test_a_hit_may_end_inside_a_block() -> None:
         assert copy == BlockCopy(source, seq.block_table[-1], num_tokens)
         assert seq.num_computed_tokens == num_computed
         blocks.release(seq)
-    blocks.check_accounting([first, second])
+    check_blocks(blocks, [first, second])
 
 
 def test_what_a_step_computes_is_copied_once_it_is_launched() -> None:
@@ -100,7 +101,7 @@ def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
     blocks.let_go_sources([copy])
     assert blocks.num_missing(sequence([9]), []) == 0
     assert blocks.num_missing(sequence([1, 2, 5]), [], Tail(0, 2)) == 1, "there is no second one"
-    blocks.check_accounting([seq])
+    check_blocks(blocks, [seq])
 
 
 def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
@@ -112,7 +113,7 @@ def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     for prompt in ([1, 2, 3], [5] * 8):
         blocks.release(in_a_step(blocks, prompt)[0][0])
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
-    blocks.check_accounting([])
+    check_blocks(blocks, [])
 
 
 def test_a_withdrawn_block_cannot_be_hit() -> None:
@@ -126,7 +127,7 @@ def test_a_withdrawn_block_cannot_be_hit() -> None:
     blocks.release(first)
     assert num_cached(blocks, list(range(9))) == 0
     assert num_cached(blocks, [9] * 5) == 1
-    blocks.check_accounting([kept])
+    check_blocks(blocks, [kept])
 
 
 def test_least_recently_used_blocks_are_taken_first() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.structured.matcher import Matcher
+from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.engine.structured_cases import generate
 from tests.engine.text_models import make_text_model
@@ -117,7 +118,7 @@ def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: di
     ]
     with engine_of(folder, max_model_len=128, **options) as engine:
         found, _ = answers(engine, rows)
-        engine._scheduler.check_accounting()
+        check_accounting(engine._scheduler)
         if "kv_cache_bytes" in options:
             assert engine.stats().num_preemptions
         assert found == answers(engine, rows, jumps=False)[0]

@@ -25,6 +25,7 @@ from engine import (
 )
 from engine.sampling.parameter_values import TOKEN_ID
 from engine.sampling.sampling_params import RANGES
+from tests.engine.accounting import check_accounting
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -38,7 +39,7 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(config) as built:
         yield built
         assert not built.has_unfinished
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
 
 
