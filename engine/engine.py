@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from functools import cached_property
 from typing import Any, Self
+
+from tqdm import tqdm
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
@@ -20,7 +21,7 @@ from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
 from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
-from engine.run.step_stats import Progress, engine_stats
+from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
@@ -271,7 +272,7 @@ class Engine:
         raised, no request of this call is left behind.
         """
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
-        done = self._run(numbered(prompts, params), Progress(total, enabled=use_tqdm))
+        done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
@@ -288,7 +289,7 @@ class Engine:
         self._check_idle()
         scores = Scores(pairs, self._prompts)
         requests = list(scores.requests())
-        return scores.results(self._run(iter(requests), Progress(len(requests), enabled=use_tqdm)))
+        return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 
     def embed(
         self, prompts: Iterable[Prompt], params: PoolingParams | None = None, *, use_tqdm: bool = False
@@ -308,19 +309,25 @@ class Engine:
                 f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
             )
 
-    def _run(self, requests: Iterator[Request], bar: Progress) -> dict[str, list[Completion]]:
+    def _run(
+        self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool
+    ) -> dict[str, list[Completion]]:
         """Completions of all requests by id, whatever `add` makes of them; none is left behind."""
         self._check_idle()
         done: dict[str, list[Completion]] = {}
+        num_tokens = 0
         try:
-            with closing(bar) as progress:
+            with tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
                 exhausted = False
                 while not exhausted or self._unfinished:
                     refused: list[Completion] = []
                     exhausted = exhausted or self._fill(requests, refused)
                     for completion in refused + self.step():
                         done.setdefault(completion.request_id, []).append(completion)
-                        progress.update(completion, finished=completion.request_id not in self._unfinished)
+                        num_tokens += len(completion.token_ids)
+                        seconds = bar.format_dict["elapsed"] or 1.0
+                        bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
+                        bar.update(int(completion.request_id not in self._unfinished))
         finally:
             for request_id in list(self._unfinished):
                 self.abort(request_id)

@@ -121,7 +121,7 @@ def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
 
 
 def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
-    """Read the processors' times; None outside Linux, which has /proc/stat. Source: proc_stat(5)."""
+    """Read the processors' times; None outside Linux. Source: proc_stat(5)."""
     try:
         lines = (proc / "stat").read_text().splitlines()
         ticks = os.sysconf("SC_CLK_TCK")

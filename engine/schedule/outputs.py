@@ -12,10 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log of the probability that the model gives it.
+    """A token's natural log of the probability that the model gives it. decoded_token: its text alone.
 
     rank: 1 for the most likely token of the vocabulary; of equal ones the lower id is counted first.
-    decoded_token: the text of this token alone.
     """
 
     logprob: float

@@ -20,8 +20,8 @@ from engine.schedule.slots import SlotTable
 class ScoredTokens:
     """Tokens whose log probability a step gives, those of a sequence one after another.
 
-    of: the sequences, and how many of each.  rows: [scored] int64, the rows whose distributions they are of.
-    token_ids, tops: [scored] int64, the tokens, and how many of the most likely ones are wanted besides.
+    of: the sequences, and how many of each.  rows, token_ids, tops: [scored] int64, the row of each token's
+    distribution, the token, and how many of the most likely ones are wanted besides.
     """
 
     of: list[tuple[Sequence, int]]

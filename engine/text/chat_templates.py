@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,23 +183,22 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
+HELLO = [{"role": "user", "content": "text"}]
+
+
 def takes_tools(render: Callable[..., str]) -> bool:
     """Whether a template writes tools into its text."""
-    hello = [{"role": "user", "content": "text"}]
     function = {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}}
-    try:
-        return render(hello, tools=[{"type": "function", "function": function}]) != render(hello)
-    except Exception:  # noqa: BLE001 - whatever a template raises, it does not take them
-        return False
+    with suppress(Exception):  # whatever a template raises, it does not take them
+        return render(HELLO, tools=[{"type": "function", "function": function}]) != render(HELLO)
+    return False
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool:
     """Whether a template reads a content that is a list of parts as it reads the same content as a text."""
-    try:
-        parts = render([{"role": "user", "content": [{"type": "text", "text": "text"}]}])
-        return parts == render([{"role": "user", "content": "text"}])
-    except Exception:  # noqa: BLE001 - whatever a template raises, it does not take them
-        return False
+    with suppress(Exception):  # as above
+        return render([{"role": "user", "content": [{"type": "text", "text": "text"}]}]) == render(HELLO)
+    return False
 
 
 def with_joined_parts(messages: Messages) -> Messages:

@@ -34,7 +34,6 @@ class Probe:
     """The steps of a probe over a pool of `num_blocks` blocks that nobody else uses, and their comparison."""
 
     def __init__(self, vocab_size: int, block_size: int, max_model_len: int) -> None:
-        """max_model_len: tokens that no sequence exceeds."""
         lengths = [min(length, max_model_len) for length in LENGTHS]
         token_ids = np.arange(1, sum(lengths) + 1, dtype=np.int64) * 7919 % vocab_size
         self._first, self._second = token_ids[: lengths[0]], token_ids[lengths[0] :]
