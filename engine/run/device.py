@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -113,18 +112,10 @@ class GpuMemory:
         return torch.cuda.max_memory_reserved(self._device) - before
 
 
-@dataclass(frozen=True)
-class PoolRoom:
-    """What is left for the pool, and what steps take at most beside it, in bytes."""
-
-    pool_bytes: int
-    step_bytes: int
-
-
 def measure_room(
     memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]
-) -> PoolRoom:
-    """What of `share` of the memory is left beside the largest step, the graphs, and all that is taken now.
+) -> int:
+    """Bytes of `share` of the memory left beside the largest step, the graphs, and what is taken now.
 
     warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. The pool
     that they use counts as taken: free it and add its size to the result.
@@ -135,9 +126,4 @@ def measure_room(
     graph_bytes = memory.used_bytes() - before
     del graphs
     taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES
-    return PoolRoom(int(memory.total_bytes * share) - taken, step_bytes)
-
-
-def fits(memory: GpuMemory, share: float, room: PoolRoom) -> bool:
-    """Whether the largest step still fits, now that pool and graphs are in place."""
-    return memory.used_bytes() + room.step_bytes <= int(memory.total_bytes * share)
+    return int(memory.total_bytes * share) - taken

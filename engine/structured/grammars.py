@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -35,36 +36,25 @@ class NotTried(InvalidSampling):
     """Raised when there is no process in which a form could be tried: no fault of the form's."""
 
 
-class Trials:
-    """As many processes as threads that ask at once. vocabulary: the arguments of their Compiler."""
+def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
+    try:
+        child.ask(_VOCABULARY, vocabulary, Limits(BEGIN_LIMIT_S))
+    except ChildFailed as error:
+        raise _not_tried(error) from None
 
-    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
-        self._vocabulary = vocabulary
-        self._pool = Pool(self._begin)
 
-    def grammar_of(self, spec: StructuredOutputsParams) -> str:
-        """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
-        form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
-        try:
-            limits = Limits(LIMIT_S, MEMORY_BYTES)
-            reply, _ = self._pool.call(lambda child: child.ask(_FORM, form, limits))
-        except ChildFailed as error:
-            raise unusable(spec, f"whose compilation {error}") from None
-        except OSError as error:
-            raise _not_tried(error) from None
-        if "refused" in reply:
-            raise InvalidSampling(*reply["refused"])
-        return str(reply["grammar"])
-
-    def _begin(self, child: Child) -> None:
-        try:
-            child.ask(_VOCABULARY, self._vocabulary, Limits(BEGIN_LIMIT_S))
-        except ChildFailed as error:
-            raise _not_tried(error) from None
-
-    def close(self) -> None:
-        """End the processes; a thread that waits for one learns of it."""
-        self._pool.close(kill=True)
+def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
+    """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
+    form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
+    try:
+        reply, _ = children.call(lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES)))
+    except ChildFailed as error:
+        raise unusable(spec, f"whose compilation {error}") from None
+    except OSError as error:
+        raise _not_tried(error) from None
+    if "refused" in reply:
+        raise InvalidSampling(*reply["refused"])
+    return str(reply["grammar"])
 
 
 def _not_tried(error: Exception) -> NotTried:
@@ -86,7 +76,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
-        self._started: tuple[Compiler, Trials] | None = None
+        self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
         self._lock = Lock()  # of the two below: the engine's thread takes it, and nothing under it takes time
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
@@ -119,7 +109,7 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             if self._started is not None:
-                self._started[1].close()
+                self._started[1].close(kill=True)  # a thread that waits for one learns of it
 
     def _find(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
@@ -135,21 +125,21 @@ class Grammars:
         return found
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
-        compiler, trials = self._start()
+        compiler, children = self._start()
         try:
-            return compiler.compile(spec, trials.grammar_of(spec))
+            return compiler.compile(spec, _tried(spec, children))
         except NotTried:
             with self._lock:  # so that the next one who asks tries it again
                 self._known.pop(spec, None)
                 self._latest.pop(spec, None)
             raise
 
-    def _start(self) -> tuple[Compiler, Trials]:
+    def _start(self) -> tuple[Compiler, Pool]:
         """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""
         with self._starting:
             if self._started is None:
                 vocabulary = self._vocabulary()
-                self._started = Compiler(**vocabulary), Trials(vocabulary)
+                self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started
 
     def _vocabulary(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
-from engine.run.device import GpuMemory, PoolRoom, fits, measure_room, numbered, on_device, resolve_device
+from engine.run.device import GpuMemory, measure_room, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
@@ -260,22 +260,15 @@ class ModelRunner:
         self._graphs = self._capture_graphs(self.pool_size.max_model_len)
         if self._graphs is not None:
             logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
-        share = self._config.memory_utilization
-        if self._memory is not None and room is not None and not fits(self._memory, share, room):
-            raise ConfigError(
-                f"with the KV pool in place, the largest step no longer fits into {share:.0%} of the GPU: "
-                "something else took memory meanwhile; start again, or lower memory_utilization or "
-                "kv_cache_bytes"
-            )
 
-    def _size_pool(self, room: PoolRoom | None) -> PoolSize:
+    def _size_pool(self, room: int | None) -> PoolSize:
         """How many blocks there will be, and how long a sequence may be. Raises ConfigError.
 
-        room: what was measured on a GPU, None on a CPU.
+        room: bytes that were measured on a GPU, None on a CPU.
         """
         wanted = self._config.kv_cache_bytes
         if room is not None:
-            most = default = max(0, room.pool_bytes)
+            most = default = max(0, room)
             owner = f"memory_utilization={self._config.memory_utilization} of the GPU"
         else:
             most, default = allowed_bytes() // self._tp.size, default_cpu_kv_cache_bytes(self._tp.size)
@@ -289,7 +282,7 @@ class ModelRunner:
         max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
         return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
 
-    def _measure_room(self) -> PoolRoom:
+    def _measure_room(self) -> int:
         """Run the largest steps and capture the graphs once over a small pool; see what they leave."""
         assert self._memory is not None
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
@@ -303,7 +296,7 @@ class ModelRunner:
             capture=lambda: self._capture_graphs(self._longest),
         )
         del self.cache
-        return replace(room, pool_bytes=room.pool_bytes + scratch_bytes)
+        return room + scratch_bytes
 
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
