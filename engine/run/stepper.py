@@ -74,8 +74,7 @@ class Stepper:
     def take(self) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
 
-        Raises StepFailed if no sequence is to blame, and RankFailed; nothing is lost then, not even what
-        finished meanwhile: the next call returns it.
+        Raises StepFailed if no sequence is to blame, and RankFailed; what finished comes with the next call.
         """
         try:
             self._take()

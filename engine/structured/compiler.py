@@ -1,8 +1,7 @@
 """Compiler: from what a request asks of its text to a compiled grammar, by llguidance.
 
-A grammar compiles in about a millisecond and its masks are computed as they are needed, so that nothing is
-done ahead for a vocabulary. What it cannot enforce exactly it refuses, and a completion never holds what
-its schema forbids. Source: https://github.com/guidance-ai/llguidance.
+A grammar compiles in about a millisecond, its masks as they are needed. What cannot be enforced exactly is
+refused. Source: https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations

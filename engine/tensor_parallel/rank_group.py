@@ -221,10 +221,7 @@ class RankGroup:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on whatever is raised inside, and keep it for later calls.
-
-        Also on a KeyboardInterrupt: half a message, or an answer nobody waits for, cannot be mended.
-        """
+        """End all ranks on whatever is raised inside, a KeyboardInterrupt too, and keep it for later calls."""
         try:
             yield
         except BaseException as error:
