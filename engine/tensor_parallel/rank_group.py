@@ -221,7 +221,7 @@ class RankGroup:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on whatever is raised inside, a KeyboardInterrupt too, and keep it for later calls."""
+        """End all ranks on whatever is raised inside, also a KeyboardInterrupt; keep it for later calls."""
         try:
             yield
         except BaseException as error:
