@@ -46,10 +46,12 @@ class Server:
 
 
 class NotReached(Exception):
-    """Raised with the finding that says why a server does not serve us."""
+    """Raised where a server does not serve us: (the finding that says so)."""
 
-    def __init__(self, finding: Finding) -> None:
-        self.finding = finding
+    @property
+    def finding(self) -> Finding:
+        found: Finding = self.args[0]
+        return found
 
 
 def secrets_of(url: str) -> list[str]:
@@ -210,6 +212,10 @@ def _set(name: str, value: object) -> str:
 
 Role = Literal["worker", "producer"]
 
+#: Whose commands are asked for: a key that each of them may be asked with.
+JOB_KEY = prefixed("rq:job:tokenmill-doctor")
+_CHANNEL = prefixed("rq:pubsub:tokenmill-doctor")
+
 #: Keys, as rules name them, that each role uses.
 KEYS = {
     "worker": ("rq:*", "tokenmill:*"),
@@ -222,24 +228,28 @@ KEYS = {
     ),
 }
 
-#: Commands that a role needs, with arguments; K stands for a key, C for a channel.
-_PRODUCERS = """
-    del K; exists K; expire K 1; pexpire K 1; persist K; ttl K; pttl K; type K; get K; set K 1; hset K a 1
-    hget K a; hgetall K; hmget K a; hdel K a; hexists K a; hkeys K; hlen K; hstrlen K a; lpush K a; rpush K a
-    lrem K 0 a; lrange K 0 1; llen K; lpos K a; sadd K a; srem K a; smembers K; scard K; zadd K 1 a; zrem K a
-    zscore K a; zcard K; zcount K 0 1; zrange K 0 1; zrevrange K 0 1; zrangebyscore K 0 1
-    zremrangebyscore K 0 1; xrevrange K + -; xlen K; xread COUNT 1 STREAMS K 0; info; ping; publish C 1
+#: Commands that look like `COMMAND key argument...`.
+_BOTH = """
+    del; exists; expire 1; pexpire 1; persist; ttl; pttl; type; get; set 1; hset a 1; hget a; hgetall; hmget a
+    hdel a; hexists a; hkeys; hlen; hstrlen a; lpush a; rpush a; lrem 0 a; lrange 0 1; llen; lpos a; sadd a
+    srem a; smembers; scard; zadd 1 a; zrem a; zscore a; zcard; zcount 0 1; zrange 0 1; zrevrange 0 1
+    zrangebyscore 0 1; zremrangebyscore 0 1; xrevrange + -; xlen
 """
-_WORKERS = """
-    hincrby K a 1; hincrbyfloat K a 1; sscan K 0; xrange K - +; hsetnx K a 1; lpop K; ltrim K 0 1
-    srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
-    memory usage K; subscribe C; unsubscribe C
+_WORKERS = f"""
+    hincrby a 1; hincrbyfloat a 1; sscan 0; xrange - +; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
+    rename {JOB_KEY}-b
 """
-_WORDS = {
-    "K": prefixed("rq:job:tokenmill-doctor"),
-    "C": prefixed("rq:pubsub:tokenmill-doctor"),
-    "SHA": "0" * 40,
-}
+
+#: Those with their key in another place, or without one.
+_OTHERS = (("xread", "COUNT", "1", "STREAMS", JOB_KEY, "0"), ("info",), ("ping",))
+_WORKERS_OTHERS = (
+    ("evalsha", "0" * 40, "1", JOB_KEY),
+    ("script", "load", "return 1"),
+    ("script", "exists", "0" * 40),
+    ("memory", "usage", JOB_KEY),
+    ("subscribe", _CHANNEL),
+    ("unsubscribe", _CHANNEL),
+)
 
 #: Commands that rules name with their first argument.
 _WITH_ARGUMENT = {"script", "memory"}
@@ -247,22 +257,28 @@ _WITH_ARGUMENT = {"script", "memory"}
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return every command that a role needs, with arguments."""
-    text = _PRODUCERS + (_WORKERS if role == "worker" else "")
-    listed = [each.split() for each in text.replace("\n", ";").split(";")]
-    return [tuple(_WORDS.get(word, word) for word in words) for words in listed if words]
+    listed = [each.split() for each in _BOTH.replace("\n", ";").split(";")]
+    others: list[tuple[str, ...]] = [*_OTHERS, ("publish", _CHANNEL, "1")]
+    if role == "worker":
+        listed += [each.split() for each in _WORKERS.replace("\n", ";").split(";")]
+        others += _WORKERS_OTHERS
+    return [(words[0], JOB_KEY, *words[1:]) for words in listed if words] + others
 
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
-    asked, keys = commands_of(role), list(map(prefixed, KEYS[role]))
-    keyed = [("set", key.replace("*", "tokenmill-doctor"), "1") for key in keys]
+    asked = commands_of(role)
+    keyed = [("set", prefixed(key).replace("*", "tokenmill-doctor"), "1") for key in KEYS[role]]
     refusals = _refusals(server.client, [*asked, *keyed])
     if refusals is None:
         mend = f"ACL SETUSER {server.user} +@transaction +@connection, in its file too"
         yield fault("permissions", f"user {server.user!r} may not use MULTI and DISCARD", mend)
         return
-    # Redis 6 says "one of the keys", later ones "a key"
-    missing = [f"~{key}" for key, said in zip(keys, refusals[len(asked) :], strict=True) if " key" in said]
+    missing = [
+        f"~{prefixed(key)}"
+        for key, refusal in zip(KEYS[role], refusals[len(asked) :], strict=True)
+        if " key" in refusal  # of Redis 6 ("one of the keys") and of later ones ("a key")
+    ]
     missing += [f"&{RQ}:pubsub:*"] if any(" channel" in refusal for refusal in refusals) else []
     for words, refusal in zip(asked, refusals, strict=False):
         if refusal and " key" not in refusal and " channel" not in refusal:
@@ -297,6 +313,8 @@ def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> list[str] | N
 def _reply(connection: Any) -> str:
     try:
         connection.read_response()
-    except ResponseError as error:  # others than this one are of a command that a version has otherwise
-        return str(error) if isinstance(error, NoPermissionError) else ""
+    except NoPermissionError as error:
+        return str(error)
+    except ResponseError:  # of a command that another version has otherwise
+        return ""
     return ""
