@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.errors import (
     AttentionRefused,
-    BlockAccountingError,
     ConfigError,
     DamagedWeights,
     DuplicateRequest,
@@ -45,9 +44,9 @@ from engine.models.served import model_table
 from engine.run.check_up import check_up
 from engine.run.config import EngineConfig, model_identity
 from engine.run.observation import Observation
-from engine.sampling.parameter_values import StructuredOutputsParams
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams, request_params
 from engine.sampling.sampling_params import SamplingParams
+from engine.sampling.structured_params import StructuredOutputsParams
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
 
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionRefused",
-    "BlockAccountingError",
     "Completion",
     "ConfigError",
     "DamagedWeights",

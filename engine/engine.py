@@ -4,8 +4,9 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
+
+from tqdm import tqdm
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
@@ -20,7 +21,7 @@ from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
 from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
-from engine.run.step_stats import Progress, engine_stats
+from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
@@ -31,7 +32,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, request_progress
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
-from engine.text.reasoner import Reasoner
+from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,9 @@ class Engine:
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; `add`, `step` and
     `generate` then raise EngineClosed.
 
-    A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
-    and Numba do not exist there, and the step would wait for them for ever.
+    A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
 
-    start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
-    host's work puts one here that computes nothing.
+    start_runner: makes the runner from the configuration, the model's and its folder; for benchmarks.
     """
 
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
@@ -92,16 +91,14 @@ class Engine:
         self._stepper = Stepper(
             self._scheduler,
             self._live_runner,
-            self._tokenizer.decode,
+            self._tokenizer,
             overlaps=overlaps(config.async_scheduling, config.device),
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -125,7 +122,7 @@ class Engine:
 
     @property
     def attention_backend(self) -> str:
-        """The attention backend that "auto" or the configuration chose. Raises EngineClosed."""
+        """The attention backend that was chosen. Raises EngineClosed."""
         return self._open_runner().backend_name
 
     @property
@@ -160,10 +157,9 @@ class Engine:
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Have compiled what structured_outputs ask for, once for all that ask the same; None for no grammar.
+        """Compile what structured_outputs ask for, once for all that ask the same; None for no grammar.
 
-        Any thread may call this, also beside a step. `add` does not wait for it where the future is done and
-        held meanwhile.
+        Any thread may call this. `add` does not wait where the future is done and held meanwhile.
         """
         return self._sequences.grammars.prepare(params)
 
@@ -237,10 +233,7 @@ class Engine:
 
     @property
     def started(self) -> list[str]:
-        """Return the ids of requests whose first sequence the last step scheduled.
-
-        One of several samples may be there more than once; a preempted one does not come again.
-        """
+        """Return the ids of requests that the last step scheduled first: once for each sample."""
         return self._scheduler.first_scheduled
 
     def stats(self) -> EngineStats:
@@ -279,7 +272,7 @@ class Engine:
         raised, no request of this call is left behind.
         """
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
-        done = self._run(numbered(prompts, params), Progress(total, enabled=use_tqdm))
+        done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
@@ -296,7 +289,7 @@ class Engine:
         self._check_idle()
         scores = Scores(pairs, self._prompts)
         requests = list(scores.requests())
-        return scores.results(self._run(iter(requests), Progress(len(requests), enabled=use_tqdm)))
+        return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 
     def embed(
         self, prompts: Iterable[Prompt], params: PoolingParams | None = None, *, use_tqdm: bool = False
@@ -316,19 +309,25 @@ class Engine:
                 f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
             )
 
-    def _run(self, requests: Iterator[Request], bar: Progress) -> dict[str, list[Completion]]:
+    def _run(
+        self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool
+    ) -> dict[str, list[Completion]]:
         """Completions of all requests by id, whatever `add` makes of them; none is left behind."""
         self._check_idle()
         done: dict[str, list[Completion]] = {}
+        num_tokens = 0
         try:
-            with bar as progress:
+            with tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
                 exhausted = False
                 while not exhausted or self._unfinished:
                     refused: list[Completion] = []
                     exhausted = exhausted or self._fill(requests, refused)
                     for completion in refused + self.step():
                         done.setdefault(completion.request_id, []).append(completion)
-                        progress.update(completion, finished=completion.request_id not in self._unfinished)
+                        num_tokens += len(completion.token_ids)
+                        seconds = bar.format_dict["elapsed"] or 1.0
+                        bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
+                        bar.update(int(completion.request_id not in self._unfinished))
         finally:
             for request_id in list(self._unfinished):
                 self.abort(request_id)
@@ -364,8 +363,7 @@ class Engine:
     def _finish(self, seq: Sequence) -> Completion | None:
         """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.
 
-        None if its request is no more, as a sibling has failed before it, or if a sibling has still to say
-        what it gives too.
+        None if a sibling has failed before it, or has still to say what it gives too.
         """
         siblings = self._unfinished.get(seq.request_id, [])
         if seq not in siblings:
@@ -377,5 +375,5 @@ class Engine:
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
         if seq.tree is None:
-            return completion_of(seq, self._tokenizer, self._reasoner.split)
+            return completion_of(seq, self._tokenizer, self._reasoner)
         return scores_of(seq, seq.tree)

@@ -1,30 +1,5 @@
 """Every error the engine raises on purpose. Callers decide by type, never by message text.
 
-EngineError
-├── ConfigError              the engine cannot start as configured
-│   ├── ModelNotFound        no such folder or hub id
-│   ├── UnsupportedModel     the checkpoint needs something that is not built
-│   ├── MissingWeights       a file or a tensor of the checkpoint is not there
-│   ├── WeightMismatch       a tensor is there and does not fit the model
-│   ├── DamagedWeights       numbers of a quantized tensor that none can have
-│   ├── AttentionRefused     the attention backend cannot compute a layer of this model
-│   └── NotDeterministic     deterministic=True with what may give other bits in another batch
-├── InvalidRequest           this request cannot run; the others are not affected
-│   ├── InvalidSampling      a sampling name or value
-│   ├── InvalidPrompt        not text, not token ids, empty, or outside the vocabulary
-│   ├── PromptTooLong        longer than the model or than the whole KV pool
-│   └── DuplicateRequest     the id is already in use
-├── EngineClosed             a call after close()
-├── EngineBusy               generate() while other requests are unfinished
-├── StepFailed               steps raise whatever is in them; their sequences wait again
-├── SequenceFailed           the error of a completion: a step raised with this request and not without it
-├── NoToken                  a sequence's logits leave no token to choose: fails its request
-├── GrammarFailed            a sequence's grammar leaves no token to choose: fails its request
-├── RankFailed               a tensor-parallel rank died or raised; the engine is down
-├── CollectiveFailed         inside a rank: another one has left a sum or a gather
-├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
-└── BlockAccountingError     free and held blocks disagree: a bug in the block manager
-
 Each keeps all its arguments in `args`, so it pickles across processes.
 """
 
@@ -34,35 +9,35 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """Raised at start: a value, or two of them together, cannot work. Names the value to change."""
+    """The engine cannot start as configured. Names the value to change."""
 
 
 class ModelNotFound(ConfigError):
-    """Raised when the model is neither a local folder with a config.json nor a hub id that can be fetched."""
+    """The model is neither a local folder with a config.json nor a hub id that can be fetched."""
 
 
 class UnsupportedModel(ConfigError):
-    """Raised when config.json asks for an architecture or a feature that is not built."""
+    """config.json asks for an architecture or a feature that is not built."""
 
 
 class MissingWeights(ConfigError):
-    """Raised when a weights file or a tensor the model needs is not in the checkpoint."""
+    """A weights file or a tensor the model needs is not in the checkpoint."""
 
 
 class WeightMismatch(ConfigError):
-    """Raised when a tensor of the checkpoint has another shape or name than the model expects."""
+    """A tensor of the checkpoint has another shape or name than the model expects."""
 
 
 class DamagedWeights(ConfigError):
-    """Raised when scales or indices of a quantized weight are what none can have. Names the tensor."""
+    """Scales or indices of a quantized weight are what none can have. Names the tensor."""
 
 
 class AttentionRefused(ConfigError):
-    """Raised when the attention backend cannot compute a layer of this model, and another might."""
+    """The attention backend cannot compute a layer of this model, and another might."""
 
 
 class NotDeterministic(ConfigError):
-    """Raised when `deterministic=True` asks for what is not known to give the same bits in every batch."""
+    """`deterministic=True` with what is not known to give the same bits in every batch."""
 
 
 class InvalidRequest(EngineError):
@@ -70,7 +45,7 @@ class InvalidRequest(EngineError):
 
 
 class InvalidSampling(InvalidRequest):
-    """Raised for an unknown, unbuilt or impossible sampling parameter: (problem, the value as it is shown).
+    """An unknown, unbuilt or impossible sampling parameter: (problem, the value as it is shown).
 
     problem: names the parameter and what it may be; no part of a value, so that a log may hold it.
     """
@@ -84,39 +59,34 @@ class InvalidSampling(InvalidRequest):
 
 
 class InvalidPrompt(InvalidRequest):
-    """Raised when a prompt is empty, of a wrong type, or holds a token id outside the vocabulary."""
+    """A prompt is empty, of a wrong type, or holds a token id outside the vocabulary."""
 
 
 class UnsupportedTask(InvalidRequest):
-    """Raised for a request that the checkpoint has no part for: an LM head to generate and to score, a
-    pooling configuration to embed."""
+    """The checkpoint has no part for it: an LM head to generate and score, a pooling to embed."""
 
 
 class PromptTooLong(InvalidRequest):
-    """Raised when a prompt leaves no room for one new token in the model's length or the KV pool."""
+    """A prompt leaves no room for one new token in the model's length or the KV pool."""
 
 
 class DuplicateRequest(InvalidRequest):
-    """Raised when a request id is added while a request of that id is unfinished."""
+    """A request of that id is unfinished."""
 
 
 class EngineClosed(EngineError):
-    """Raised by every call on an engine after `close()`."""
+    """A call on an engine after `close()`."""
 
 
 class EngineBusy(EngineError):
-    """Raised by `generate()` and `loglikelihood()` when requests added with `add()` are unfinished.
-
-    They would swallow theirs.
-    """
+    """`generate()` and the like, which would swallow the completions of requests added with `add()`."""
 
 
 class StepFailed(EngineError):
     """Raised by `step()` when no single sequence is to blame; the original error is its `__cause__`.
 
-    Memory ran out, the device is lost, or steps go on raising whatever is in them. No block leaks and no
-    half-computed block can be hit: every running sequence is waiting again and recomputes. The caller may
-    call `step()` again, abort some requests, or stop.
+    Memory ran out, the device is lost, or steps go on raising whatever is in them. Every running sequence
+    waits again and recomputes. The caller may call `step()` again, abort some requests, or stop.
     """
 
 
@@ -135,35 +105,27 @@ class SequenceFailed(EngineError):
 
 
 class ScoringFailed(EngineError):
-    """Raised by `loglikelihood()` for a pair that the engine cannot go on with: (its place, the reason)."""
-
-    def __init__(self, place: int, reason: str) -> None:
-        super().__init__(place, reason)
-        self.place, self.reason = place, reason
+    """`loglikelihood()` cannot go on with a pair: (its place, the reason)."""
 
     def __str__(self) -> str:
-        return f"pair {self.place} has no log-likelihood: {self.reason}"
+        return f"pair {self.args[0]} has no log-likelihood: {self.args[1]}"
 
 
 class NoToken(EngineError):
-    """Raised for a sequence whose logits are NaN or infinite, or whose every token is banned so early."""
+    """A sequence's logits are NaN or infinite, or its every token is banned: its request fails."""
 
 
 class GrammarFailed(EngineError):
-    """Raised for a sequence whose structured_outputs cannot be followed further: (the reason)."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A sequence's structured_outputs cannot be followed further: (the reason). Its request fails."""
 
     def __str__(self) -> str:
-        return f"its structured_outputs cannot be followed further: {self.reason}"
+        return f"its structured_outputs cannot be followed further: {self.args[0]}"
 
 
 class RankFailed(EngineError):
-    """Raised when a rank of a tensor-parallel engine died, raised, or no longer answers.
+    """A rank of a tensor-parallel engine died, raised, or no longer answers: (rank, reason).
 
-    All its ranks have ended by then. Every later step raises it again: close the engine, make a new one.
+    All ranks have ended by then. Every later step raises it again: close the engine, make a new one.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -175,12 +137,8 @@ class RankFailed(EngineError):
 
 
 class CollectiveFailed(EngineError):
-    """Raised in a rank whose sum or gather broke off, most often because another rank died in it."""
+    """Inside a rank: a sum or gather broke off, most often because another rank died in it."""
 
 
 class OutOfBlocks(EngineError):
-    """Raised when a block is taken from an empty pool: the scheduler must look before it takes."""
-
-
-class BlockAccountingError(EngineError):
-    """Raised by `BlockManager.check_accounting()` with the counts that disagree."""
+    """A block was taken from an empty pool: a bug in the scheduler."""

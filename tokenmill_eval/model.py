@@ -1,8 +1,7 @@
 """TokenmillLM: the engine behind the interface of lm-evaluation-harness.
 
 Texts become tokens, are truncated from the left and cut before stop strings as its `hf` class does it, so
-that scores are the same. The engine packs all requests of a task into one batch, and computes what they share
-once.
+that scores are the same.
 """
 
 from __future__ import annotations

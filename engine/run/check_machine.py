@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,18 +21,6 @@ GIB = 2**30
 #: Ranks of one machine exchange tensors there.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """What an engine may take, beside what others have; on a GPU within memory_utilization."""
-
-    free_bytes: int
-    is_gpu: bool
-
-    def __str__(self) -> str:
-        owner = "free of the GPU within memory_utilization" if self.is_gpu else "this process may still take"
-        return f"{self.free_bytes / GIB:.2f} GiB {owner}"
 
 
 def check_machine(config: EngineConfig) -> Iterator[Observation]:
@@ -55,13 +41,13 @@ def check_machine(config: EngineConfig) -> Iterator[Observation]:
         yield from _check_shared_memory()
 
 
-def free_memory(config: EngineConfig) -> FreeMemory:
-    """What weights, pool and steps of an engine may take together. Raises ConfigError."""
+def free_memory(config: EngineConfig) -> tuple[int, str]:
+    """Bytes that weights and pool of an engine may take on each rank, and of what. Raises ConfigError."""
     if resolve_device(config.device).type != "cuda":
-        return FreeMemory(allowed_bytes(), is_gpu=False)
+        return allowed_bytes() // config.tensor_parallel_size, "this process may still take"
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    taken = total_bytes - free_bytes
-    return FreeMemory(max(0, int(total_bytes * config.memory_utilization) - taken), is_gpu=True)
+    left = int(total_bytes * config.memory_utilization) - (total_bytes - free_bytes)
+    return max(0, left), "free of the GPU within memory_utilization"
 
 
 def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
@@ -89,17 +75,12 @@ def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
 
 
 def _check_cpu_kernels() -> Iterator[Observation]:
-    if find_spec("numba") is None:
-        mend = "pip install numba"
-        yield Observation("kernels", "warning", "without Numba torch computes attention, slower", mend)
-        return
     try:
         from engine.cpu_kernels.kernel import cache_root
     except ImportError as error:
+        found = f"Numba does not import ({error}): torch computes attention, slower"
         mend = "pip install --upgrade numba, to a version that knows this numpy"
-        yield Observation(
-            "kernels", "warning", f"Numba does not import ({error}): torch computes, slower", mend
-        )
+        yield Observation("kernels", "warning", found, mend)
         return
     yield from _check_folder(cache_root(), private=True)
 
@@ -133,7 +114,6 @@ def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
     """Raise ConfigError for a device, dtype or attention backend that cannot be used here.
 
     A backend is looked at where it is named and there is one rank: ranks look by themselves, each at its GPU.
-    What is to be deterministic runs on no GPU.
     """
     device = resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)

@@ -42,20 +42,20 @@ def check_up(config: EngineConfig) -> Iterator[Observation]:
 
 
 def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
-    entries: list[TensorEntry] | None = None
+    entries: list[TensorEntry] = []
     try:
-        entries = whole_weights(folder)
+        entries += whole_weights(folder)
         yield Observation("model", "ok", f"{folder}: {len(entries)} tensors, every file is whole")
     except ConfigError as error:
         yield fault_of("model", error)
-    try:
-        yield from _check_text(config, folder)
-    except ConfigError as error:
-        yield fault_of("tokenizer", error)
-    try:
-        yield from _check_served(config, folder, entries)
-    except ConfigError as error:
-        yield fault_of("model", error)
+    for subject, found in (
+        ("tokenizer", _check_text(config, folder)),
+        ("model", _check_served(config, folder, entries)),
+    ):
+        try:
+            yield from found
+        except ConfigError as error:
+            yield fault_of(subject, error)
 
 
 def whole_weights(folder: Path) -> list[TensorEntry]:
@@ -82,9 +82,8 @@ def _check_text(config: EngineConfig, folder: Path) -> Iterator[Observation]:
     yield Observation("tokenizer", "ok", f"it loads, with {has}")
 
 
-def _check_served(
-    config: EngineConfig, folder: Path, entries: list[TensorEntry] | None
-) -> Iterator[Observation]:
+def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+    """entries: none where the weights cannot be read."""
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
     from engine.models.served import served_architectures
@@ -96,7 +95,7 @@ def _check_served(
     check_support(config, model.dtype)
     dtype = served_dtype(config.dtype, model.dtype, config.device)
     pooling = read_pooling(folder, model, config.pooling)
-    if entries is not None:
+    if entries:
         generates(folder, model, path, embeds=pooling is not None)
     if path.decoder is None:
         check_known(model.architecture)
@@ -105,7 +104,7 @@ def _check_served(
         yield Observation("model", "warning", found, "look at its answers; `tokenmill models` lists what was")
     else:
         yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
-    if entries is not None:
+    if entries:
         yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name])
 
 
@@ -114,37 +113,35 @@ def _check_memory(
 ) -> Iterator[Observation]:
     """dtype_bytes: of a number of the served dtype."""
     from engine.run.check_machine import free_memory
-    from engine.run.forward.memory import cpu_allowance_bytes, default_cpu_kv_cache_bytes, fit_pool
+    from engine.run.forward.memory import default_cpu_kv_cache_bytes, fit_pool
 
     ranks = config.tensor_parallel_size
     weights = _weight_bytes(config, model, entries, dtype_bytes) // ranks
-    memory = free_memory(config)
-    left = memory.free_bytes // (1 if memory.is_gpu else ranks) - weights
+    free_bytes, owner = free_memory(config)
+    memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights
     if left <= 0:
         found = f"the weights take {weights / GIB:.2f} GiB on each rank, of {memory}"
         mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
         yield Observation("memory", "fault", found, mend)
         return
-    default = left if memory.is_gpu else default_cpu_kv_cache_bytes(ranks)
     wanted = config.kv_cache_bytes
     if wanted is not None and wanted > left:
         raise ConfigError(
             f"kv_cache_bytes={wanted} on each rank is more than the {left} bytes left of {memory} beside the "
             "weights; lower it, or leave it out"
         )
-    pool = default if wanted is None else wanted
+    pool = wanted or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
     num_blocks = pool // _block_bytes(config, model, dtype_bytes)
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
     found = (
         f"weights {weights / GIB:.2f} GiB and a KV pool of {pool / GIB:.2f} GiB on each rank, of {memory}; "
         f"{num_blocks * config.block_size} tokens in all, sequences of up to {longest}"
     )
-    steps = 0 if memory.is_gpu else cpu_allowance_bytes(config, model, num_blocks, longest)
-    if weights + pool + steps <= left + weights:
+    if pool <= left:
         yield Observation("memory", "ok", found)
     else:
-        mend = "lower kv_cache_bytes, max_num_batched_tokens or max_num_seqs, or free memory"
-        yield Observation("memory", "warning", f"{found}; steps may take {steps / GIB:.2f} GiB more", mend)
+        mend = "lower kv_cache_bytes, or free memory"
+        yield Observation("memory", "warning", found, mend)
 
 
 def _weight_bytes(

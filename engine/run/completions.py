@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Tokens
-from typing import Protocol
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
 from engine.schedule.outputs import Completion, Logprob, RequestMetrics
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
+from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 
@@ -20,15 +19,7 @@ def is_complete(seq: Sequence) -> bool:
     return sum(len(part.ranks) for part in seq.prompt_logprobs) == seq.num_prompt_tokens - 1
 
 
-class Split(Protocol):
-    """Parts a completion's text into reasoning and the rest, as Reasoner.split does it."""
-
-    def __call__(
-        self, text: str, named: Tokens[str], prompt: list[int], token_ids: list[int], follows_text: bool
-    ) -> tuple[str | None, str]: ...
-
-
-def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completion:
+def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
     """The completion of a finished sequence."""
     assert seq.finish_reason is not None
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
@@ -39,7 +30,8 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
         )
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:
-        reasoning, text = split(text, seq.params.reasoning_marks, prompt, token_ids, seq.follows_text)
+        marks = seq.params.reasoning_marks
+        reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
     return Completion(
         request_id=seq.request_id,
         index=seq.index,
@@ -70,16 +62,8 @@ def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
         tree.num_cached_tokens = min(seq.num_cached_tokens or 0, tree.num_prompt_tokens)
     if not tree.take(seq.index, logprobs, ranks):
         return None
-    return Completion(
-        request_id=seq.request_id,
-        index=0,
-        token_ids=[],
-        text="",
-        finish_reason="stop",
-        num_prompt_tokens=tree.num_prompt_tokens,
-        num_cached_tokens=tree.num_cached_tokens,
-        loglikelihoods=tree.results(),
-    )
+    counts = tree.num_prompt_tokens, tree.num_cached_tokens
+    return Completion(seq.request_id, 0, [], "", "stop", *counts, loglikelihoods=tree.results())
 
 
 def _of_prompt(seq: Sequence, text_of: Callable[[int], str]) -> list[dict[int, Logprob] | None] | None:

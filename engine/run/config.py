@@ -34,11 +34,9 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
-        On CPU a process takes the weights besides, and what cpu_allowance_bytes says
-        (engine/run/forward/memory.py).
-    kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, which take half the memory
-        and half the time to read of bfloat16's, and answers change. Each head's scale is measured at start
-        on a few hundred tokens; numbers eight times as large as theirs are cut. Backends: triton, torch.
+    kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, half of bfloat16's memory
+        and reading time, and answers change. Each head's scale is measured at start on a few hundred tokens;
+        numbers eight times as large as theirs are cut. Backends: triton, torch.
     memory_utilization: share of the GPU's memory that may be taken once the engine runs, by whatever else is
         on it too: weights, KV pool, graphs, and the largest step. CPU does not read it.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
@@ -62,9 +60,8 @@ class EngineConfig:
         request without a seed draws one from its prompt and `seed`. Slower; on CPUs, for native models with
         attention_backend="cpu", alone or on two ranks; else NotDeterministic is raised. The bits are those of
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
-    adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
-        engine/run/cpu_threads.py does. Their number is the process', so this is for one whose torch
-        is the engine's alone. Not with tensor parallelism.
+    adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors. Their
+        number is the whole process'. Not with tensor parallelism.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...); None makes them as the checkpoint's modules.json says, and none where it has no such file.
     """
@@ -115,12 +112,9 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto' or 'fp8_e4m3'")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
-        if self.chat_template is not None and (
-            not isinstance(self.chat_template, str) or not self.chat_template
-        ):
-            raise ConfigError(
-                f"chat_template must be the name of a template or None, got {self.chat_template!r}"
-            )
+        template = self.chat_template
+        if template is not None and (not isinstance(template, str) or not template):
+            raise ConfigError(f"chat_template must be the name of a template or None, got {template!r}")
         if self.pooling is not None and self.pooling not in MODES:
             raise ConfigError(
                 f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None"
@@ -167,8 +161,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """What the configuration chooses of the ways in which the model's answers may be computed, in words: so
-    all answers of a run come from the same ones."""
+    """Say in words what the configuration changes of answers, so that all of a run come from the same."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     if config.quantization is not None:

@@ -84,18 +84,15 @@ class CpuThreads:
         logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
 
     def adapt(self) -> None:
-        """To be called between steps: about once a second it looks how many processors were free meanwhile.
+        """Look, about once a second, how many processors were free meanwhile. Called between steps.
 
-        Free is what this process used, and what nobody did: a thread that waits and spins counts as used.
-        It is no more than the cgroups allow: beyond that the kernel halts all threads for a while.
+        Free is what this process used, and what nobody did, but no more than the cgroups allow.
         """
         if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
             return
         now, before = self._read_time(), self._before
         self._before = now
-        if (
-            now is None or now.processors != before.processors
-        ):  # those of now have been idle since they started
+        if now is None or now.processors != before.processors:
             return
         free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
         wanted = choose_threads(min(free, self._quota), self._current, self._most)
@@ -112,10 +109,7 @@ def choose_threads(free: float, current: int, most: int) -> int:
 
 
 def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
-    """How many processors' time the cgroups around this process let it use; infinity without a limit.
-
-    As of a container with a limit of CPUs, which sees all processors of its machine.
-    """
+    """How many processors' time the cgroups around this process let it use; infinity without a limit."""
     quotas = [math.inf]
     for group in cgroups_of("cpu", proc, cgroup_root):
         numbers = group.read("cpu.max").split()
@@ -127,7 +121,7 @@ def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
 
 
 def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
-    """Read the processors' times; None outside Linux, which has /proc/stat. Source: proc_stat(5)."""
+    """Read the processors' times; None outside Linux. Source: proc_stat(5)."""
     try:
         lines = (proc / "stat").read_text().splitlines()
         ticks = os.sysconf("SC_CLK_TCK")

@@ -1,11 +1,8 @@
 """The device that a configuration names, and what is left of a GPU for the KV pool."""
 
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -66,21 +63,12 @@ def overlaps(async_scheduling: bool | None, device: str) -> bool:
 
 
 def sign_of_gpu() -> str:
-    """What shows that this machine has a GPU of NVIDIA's, "" if nothing does or it is hidden on purpose."""
+    """Return what shows a GPU of NVIDIA's, "" if nothing does or it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if DRIVER.exists():
         return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
-    if file := next(DEVICES.glob("nvidia[0-9]*"), None):
-        return str(file)
-    if command := shutil.which("nvidia-smi"):
-        try:
-            listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        if listed.stdout.startswith("GPU "):
-            return f"nvidia-smi: {listed.stdout.splitlines()[0]}"
-    return ""
+    return str(next(DEVICES.glob("nvidia[0-9]*"), ""))
 
 
 def _problem_of_torch() -> str:
@@ -124,22 +112,13 @@ class GpuMemory:
         return torch.cuda.max_memory_reserved(self._device) - before
 
 
-@dataclass(frozen=True)
-class PoolRoom:
-    """What is left for the pool, and what steps take at most beside it, in bytes."""
-
-    pool_bytes: int
-    step_bytes: int
-
-
 def measure_room(
     memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]
-) -> PoolRoom:
-    """What of `share` of the memory is left beside the largest step, the graphs, and all that is taken now.
+) -> int:
+    """Bytes of `share` of the memory left beside the largest step, the graphs, and what is taken now.
 
-    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. Both
-    take what they need of a pool from what has been allocated for them; it counts as taken here, so free it
-    and add its size to the result.
+    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. The pool
+    that they use counts as taken: free it and add its size to the result.
     """
     step_bytes = memory.peak_bytes(warm_up)
     before = memory.used_bytes()
@@ -147,9 +126,4 @@ def measure_room(
     graph_bytes = memory.used_bytes() - before
     del graphs
     taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES
-    return PoolRoom(int(memory.total_bytes * share) - taken, step_bytes)
-
-
-def fits(memory: GpuMemory, share: float, room: PoolRoom) -> bool:
-    """Whether the largest step still fits, now that pool and graphs are in place."""
-    return memory.used_bytes() + room.step_bytes <= int(memory.total_bytes * share)
+    return int(memory.total_bytes * share) - taken

@@ -68,10 +68,7 @@ def prepare_scores(
     keys_of: Callable[[list[int]], list[BlockKey]],
     end_token_ids: tuple[int, ...],
 ) -> PreparedPrompt:
-    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong.
-
-    end_token_ids: those that end the model's texts.
-    """
+    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
     token_ids, tails = prompts.continued(
         prompt,
         params.continuations,
@@ -126,16 +123,16 @@ class Scores:
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """One for each pair. Raises ScoringFailed for the first that has none."""
         found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
-        return [
-            NOTHING if asked is None else _checked(place, found[asked[0]], asked[1])
-            for place, asked in enumerate(self._asked)
-        ]
-
-
-def _checked(place: int, found: Completion, number: int) -> LogLikelihood:
-    if found.loglikelihoods is None:
-        raise ScoringFailed(place, found.error or "the engine gave no reason")
-    return found.loglikelihoods[number]
+        results = []
+        for place, asked in enumerate(self._asked):
+            if asked is None:
+                results.append(NOTHING)
+                continue
+            context, number = asked
+            if (scored := found[context]).loglikelihoods is None:
+                raise ScoringFailed(place, scored.error or "the engine gave no reason")
+            results.append(scored.loglikelihoods[number])
+        return results
 
 
 def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], int]:
@@ -177,7 +174,7 @@ class Embedder:
 
         Raises UnsupportedTask, InvalidSampling, InvalidPrompt or PromptTooLong.
         """
-        pooling, most = self._checked(params), params.truncate_prompt_tokens
+        pooling, most = self.check(params), params.truncate_prompt_tokens
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
                 raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
@@ -190,17 +187,14 @@ class Embedder:
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
         """Return what collects a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
-        pooling = self._checked(params)
+        pooling = self.check(params)
         normalize = params.normalize
         if normalize is None:
             normalize = pooling.normalize or params.dimensions is not None
         return PooledStates(pooling.modes, num_tokens, dimensions=params.dimensions, normalize=normalize)
 
-    def check(self, params: PoolingParams) -> None:
+    def check(self, params: PoolingParams) -> Pooling:
         """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
-        self._checked(params)
-
-    def _checked(self, params: PoolingParams) -> Pooling:
         pooling = self._pooling
         if pooling is None:
             raise UnsupportedTask(

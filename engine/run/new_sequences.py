@@ -11,7 +11,7 @@ from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
-from engine.text.reasoner import Reasoner
+from engine.text.reasoning import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 
@@ -42,7 +42,8 @@ class NewSequences:
             () if params.ignore_eos else self.eos_token_ids
         )
         follows_text = self._tokenizer.has_text(prompt.token_ids)
-        edits = self._edits(params, prompt.token_ids)
+        bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
+        edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
         seqs = [
             Sequence(
                 request_id,
@@ -99,10 +100,6 @@ class NewSequences:
                 seqs[branch.parent].followers.append(seq)
             seqs.append(seq)
         return seqs
-
-    def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
-        bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
-        return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
 
     def _stop_strings(
         self, params: SamplingParams, follows_text: bool, matcher: Matcher | None

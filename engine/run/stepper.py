@@ -6,20 +6,18 @@ sequence fails and all others go on. If the control raises too, the fault is the
 memory, a rank's death, and several steps in a row that raise with nobody to blame: StepFailed. So a fault of
 the device is known after about log2(sequences) tries.
 
-A step that was not launched yet is repeated where it is: its neighbours compute nothing twice. If steps are
-in flight, all of them are withdrawn, and what was in them is computed anew, one step at a time, until each of
-those sequences is past where it was.
+A step that was not launched yet is repeated where it is. Steps in flight are all withdrawn, and what was in
+them is computed anew, one step at a time, until each of those sequences is past where it was.
 """
 
 import logging
 from collections import deque
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
+from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
 from engine.run.step_stats import StepStats
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits
@@ -29,13 +27,11 @@ from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.step_batch import build_sampling_batch, build_step_batch
-from engine.text.stop_strings import IncrementalText
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NEVER_A_SEQUENCE = (
-    MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks, BlockAccountingError
-)  # fmt: skip
+NEVER_A_SEQUENCE = (MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks)
 MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
 # Goes every way that a request's values can take a step: cuts, bans, penalties, a draw.
@@ -50,29 +46,16 @@ CONTROL_TOKENS = 3  # that it may speak of
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
 
 
-class Decode(Protocol):
-    """Token ids to text, as `Tokenizer.decode` does it."""
-
-    def __call__(
-        self,
-        token_ids: list[int],
-        *,
-        follows_text: bool = False,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> str: ...
-
-
 class Stepper:
     """Owner of what is launched and not waited for.
 
-    overlaps: launch a step before the tokens of the one before are there. decode: token ids to text.
+    overlaps: launch a step before the tokens of the one before are there.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, decode: Decode, *, overlaps: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, overlaps: bool) -> None:
         self.overlaps = overlaps
         self.stats = StepStats()
-        self._scheduler, self._runner, self._decode = scheduler, runner, decode
+        self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
         self._suspects: dict[Sequence, int] = {}  # the tokens each had when steps in flight were withdrawn
@@ -91,8 +74,7 @@ class Stepper:
     def take(self) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
 
-        Raises StepFailed if no sequence is to blame, and RankFailed; nothing is lost then, not even what
-        finished meanwhile: the next call returns it.
+        Raises StepFailed if no sequence is to blame, and RankFailed; what finished comes with the next call.
         """
         try:
             self._take()
@@ -121,10 +103,7 @@ class Stepper:
             self._blame(*batch.refused)
 
     def _receive_all(self) -> bool:
-        """Wait for what is in flight, as a grammar has to know a token to allow the next; False if it raised.
-
-        So a step does not overlap with one that has such a sequence.
-        """
+        """Wait for what is in flight: a grammar must know a token to allow the next. False if it raised."""
         arrived: list[Arrived] = []
         try:
             while self._pending:
@@ -209,7 +188,7 @@ class Stepper:
         cut = seq.stop_strings.text if seq.stop_strings is not None else None
         if cut is not None:
             return cut
-        return self._decode(
+        return self._tokenizer.decode(
             seq.generated_token_ids,
             follows_text=seq.follows_text,
             skip_special_tokens=seq.params.skip_special_tokens,
@@ -232,7 +211,7 @@ class Stepper:
         return bool(self._suspects)
 
     def _count_unexplained(self, error: Exception) -> None:
-        """A step has raised. Raises StepFailed where looking for a sequence to blame is of no use."""
+        """Count a step that has raised. Raises StepFailed where looking for one to blame is of no use."""
         self._raise_engines_fault(error)
         self._num_unexplained += 1
         if self._num_unexplained > MAX_UNEXPLAINED:
@@ -274,7 +253,7 @@ class Stepper:
         """Raise StepFailed if the texts of all sequences fail, not of one alone."""
         self._raise_engines_fault(error)
         try:
-            IncrementalText(self._decode).add(0)
+            self._tokenizer.decode([0])
         except Exception:  # noqa: BLE001 - as above
             raise StepFailed(f"decoding failed, of token 0 too: {error!r}") from error
 

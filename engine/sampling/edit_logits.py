@@ -118,8 +118,8 @@ def _penalize(logits: Tensor, edits: DeviceEdits) -> None:
 def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and counts with the pending ones counted in.
 
-    of, token, count: [counted] int64.  last: [penalized] int64, -1 where none is pending.
-    A pending token may have an entry of its own beside the one of token -1: both get the same count.
+    of, token, count: [counted] int64.  last: [penalized] int64, -1 where none is pending. A pending token may
+    have an entry of its own beside the one of token -1: both get the same count.
     """
     is_pending, last_of = token < 0, last[of]
     is_last = (token == last_of) & ~is_pending

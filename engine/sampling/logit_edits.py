@@ -142,10 +142,7 @@ TokenIds = tuple[int, ...]
 
 
 class BadWords:
-    """One request's bad words. A word's last token is banned behind its other tokens.
-
-    What is looked at for each token does not grow with the completion, nor with words that have not begun.
-    """
+    """One request's bad words. A word's last token is banned behind its other tokens."""
 
     def __init__(self, words: Iterable[TokenIds]) -> None:
         """words: each as tokens, one at least."""
@@ -194,10 +191,8 @@ FIRST_ROOM = 64
 
 
 class TokenCounts:
-    """One entry for each token that occurred, in an array that grows: none costs more than another.
-
-    Behind them is always the entry of token -1, never counted.
-    """
+    """One entry for each token that occurred, in an array that grows; behind them that of token -1, for a
+    pending one."""
 
     def __init__(self, prompt_token_ids: NDArray[np.int32]) -> None:
         """prompt_token_ids: [tokens] those of the prompt that have an entry, each once."""
@@ -219,14 +214,8 @@ class TokenCounts:
             self._entries[place, 1] += 1
 
     def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
-        """[tokens, 2]: a token, and how often the completion has it; to be copied before the next `add`.
-
-        with_pending: with the entry of token -1.
-        """
+        """[tokens, 2]: a token, and how often the completion has it; to be copied before the next `add`."""
         return self._entries[: self._size + with_pending]
-
-
-NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -234,8 +223,7 @@ class RequestEdits:
     """What is the same for all samples of a request, and for all their tokens.
 
     mask: as of LogitEdits.token_masks, None if all tokens are allowed.  biased: [biased] int64 token ids.
-    biases: [biased] float32.  bad_words: None if there are none.  penalties: presence, frequency, repetition;
-    None if they change nothing.  prompt_token_ids: [tokens] int32, those of the prompt, each once, where a
+    penalties: presence, frequency, repetition.  prompt_token_ids: those of the prompt, each once, where a
     penalty asks for them.
     """
 
@@ -254,10 +242,7 @@ class RequestEdits:
         vocab_size: int,
         bad_words: Iterable[TokenIds],
     ) -> RequestEdits | None:
-        """None if the logits stay as they are. bad_words: as BadWords has them.
-
-        A grammar's own masks hold the tokens that are allowed too.
-        """
+        """None if the logits stay as they are. A grammar's own masks hold the tokens that are allowed too."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
@@ -265,17 +250,14 @@ class RequestEdits:
         bias = params.logit_bias
         if not (has_penalties or words or allowed is not None or bias):
             return None
+        counted = prompt_token_ids if params.repetition_penalty != 1 else ()
         return cls(
             mask=allowed,
             biased=np.array(list(bias or ()), np.int64),
             biases=np.array(list((bias or {}).values()), np.float32),
             bad_words=BadWords(words) if words else None,
             penalties=penalties if has_penalties else None,
-            prompt_token_ids=(
-                NO_TOKENS
-                if params.repetition_penalty == 1
-                else np.unique(np.array(prompt_token_ids, np.int32))
-            ),
+            prompt_token_ids=np.unique(np.array(counted, np.int32)),
         )
 
 

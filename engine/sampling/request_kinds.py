@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from engine.errors import InvalidRequest, InvalidSampling
 from engine.sampling.parameter_values import MAX_COUNT, TOKEN_ID, Range, brief, check_switch
-from engine.sampling.sampling_params import RANGES, SamplingParams
+from engine.sampling.sampling_params import SamplingParams, check_truncation
 
 DIMENSIONS = Range(1, MAX_COUNT, integer=True)
 
@@ -38,13 +38,7 @@ class PoolingParams:
             check_switch("normalize", self.normalize)
         if self.prompt_name is not None and not isinstance(self.prompt_name, str):
             raise InvalidSampling("prompt_name must be a text", brief(self.prompt_name))
-
-        if self.truncate_prompt_tokens is not None:
-            RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", self.truncate_prompt_tokens)
-            if self.truncate_prompt_tokens == 0:
-                raise InvalidSampling(
-                    "truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits"
-                )
+        check_truncation(self.truncate_prompt_tokens)
 
     @property
     def n(self) -> int:
@@ -53,16 +47,12 @@ class PoolingParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PoolingParams:
-        """Build from names and values that came from outside. Raises InvalidSampling for an unknown name."""
-        names = [field.name for field in fields(cls)]
-        for name in mapping:
-            if name not in names:
-                raise InvalidSampling(f"{brief(name)} says nothing of embeddings; use {', '.join(names)}")
+        """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
+        _check_names(mapping, cls, "says nothing of embeddings")
         return cls(**mapping)
 
 
 NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # what a sequence has that generates nothing
-NAMES = ("continuations", "score_end", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -92,27 +82,25 @@ class ScoringParams:
         object.__setattr__(self, "continuations", read)
         if self.score_end is not True and self.score_end is not False and self.score_end != "auto":
             raise InvalidSampling('score_end must be true, false or "auto"', brief(self.score_end))
-        if self.truncate_prompt_tokens is not None:
-            RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", self.truncate_prompt_tokens)
-            if self.truncate_prompt_tokens == 0:
-                raise InvalidSampling(
-                    "truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits"
-                )
+        check_truncation(self.truncate_prompt_tokens)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ScoringParams:
-        """Read a mapping as SamplingParams.from_mapping does."""
-        for name in mapping:
-            if name not in NAMES:
-                raise InvalidSampling(
-                    f"{brief(name)} is nothing that scoring takes; it takes {', '.join(NAMES)}"
-                )
+        """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
+        _check_names(mapping, cls, "is nothing that scoring takes")
         return cls(**{"continuations": (), **mapping})
 
     @property
     def n(self) -> int:
         """Completions that such a request gives."""
         return 1
+
+
+def _check_names(mapping: Mapping[str, Any], kind: type[PoolingParams | ScoringParams], problem: str) -> None:
+    names = [field.name for field in fields(kind)]
+    for name in mapping:
+        if name not in names:
+            raise InvalidSampling(f"{brief(name)} {problem}; use {', '.join(names)}")
 
 
 def _read(number: int, continuation: object) -> str | Sequence[int]:

@@ -10,10 +10,6 @@ engine/kernels/sampler.py choose the same tokens and do not. On a CPU engine/cpu
 them and sorts nothing.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -98,11 +94,9 @@ def first_words(seed: Words, position: Words, sample_index: Words) -> Words:
     return philox4x32(counter, (seed & LOW, seed >> SHIFT))[0]
 
 
-# A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
-NUCLEUS_GUESS = 1024
-CUT_ROWS_AT_ONCE = 64  # bounds the scratch of sorting: 64 rows of 152k tokens are 78 MB and more
-TILE = 128  # tokens whose highest logit, and whose sum, are looked at together
-WEIGHTS_AT_ONCE = 2**17  # about what a core's cache holds while they are computed
+NUCLEUS_GUESS = 1024  # a nucleus rarely holds more tokens: looking at so many first saves sorting all
+ROWS_AT_ONCE = 64  # bounds the scratch: 64 rows of 152k tokens are 78 MB, several times
+TILE = 128  # tokens whose highest logit is looked at together
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -111,17 +105,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     There is none where a logit is NaN or plus infinity, or every token is banned.
     logits: [rows, vocabulary], of any floating dtype; at most MAX_VOCAB_SIZE tokens.
     """
-    vocab_size = logits.shape[1]
-    assert vocab_size <= MAX_VOCAB_SIZE
+    assert logits.shape[1] <= MAX_VOCAB_SIZE
     highest, chosen = first_highest(logits)
     is_one = highest.isfinite()
-    is_drawn = is_one & (rows.temperature > 0)
-    is_cut = is_drawn & (((rows.top_k > 0) & (rows.top_k < vocab_size)) | (rows.top_p < 1))
-    for group, at_once in ((is_drawn & ~is_cut, max(1, len(logits))), (is_cut, CUT_ROWS_AT_ONCE)):
-        places = group.nonzero().squeeze(1)
-        for start in range(0, len(places), at_once):
-            drawn = Drawn(logits, highest, rows, places[start : start + at_once])
-            chosen[drawn.places] = pick(drawn, find_cut(drawn) if group is is_cut else None)
+    drawn = (is_one & (rows.temperature > 0)).nonzero().squeeze(1)
+    for places in torch.split(drawn, ROWS_AT_ONCE):
+        chosen[places] = draw(logits[places].float(), highest[places], rows.only(places))
     return chosen.masked_fill_(~is_one, -1)
 
 
@@ -136,93 +125,24 @@ def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if whole < vocab_size:
         maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
     highest, tile = maxima.float().max(-1)
-    ids = ids_of(tile, vocab_size)
+    ids = tile.unsqueeze(1) * TILE + torch.arange(TILE, device=tile.device)
+    ids.clamp_(max=vocab_size - 1)
     place = logits.gather(1, ids).float().argmax(-1, keepdim=True)
     return highest, ids.gather(1, place).squeeze(1)
 
 
-def ids_of(tile: Tensor, vocab_size: int) -> Tensor:
-    """Token ids of each row's tile: [rows, TILE]; where the vocabulary has ended its last one."""
-    ids = tile.unsqueeze(1) * TILE + torch.arange(TILE, device=tile.device)
-    return ids.clamp_(max=vocab_size - 1)
+def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
+    """The first token of each row whose cumulative weight exceeds its uniform's part of all: [rows] int64.
 
-
-@dataclass(frozen=True)
-class Cut:
-    """What top_k and top_p leave of each row: logits above `lowest`, and equal ones up to token `last_id`.
-
-    Both [rows, 1], float32 and int64.
+    logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
-
-    lowest: Tensor
-    last_id: Tensor
-
-
-class Drawn:
-    """Rows of the logits that are drawn, and what weighs them."""
-
-    def __init__(self, logits: Tensor, highest: Tensor, rows: SamplingRows, places: Tensor) -> None:
-        """highest: [rows] float32, each row's highest logit.  places: [drawn] int64, which of the rows."""
-        self._all_logits, self._all_highest, self._all_rows = logits, highest, rows
-        self.places, self.vocab_size = places, logits.shape[1]
-        self.rows = rows.only(places)
-        self._highest = highest[places].unsqueeze(1)
-        self._rate = decay_rate(self.rows.temperature).unsqueeze(1)
-        self._least = least_weight(self.rows.min_p).unsqueeze(1)
-        self._has_least = bool((self._least > 0).any())
-
-    def only(self, which: Tensor) -> Drawn:
-        """Return some of the drawn rows. which: [some] int64."""
-        return Drawn(self._all_logits, self._all_highest, self._all_rows, self.places[which])
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        """Return the logits of tokens start to stop, [drawn, tokens]."""
-        tokens = self._all_logits[:, start:stop]
-        return tokens if len(self.places) == len(tokens) else tokens[self.places]
-
-    def logits_at(self, ids: Tensor) -> Tensor:
-        """ids: [drawn, tokens] int64, of each row's own."""
-        return self._all_logits[self.places.unsqueeze(1), ids]
-
-    def weigh(self, logits: Tensor) -> Tensor:
-        """Weights of such logits, 0 where min_p cuts them off."""
-        weights = weigh(logits, self._highest, self._rate)
-        return weights.masked_fill_(weights < self._least, 0) if self._has_least else weights
-
-    def tile_sums(self, cut: Cut | None = None) -> Tensor:
-        """Sums of the weights that stay, over tiles of TILE tokens: [drawn, tiles] int64."""
-        whole = self.vocab_size - self.vocab_size % TILE
-        width = TILE * max(1, WEIGHTS_AT_ONCE // (TILE * len(self.places)))
-        sums = []
-        for start in [*range(0, whole, width), *range(whole, self.vocab_size, TILE)]:
-            stop = min(start + width, whole if start < whole else self.vocab_size)
-            logits = self.logits(start, stop)
-            weights = self.weigh(logits)
-            if cut is not None:
-                ids = torch.arange(start, stop, device=logits.device)
-                weights.masked_fill_(~stays(logits, ids, cut), 0)
-            sums.append(weights.view(len(weights), -1, min(TILE, stop - start)).sum(-1))
-        return torch.cat(sums, 1)
-
-
-def stays(logits: Tensor, ids: Tensor, cut: Cut) -> Tensor:
-    """Which tokens the cut leaves. ids: of the logits, [tokens] or [rows, tokens] int64."""
-    return (logits > cut.lowest) | ((logits == cut.lowest) & (ids <= cut.last_id))
-
-
-def pick(drawn: Drawn, cut: Cut | None) -> Tensor:
-    """The first token of each row whose cumulative weight exceeds its uniform's part of all: [drawn]."""
-    sums = drawn.tile_sums(cut)
-    ends = sums.cumsum(-1)
-    goal = target(ends[:, -1:], random_words(drawn.rows).unsqueeze(1))
-    tile = (ends <= goal).sum(-1, keepdim=True)
-    ids = ids_of(tile.squeeze(1), drawn.vocab_size)
-    logits = drawn.logits_at(ids)
-    weights = drawn.weigh(logits)
-    if cut is not None:
-        weights.masked_fill_(~stays(logits, ids, cut), 0)
-    reached = (ends - sums).gather(1, tile) + weights.cumsum(-1)
-    return ids.gather(1, (reached <= goal).sum(-1, keepdim=True)).squeeze(1)
+    weights = weigh(logits, highest.unsqueeze(1), decay_rate(rows.temperature).unsqueeze(1))
+    weights.masked_fill_(weights < least_weight(rows.min_p).unsqueeze(1), 0)
+    is_cut = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1)
+    if len(places := is_cut.nonzero().squeeze(1)):
+        weights[places] = cut(weights[places], logits[places], rows.only(places))
+    ends = weights.cumsum(-1)
+    return (ends <= target(ends[:, -1:], random_words(rows).unsqueeze(1))).sum(-1)
 
 
 def random_words(rows: SamplingRows) -> Tensor:
@@ -234,42 +154,26 @@ def random_words(rows: SamplingRows) -> Tensor:
     return torch.from_numpy(words).to(rows.seed.device)
 
 
-def find_cut(drawn: Drawn, num_candidates: int = NUCLEUS_GUESS) -> Cut:
-    """What top_k and top_p keep of what min_p leaves of each row.
+def cut(weights: Tensor, logits: Tensor, rows: SamplingRows, num_candidates: int = NUCLEUS_GUESS) -> Tensor:
+    """The weights, 0 where top_k and top_p cut them off.
 
     Looks at the num_candidates highest logits of each row, and at as many as top_k may keep; where a nucleus
     may be wider, at all.
     """
-    vocab_size = drawn.vocab_size
-    top_k, top_p = drawn.rows.top_k.long(), drawn.rows.top_p
+    vocab_size, top_k, top_p = logits.shape[1], rows.top_k.long(), rows.top_p
     num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))
-    logits = drawn.logits(0, vocab_size).float()
-    ordered = logits.topk(num_candidates, dim=-1).values
-    ends = drawn.weigh(ordered).cumsum(-1)
+    ordered, ids = logits.topk(num_candidates, dim=-1)
+    ends = weights.gather(1, ids).cumsum(-1)
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
     last = (limit.clamp(max=num_candidates) - 1).unsqueeze(1)
-    total = ends.gather(1, last).squeeze(1)
-    if bool((top_k <= 0).any()):
-        total = torch.where(top_k > 0, total, drawn.tile_sums().sum(-1))
+    total = torch.where(top_k > 0, ends.gather(1, last).squeeze(1), weights.sum(-1))
     # the token that reaches top_p of the weight stays: count those before it and add one
     nucleus = (ends < share(total, top_p).unsqueeze(1)).sum(-1) + 1
     num_kept = torch.minimum(limit, torch.where(top_p < 1, nucleus, vocab_size))
-    is_known = num_kept <= num_candidates
-    num_kept.clamp_(max=num_candidates)
+    if bool((num_kept > num_candidates).any()):
+        return cut(weights, logits, rows, vocab_size)
     lowest = ordered.gather(1, (num_kept - 1).unsqueeze(1))
     room = num_kept - (ordered > lowest).sum(-1)
-    cut = Cut(lowest, last_id_of_equals(logits == lowest, room).unsqueeze(1))
-    wider = (~is_known).nonzero().squeeze(1)
-    if len(wider):
-        again = find_cut(drawn.only(wider), vocab_size)
-        cut.lowest[wider], cut.last_id[wider] = again.lowest, again.last_id
-    return cut
-
-
-def last_id_of_equals(equal: Tensor, room: Tensor) -> Tensor:
-    """The token id of the room-th of the equal tokens, the vocabulary's last where all have room: [rows]."""
-    vocab_size = equal.shape[1]
-    last_id = torch.full_like(room, vocab_size - 1)
-    short = (equal.sum(-1) > room).nonzero().squeeze(1)
-    last_id[short] = (equal[short].cumsum(-1) < room[short].unsqueeze(1)).sum(-1)
-    return last_id
+    equal = logits == lowest  # of these the lower token ids stay
+    stays = (logits > lowest) | (equal & (equal.cumsum(-1) <= room.unsqueeze(1)))
+    return weights.masked_fill(~stays, 0)

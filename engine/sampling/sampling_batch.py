@@ -45,11 +45,8 @@ class Masks(Protocol):
 class SamplingBatch:
     """How to choose one token for each row of a step's logits, as numpy arrays.
 
-    values: [samples] of dtype ROW. temperature 0 is greedy; top_k of 0 or less is off.
-    position: [samples] uint64, with seed and sample_index the counter of the row's uniform; it counts all
-    tokens before.
-    edits: of the logits before, None if no row has any.  masks: those among them that are computed while the
-    step runs on its device; None if all are there.
+    values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
+    edits: of the logits, if any.  masks: those of them that are computed while the step runs on its device.
     """
 
     values: Values

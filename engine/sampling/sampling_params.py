@@ -1,14 +1,14 @@
 """SamplingParams: how to choose tokens for one request and when to stop.
 
-Its fields are the table of sampling values. A row gives a name, a default, which changes nothing, and the
-least and the most the value may be, ends included. A `column` also has the dtype of the array that carries it
-to the sampler: slots, batches and warm-up take the columns from here (`sampling_batch`), so that a new one is
-a row here and a function in the sampler.
+Its fields are the table of sampling values: a name, a default, which changes nothing, and the least and the
+most that the value may be. A `column` also has the dtype of the array that carries it to the sampler: slots,
+batches and warm-up take the columns from here, so that a new one is a row here and a function in the sampler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import marshal
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -16,35 +16,18 @@ from typing import Any
 
 from engine.errors import InvalidSampling
 from engine.sampling import parameter_values
-from engine.sampling.parameter_values import (
-    MAX_COUNT,
-    Range,
-    StructuredOutputsParams,
-    brief,
-    check_switch,
-    structured_outputs,
-)
+from engine.sampling.parameter_values import MAX_COUNT, Range, brief, check_switch
+from engine.sampling.structured_params import StructuredOutputsParams, structured_outputs
 
 MAX_NAME_CHARS = 64
 MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
 WHOLE_VOCABULARY = -1
 
 # Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
-NOT_BUILT = frozenset(
-    (
-        "best_of",
-        "detokenize",
-        "flat_logprobs",
-        "guided_decoding",
-        "length_penalty",
-        "logits_processors",
-        "response_format",
-        "stream",
-        "suffix",
-        "top_logprobs",
-        "use_beam_search",
-    )
-)
+NOT_BUILT = (
+    "best_of", "detokenize", "flat_logprobs", "guided_decoding", "length_penalty", "logits_processors",
+    "response_format", "stream", "suffix", "top_logprobs", "use_beam_search",
+)  # fmt: skip
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
@@ -136,14 +119,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if value is not None or name not in OPTIONAL:
+            if value is not None or name not in _OPTIONAL:
                 allowed.check(name, value)
         for name in _SWITCHES:
             check_switch(name, getattr(self, name))
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidSampling("truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits")
+        check_truncation(self.truncate_prompt_tokens)
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name, read in _READERS.items():
@@ -165,34 +147,34 @@ class SamplingParams:
         for name in mapping:
             if name not in _NAMES:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
-                raise InvalidSampling(f"{brief(name)} {problem}; {_names_to_use(name, sorted(_NAMES))}")
-        if None in mapping.values():
-            mapping = {name: value for name, value in mapping.items() if value is not None}
-        types = tuple(map(type, mapping.values()))
-        if _PLAIN.issuperset(types):
-            return _remembered(tuple(mapping.items()), types)
-        keys = tuple(map(_key, mapping.values()))
-        if None in keys:
-            return cls(**mapping)
-        return _remembered_lists(tuple(mapping), keys)
+                raise InvalidSampling(f"{brief(name)} {problem}; {_names_to_use(name, _NAMES)}")
+        values = {name: value for name, value in mapping.items() if value is not None}
+        try:
+            key = marshal.dumps(values, 2)  # without references: equal values have equal bytes
+        except ValueError:  # it holds what is no plain value
+            return cls(**values)
+        return _remembered(key) if len(key) <= MAX_KEY_BYTES else cls(**values)
+
+
+def check_truncation(truncate_prompt_tokens: int | None) -> None:
+    """Raise InvalidSampling for a truncate_prompt_tokens that cannot be."""
+    if truncate_prompt_tokens is not None:
+        RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", truncate_prompt_tokens)
+        if truncate_prompt_tokens == 0:
+            raise InvalidSampling("truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits")
 
 
 def check_params(params: object, vocab_size: int) -> None:
     """Raise InvalidSampling unless params are SamplingParams that fit a vocabulary of that size."""
     if not isinstance(params, SamplingParams):
         raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise InvalidSampling(f"stop token id {token_id} is outside the vocabulary of {vocab_size}")
-    for name, token_ids in (
-        ("allowed_token_ids", params.allowed_token_ids),
-        ("logit_bias", params.logit_bias),
-    ):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        token_ids = getattr(params, name)
         if token_ids and (highest := max(token_ids)) >= vocab_size:
             raise InvalidSampling(f"token id {highest} of {name} is outside the vocabulary of {vocab_size}")
 
 
-_NAMES = frozenset(each.name for each in fields(SamplingParams))
+_NAMES = tuple(sorted(each.name for each in fields(SamplingParams)))
 RANGES: dict[str, Range] = {
     each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
 }
@@ -201,7 +183,7 @@ COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
 }
 _SWITCHES = tuple(each.name for each in fields(SamplingParams) if isinstance(each.default, bool))
-OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
+_OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
 _READERS: dict[str, Callable[[object], object]] = {
     "stop": parameter_values.stop_strings,
     "stop_token_ids": parameter_values.stop_token_ids,
@@ -211,43 +193,16 @@ _READERS: dict[str, Callable[[object], object]] = {
     "reasoning_marks": parameter_values.reasoning_marks,
     "structured_outputs": structured_outputs,
 }
-_PLAIN = frozenset((int, float, bool, str, type(None)))
-MAX_KEY_ITEMS = 1000  # of a list that is remembered
+MAX_KEY_BYTES = 16_384  # of values that are remembered
 
 
 @lru_cache(maxsize=256)
-def _remembered(items: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> SamplingParams:
-    """Thousands of jobs have the same few values. types: 1, 1.0 and True are one key, but not all allowed."""
-    return SamplingParams(**dict(items))
+def _remembered(key: bytes) -> SamplingParams:
+    """Thousands of jobs have the same few values. key: these, of which 1, 1.0 and True are not the same."""
+    return SamplingParams(**marshal.loads(key))
 
 
-def _key(value: object) -> tuple[tuple[Any, ...], tuple[type, ...]] | None:
-    """The parts of a value and their types, its own first; None for what is not remembered."""
-    parts: tuple[Any, ...] = (value,)
-    if isinstance(value, (list, tuple, dict)):
-        if len(value) > MAX_KEY_ITEMS:
-            return None
-        parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
-    types = tuple(map(type, parts))
-    return (parts, (type(value), *types)) if _PLAIN.issuperset(types) else None
-
-
-@lru_cache(maxsize=256)
-def _remembered_lists(names: tuple[str, ...], keys: tuple[Any, ...]) -> SamplingParams:
-    """As `_remembered`, with values that hold several. keys: what `_key` gives for each."""
-    values = (_value(parts, types[0]) for parts, types in keys)
-    return SamplingParams(**dict(zip(names, values, strict=True)))
-
-
-def _value(parts: tuple[Any, ...], kind: type) -> Any:
-    """The value of these parts."""
-    if issubclass(kind, dict):
-        middle = len(parts) // 2
-        return dict(zip(parts[:middle], parts[middle:], strict=True))
-    return list(parts) if issubclass(kind, (list, tuple)) else parts[0]
-
-
-def _names_to_use(name: object, accepted: Sequence[str]) -> str:
+def _names_to_use(name: object, accepted: Collection[str]) -> str:
     """Name the parameter that a misspelt one is nearest to, or all of them."""
     near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
     hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""

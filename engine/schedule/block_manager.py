@@ -1,16 +1,16 @@
 """BlockManager: owner of the KV pool's blocks, their reference counts and the prefix cache.
 
-A full block is found again by the hash of its whole prefix. A hash alone proves nothing, so each
-published content also gets an id that is never used again, and a hit compares (id of the parent's
-content, own tokens): neither a hash collision nor a recycled block number can return another prefix.
+A full block is found again by the hash of its whole prefix. Each published content also gets an id that is
+never used again, and a hit compares (id of the parent's content, own tokens): neither a hash collision nor a
+recycled block number can return another prefix.
 
 A block is published while the step that computes it is scheduled, because every layer stores keys and
 values before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not
 run.
 
-What a sequence shares beyond its whole blocks may be copied from a block that begins with the same tokens
-(`tails`), once a step that is launched before has computed it. Such a block is held until the step that
-copies is launched: nobody else takes it in that step, which may be repeated, nor in one that comes between.
+What a sequence shares beyond its whole blocks is copied from a block that begins with the same tokens
+(`Tails`), if a step launched before has computed it. Such a block is held until the step that copies is
+launched: nobody else takes it in that step, which may be repeated.
 """
 
 from array import array
@@ -23,7 +23,7 @@ from struct import Struct
 
 import xxhash
 
-from engine.errors import BlockAccountingError, OutOfBlocks
+from engine.errors import OutOfBlocks
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.sequence import Sequence
 
@@ -40,18 +40,18 @@ class Tails:
         self._behind: dict[int, list[tuple[bytes, int]]] = {}
 
     def add(self, parent: int, tokens: bytes, block_id: int) -> None:
-        """A block holds these tokens behind that content, and maybe more."""
+        """Note that a block holds these tokens behind that content, and maybe more."""
         insort(self._behind.setdefault(parent, []), (tokens, block_id))
 
     def remove(self, parent: int, tokens: bytes, block_id: int) -> None:
-        """What `add` was told is no longer so."""
+        """Take back what `add` was told."""
         entries = self._behind[parent]
         del entries[bisect_left(entries, (tokens, block_id))]
         if not entries:
             del self._behind[parent]
 
     def find(self, parent: int, tokens: bytes) -> tuple[int, int]:
-        """The block that shares the most first tokens with these, and how many; (-1, 0) if none does."""
+        """Return the block that shares the most first tokens with these, and how many; (-1, 0) for none."""
         entries = self._behind.get(parent, [])
         place = bisect_left(entries, (tokens,))
         near = entries[max(0, place - 1) : place + 1]
@@ -59,13 +59,9 @@ class Tails:
         num_tokens, block_id = max(found, default=(0, -1))
         return (block_id, num_tokens) if num_tokens else (-1, 0)
 
-    def entries(self) -> list[tuple[int, bytes, int]]:
-        """All that was added and not removed, to be checked."""
-        return [(parent, *entry) for parent, entries in self._behind.items() for entry in entries]
-
 
 def num_shared(some: bytes, others: bytes) -> int:
-    """First tokens that both have."""
+    """Count the first tokens that both have."""
     shortest = min(len(some), len(others))
     for start in range(0, shortest, TOKEN_BYTES):
         if some[start : start + TOKEN_BYTES] != others[start : start + TOKEN_BYTES]:
@@ -74,7 +70,7 @@ def num_shared(some: bytes, others: bytes) -> int:
 
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
-LEAST_SHARE = 8  # what is copied, or waited for, is at least one in so many of the tokens to be computed else
+LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be computed else
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,10 @@ class Block:
     """One block of the pool.
 
     `content_id` names what a full block holds, None until it is published. `hash` is set only while the
-    block is the one the prefix cache finds under it. `tails` is where its first tokens, `tokens`, can be
-    found; it may hold more of them than those.
+    block is the one the prefix cache finds under it. `is_listed`: its first `tokens` are among the tails.
     """
 
-    __slots__ = ("block_id", "content_id", "hash", "parent_content_id", "ref_count", "tails", "tokens")
+    __slots__ = ("block_id", "content_id", "hash", "is_listed", "parent_content_id", "ref_count", "tokens")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -120,7 +115,7 @@ class Block:
         self.content_id: int | None = None
         self.parent_content_id = ROOT
         self.tokens = b""
-        self.tails: Tails | None = None
+        self.is_listed = False
 
 
 class BlockManager:
@@ -146,9 +141,7 @@ class BlockManager:
         # Free blocks, the next to be taken first: those that hold nothing, then least recently used.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[int, Block] = {}
-        self._tails = Tails()  # computed before the step that is being scheduled
-        self._new_tails: list[Block] = []  # in that step
-        self._soon = Tails()  # of those
+        self._tails = Tails()  # computed by launched steps
         self._content_ids = count(ROOT + 1)
 
     @property
@@ -182,7 +175,7 @@ class BlockManager:
             keys.append(BlockKey(parent_hash, tokens))
 
     def find_cached(self, seq: Sequence) -> list[int]:
-        """Block ids of the longest cached prefix that need not be computed."""
+        """Return the blocks of the longest cached prefix that need not be computed."""
         found: list[int] = []
         parent = ROOT
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
@@ -195,24 +188,15 @@ class BlockManager:
         return found
 
     def find_tail(self, seq: Sequence, cached: list[int]) -> Tail | None:
-        """What is worth copying behind `cached`, which `find_cached` has found."""
-        return self._find_tail(self._tails, seq, cached)
-
-    def find_tail_soon(self, seq: Sequence, cached: list[int], tail: Tail | None) -> Tail | None:
-        """What the step that is being scheduled computes, and is worth waiting for; tail: what there is."""
-        return self._find_tail(self._soon, seq, cached, 0 if tail is None else tail.num_tokens)
-
-    def _find_tail(self, tails: Tails, seq: Sequence, cached: list[int], num_else: int = 0) -> Tail | None:
-        """num_else: tokens that need not be computed without it."""
+        """Find what is worth copying behind `cached`, which `find_cached` has found."""
         start = len(cached) * self.block_size
         end = min(seq.num_cacheable_tokens, start + self.block_size)
         if not self.enable_prefix_caching or end <= start:
             return None
         parent = self._blocks[cached[-1]].content_id if cached else ROOT
         assert parent is not None
-        block_id, num_tokens = tails.find(parent, array("i", seq.token_ids[start:end]).tobytes())
-        num_spared, num_left = num_tokens - num_else, seq.num_tokens - start - num_else
-        if num_spared <= 0 or num_spared * LEAST_SHARE < num_left:
+        block_id, num_tokens = self._tails.find(parent, array("i", seq.token_ids[start:end]).tobytes())
+        if not num_tokens or num_tokens * LEAST_SHARE < seq.num_tokens - start:
             return None
         return Tail(block_id, num_tokens)
 
@@ -230,11 +214,10 @@ class BlockManager:
         return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
 
     def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
-        """Give `seq` blocks for all its tokens, the first ones being `cached` from `find_cached`.
+        """Give `seq` blocks for all its tokens, the first ones being `cached`; return what is to be copied.
 
-        Returns what the step that is being scheduled must copy before anything else, if `tail` is given; its
-        source is held until `let_go_sources`.
-        Raises OutOfBlocks, having changed nothing, if `num_missing` says it does not fit.
+        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing, if
+        `num_missing` says it does not fit.
         """
         missing = self.num_missing(seq, cached, tail)
         if missing > 0:
@@ -253,16 +236,16 @@ class BlockManager:
         seq.num_computed_tokens += tail.num_tokens
         return BlockCopy(tail.block_id, seq.block_table[len(cached)], tail.num_tokens)
 
-    def begin_step(self) -> None:
-        """A step is about to be scheduled: all that was published is computed before it."""
-        for block in self._new_tails:
-            if block.tails is self._soon:
-                self._unlist(block)
-                self._list(block, self._tails)
-        self._new_tails.clear()
+    def launched(self, published: Iterable[Block]) -> None:
+        """Let the first tokens of these blocks be copied: the step that computes them is launched."""
+        for block in published:
+            is_known = block.content_id is not None and block.hash is None  # by another block of this content
+            if not block.is_listed and not is_known:
+                self._tails.add(block.parent_content_id, block.tokens, block.block_id)
+                block.is_listed = True
 
     def let_go_sources(self, copies: Iterable[BlockCopy]) -> None:
-        """The step that copies is launched, or never will be: its sources may be given away."""
+        """Let the sources be given away: the step that copies is launched, or never will be."""
         for copy in copies:
             self._let_go(self._blocks[copy.source])
 
@@ -279,10 +262,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
-        """Let the blocks that are full of the first `num_tokens` tokens be hit; return those that were not.
-
-        The tokens must be known, and computed by the step that is being scheduled or by one before.
-        """
+        """Let the blocks that the first `num_tokens` tokens fill be hit; return those that were not."""
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or not seq.shares_blocks or num_full == seq.num_published_blocks:
             return []
@@ -301,7 +281,7 @@ class BlockManager:
         return published
 
     def publish_tail(self, seq: Sequence) -> list[Block]:
-        """Let the last tokens of `seq` be copied, which fill no block; return their block if none has them.
+        """Return the block of the last tokens of `seq`, which fill none, unless others have them already.
 
         All its known tokens are computed by the step that is being scheduled, their full blocks published.
         """
@@ -312,50 +292,19 @@ class BlockManager:
         parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT
         assert parent is not None
         tokens = array("i", seq.token_ids[-num_tokens:]).tobytes()
-        if any(tails.find(parent, tokens)[1] == num_tokens for tails in (self._tails, self._soon)):
+        if self._tails.find(parent, tokens)[1] == num_tokens:
             return []
         self._unlist(block)
         block.parent_content_id, block.tokens = parent, tokens
-        self._list(block, self._soon)
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """The step that published these blocks has not run: none of them can be hit.
+        """Let none of these blocks be hit, as the step that published them has not run.
 
         Its sequences must be released too, and those of all later steps.
         """
         for block in published:
             self._forget(block)
-
-    def check_accounting(self, sequences: Iterable[Sequence] = ()) -> None:
-        """Raise BlockAccountingError unless the counts agree.
-
-        Free and held blocks must add up to the pool, each reference must be a table of `sequences` (all
-        that hold blocks), and each cached hash must be the one its block owns.
-        """
-        held = [block for block in self._blocks if block.ref_count > 0]
-        if len(self._free) + len(held) != self.num_blocks:
-            raise BlockAccountingError(
-                f"{len(self._free)} free + {len(held)} held != {self.num_blocks} blocks: "
-                "leaked or freed twice"
-            )
-        in_tables = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        for block in self._blocks:
-            if block.ref_count != in_tables[block.block_id]:
-                raise BlockAccountingError(
-                    f"block {block.block_id} has {block.ref_count} references and is in "
-                    f"{in_tables[block.block_id]} block tables"
-                )
-        for block_hash, block in self._by_hash.items():
-            if block.hash != block_hash:
-                raise BlockAccountingError(
-                    f"hash {block_hash:#x} finds block {block.block_id}, which lost it"
-                )
-        for tails in (self._tails, self._soon):
-            for parent, tokens, block_id in tails.entries():
-                block = self._blocks[block_id]
-                if (block.tails, block.parent_content_id, block.tokens) != (tails, parent, tokens):
-                    raise BlockAccountingError(f"block {block_id} is found by tokens that it does not hold")
 
     def _take(self) -> int:
         """Take the free block least worth keeping; what it held can no longer be hit."""
@@ -372,7 +321,7 @@ class BlockManager:
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block.block_id] = None
-            if block.hash is None and block.tails is None:
+            if block.hash is None and not block.is_listed:
                 block.forget()
                 self._free.move_to_end(block.block_id, last=False)
 
@@ -383,22 +332,15 @@ class BlockManager:
         self._unlist(block)
         block.forget()
 
-    def _list(self, block: Block, tails: Tails) -> None:
-        tails.add(block.parent_content_id, block.tokens, block.block_id)
-        block.tails = tails
-        if tails is self._soon:
-            self._new_tails.append(block)
-
     def _unlist(self, block: Block) -> None:
-        if block.tails is not None:
-            block.tails.remove(block.parent_content_id, block.tokens, block.block_id)
-            block.tails = None
+        if block.is_listed:
+            self._tails.remove(block.parent_content_id, block.tokens, block.block_id)
+            block.is_listed = False
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
-        """Give a full block its content id and return it.
+        """Give a full block its content id, which is that of a block with the same content, and return it.
 
-        A block whose content is already cached takes over that content's id, unseen by the cache. Other
-        content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
+        Other content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
         """
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
@@ -410,6 +352,5 @@ class BlockManager:
                 owner.hash = None
             block.content_id, block.hash = next(self._content_ids), key.hash
             self._by_hash[key.hash] = block
-            self._list(block, self._soon)
         assert block.content_id is not None
         return block.content_id

@@ -16,11 +16,6 @@ from engine.schedule.sequence import Sequence
 class WaitingLanes(dict[int, deque[Sequence]]):
     """The waiting sequences: in each lane the first to arrive is the first to go."""
 
-    @property
-    def num_seqs(self) -> int:
-        """All of them."""
-        return sum(map(len, self.values()))
-
     def append(self, seq: Sequence) -> None:
         """Put the latest arrival at the end of its lane."""
         self.setdefault(seq.lane, deque()).append(seq)
@@ -39,10 +34,7 @@ class WaitingLanes(dict[int, deque[Sequence]]):
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Some running sequences, in order.
-
-    seqs: not to be changed.  slots: [seqs] int64, the slot of each.
-    """
+    """Some running sequences, in order, not to be changed. slots: [seqs] int64, the slot of each."""
 
     seqs: list[Sequence]
     slots: NDArray[np.int64]
@@ -55,10 +47,7 @@ class SlotGroup:
 
 
 class RunningList:
-    """Running sequences by (lane, arrival): the last one is the first to be preempted.
-
-    From one step to the next it seldom changes: what is asked of all of a lane is kept until it does.
-    """
+    """Running sequences by (lane, arrival): the last one is the first to be preempted."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -144,8 +133,7 @@ MAX_HELD_STEPS = 16  # and at the latest after so many steps
 class AdmissionGate:
     """Closed to a lane, and to less urgent ones, by a sequence of it that finds no room.
 
-    It opens when a sixteenth of the running sequences has left, so that fewer than sixteen never wait for
-    more than one to leave, and after sixteen steps in any case. More urgent lanes never wait for it.
+    It opens when a sixteenth of the running sequences has left, and after sixteen steps in any case.
     """
 
     def __init__(self, *, batches: bool) -> None:
@@ -156,7 +144,7 @@ class AdmissionGate:
         self._num_steps = 0
 
     def close(self, lane: int) -> None:
-        """A sequence that waits in this lane finds no room."""
+        """Close to a lane in which a sequence finds no room."""
         if not self._batches:
             return
         if self._lane is None:
@@ -164,11 +152,11 @@ class AdmissionGate:
         self._lane = lane if self._lane is None else min(lane, self._lane)
 
     def count_left(self, num_seqs: int) -> None:
-        """So many running sequences have ended."""
+        """Count running sequences that have ended."""
         self._num_left += num_seqs
 
     def begin_step(self, num_running: int) -> None:
-        """A step is about to be scheduled: it may open for it."""
+        """Open, if it is time, for the step that is about to be scheduled."""
         self._num_steps += 1
         if self._num_left * LEFT_SHARE >= num_running or self._num_steps > MAX_HELD_STEPS:
             self._lane = None

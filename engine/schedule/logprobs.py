@@ -26,9 +26,8 @@ def num_top(wanted: int | None) -> int:
 class RowLogprobs:
     """What rows of a step say of one token each, and of the most likely ones.
 
-    logprobs: [rows] float32.  ranks: [rows] int64.  starts: [rows + 1] int64.
-    top_ids: int32 and top_logprobs: float32, of the most likely tokens: row i has those from starts[i] to
-    starts[i + 1], the likeliest first.
+    logprobs: [rows] float32.  ranks: [rows] int64.  starts: [rows + 1] int64: row i has the top_ids, int32,
+    and top_logprobs, float32, from starts[i] to starts[i + 1], the likeliest first.
     """
 
     logprobs: NDArray[np.float32]

@@ -12,10 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log of the probability that the model gives it.
+    """A token's natural log of the probability that the model gives it. decoded_token: its text alone.
 
     rank: 1 for the most likely token of the vocabulary; of equal ones the lower id is counted first.
-    decoded_token: the text of this token alone.
     """
 
     logprob: float
@@ -27,9 +26,7 @@ class Logprob:
 class LogLikelihood:
     """How likely tokens are, each after all before it.
 
-    logprob: the sum of their log probabilities.
-    is_greedy: whether each is the likeliest where it stands, of equal ones the lowest id: what greedy
-        generation would have given.
+    logprob: the sum of their log probabilities.  is_greedy: whether greedy generation would have given them.
     token_logprobs, greedy_tokens: the same of each.
     """
 
@@ -58,11 +55,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a running request is, in tokens.
-
-    prompt_tokens: computed, or from the cache. prompt_tokens_left: not yet. generation_tokens: of all samples
-    that run, so far.
-    """
+    """How far a running request is, in tokens. generation_tokens: of all its samples that run."""
 
     prompt_tokens: int = 0
     prompt_tokens_left: int = 0
@@ -114,16 +107,7 @@ class Completion:
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:
         """Stand in for the completions of a request that could not run."""
-        return cls(
-            request_id=request_id,
-            index=0,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
-            error=str(error),
-        )
+        return cls(request_id, 0, [], "", "error", 0, 0, error=str(error))
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """modes: as Pooling has them.  dimensions: of the numbers of all modes, the first that are kept.
-
-    normalize: the embedding has length 1.
-    next: the place of the first token whose hidden state is looked at, and neither known nor being computed.
-    """
+    """Collects one sequence's vector. next: the place of the first token whose hidden state is looked at, and
+    neither known nor being computed."""
 
     def __init__(
         self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool
     ) -> None:
-        """num_tokens: of the sequence."""
+        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept."""
         self._modes, self._dimensions, self._normalize = modes, dimensions, normalize
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens

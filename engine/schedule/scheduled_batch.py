@@ -19,16 +19,14 @@ class ScheduledBatch:
     """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
     A sequence of which every token is then computed samples its next one, if it generates: each of `decodes`,
-    and `prefills[i]` where this is its last chunk, which `prefill_samples[i]` says. num_decode_tokens: those
-    of `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can
-    be hit from this step on.
-    copies: what is to be copied for sequences that are admitted, before anything is computed.
-    refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
-    decode_slots: [decodes] int64, the slots of `decodes`.
-    launched: whether `advance` has counted it. What follows is known once it is.
-    generations: [samples] int64, of the slots of those that sample: see SlotTable.
-    scored: sequences, and how many tokens of each it scores.  pooled: the same of rows that are pooled.
-    ending: sequences that have nothing else to do.
+    and `prefills[i]` where `prefill_samples[i]` says so. num_decode_tokens: those of `decodes` that were
+    generated; a prompt's last chunk may be one token too. decode_slots: [decodes] int64.
+    published: blocks that can be hit from this step on. copies: what is to be copied for sequences that are
+    admitted, before anything is computed. refused: a sequence that could not be admitted, still the first to
+    wait in its lane, and what it raised.
+    launched: whether `advance` has counted it; then also: generations: [samples] int64, as in SlotTable.
+    scored, pooled: sequences, and how many tokens of each it scores or pools. ending: those that have nothing
+    else to do.
     """
 
     decodes: list[Sequence] = field(default_factory=list)

@@ -5,15 +5,14 @@ a lane the earlier arrival goes first. A step is filled lane by lane: decodes, p
 admissions, which may take slots and blocks from less urgent lanes, the latest sequence first. Whoever is
 taken from recomputes later and yields the same tokens.
 
-Why nothing starves: the earliest running sequence of the most urgent lane is never preempted and always
-fits, so that lane drains in order. A less urgent lane counts the admissions that overtake it, and after
-nineteen its first sequence moves up into the overtaking lane, where no new arrival is ahead of it.
+Nothing starves: the earliest running sequence of the most urgent lane is never preempted and always fits. A
+less urgent lane counts the admissions that overtake it, and after nineteen its first sequence moves up into
+the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
-launched, with a pending token for each sequence that samples; `receive` fills the tokens in and finds the
-ends that depend on them. At its last token a sequence gives up slot and blocks when that step is launched;
-one that ends otherwise has overrun by one token, which is dropped. Whoever takes its blocks writes in a later
-launch, and the device runs launches in order.
+launched, with a pending token for each sequence that samples; `receive` fills the tokens in. At its last
+token a sequence gives up slot and blocks when that step is launched; one that ends otherwise has overrun by
+one token, which is dropped. Whoever takes its blocks writes in a later launch: launches run in order.
 """
 
 import time
@@ -31,8 +30,6 @@ from engine.schedule.scored_tokens import count_scored, give_logprobs
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
 from engine.schedule.step_batch import count_pooled, give_pooled, learn
-
-MAX_WAITS = 8  # steps that a sequence is left for what others compute
 
 
 class Scheduler:
@@ -67,19 +64,15 @@ class Scheduler:
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
         self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
-        self.max_running = 0
-        self.num_preemptions = 0
-        self.prefill_tokens = 0
-        self.cached_tokens = 0
-        self.decode_tokens = 0
-        self.generation_tokens = 0
+        self.max_running = self.num_preemptions = 0
+        self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._overtakes = Overtakes()
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold neither slot nor blocks."""
-        return self.waiting.num_seqs
+        return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence in its lane: shorter than max_model_len, or as long if it generates none."""
@@ -108,7 +101,6 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         self.in_flight.append(batch)
-        self.blocks.begin_step()
         self._gate.begin_step(len(self.running))
         for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
             if lane in self.running.lanes:
@@ -121,9 +113,10 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """The step just scheduled is launched: count what it computes, and a pending token per sample."""
+        """Count what the step just launched computes, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
+        self.blocks.launched(batch.published)
         count_scored(batch, self.slots)
         count_pooled(batch, self.slots)
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
@@ -151,11 +144,11 @@ class Scheduler:
         logprobs: RowLogprobs | None = None,
         pooled: NDArray[np.float32] | None = None,
     ) -> list[Sequence]:
-        """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
+        """Fill in the tokens of the oldest step in flight, which has run; return the sequences that finished.
 
-        token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
-        while the step ran, or ended with the token before. logprobs: if any were wanted, of the samples and
-        then of the tokens that were scored. pooled: of the sequences that have rows for it.
+        token_ids: [samples] int64; those of sequences that are gone by now are dropped. logprobs: if any were
+        wanted, of the samples and then of the tokens that were scored. pooled: of the sequences that have
+        rows for it.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
@@ -180,7 +173,10 @@ class Scheduler:
             elif self._ends_with(seq, token_id):
                 finished.append(seq)
         self.generation_tokens += len(batch.sampling) - num_dropped
-        self._note_first_tokens(batch)
+        moment = time.monotonic()
+        for seq, _, samples in batch.each_prefill():
+            if samples and seq.first_token_at is None:
+                seq.first_token_at = moment
         for seq in batch.ending:
             if seq.status is not SequenceStatus.FINISHED:
                 seq.end_scored()
@@ -193,10 +189,7 @@ class Scheduler:
         return finished
 
     def withdraw(self) -> None:
-        """A step has failed: nothing in flight counts, and every sequence that ran waits to compute again.
-
-        What steps in flight published cannot be hit, and their tokens will be sampled again.
-        """
+        """Let nothing in flight count, as a step has failed: all that ran wait to compute again."""
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if not batch.launched:
@@ -217,14 +210,14 @@ class Scheduler:
         self.running.clear()
 
     def split(self) -> None:
-        """The first step in flight becomes two that do the same, one after the other; it is not launched."""
+        """Make the first step in flight, which is not launched, two that do the same one after the other."""
         self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
 
     def set_aside(self) -> Sequence:
-        """The first step in flight, which is of one sequence, is not computed: that one waits again.
+        """Drop the first step in flight, which is of one sequence: that one waits again.
 
         So do all that run, if any of them builds on what that step would have computed, or if no block is
-        left for a control: what it held may all be shared, or be copied from.
+        left for a control.
         """
         batch = self.in_flight.popleft()
         (seq,) = batch.seqs
@@ -240,10 +233,7 @@ class Scheduler:
         return seq
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """A step of the engine's own short sequence, which is in no queue. Follow with `release_control`.
-
-        If all is taken, which it is not after `set_aside`, the least urgent gives way.
-        """
+        """Make a step of the engine's own short sequence, which is in no queue; `release_control` follows."""
         while not self.slots.num_free or not self.blocks.num_free_blocks:
             self._preempt()
         self.blocks.allocate(seq, [])
@@ -256,10 +246,6 @@ class Scheduler:
         """Take back what `schedule_control` gave, also where it raised."""
         if seq.slot >= 0:
             self._release(seq)
-
-    def check_accounting(self) -> None:
-        """Raise BlockAccountingError unless blocks, references and block tables agree."""
-        self.blocks.check_accounting(self.running)
 
     def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
         """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
@@ -284,7 +270,7 @@ class Scheduler:
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
-        """Publish the blocks that their tokens fill, as soon as those are known."""
+        """Publish the blocks that their tokens fill."""
         may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
@@ -303,10 +289,7 @@ class Scheduler:
             batch.published += self.blocks.publish_tail(seq)
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known.
-
-        A block that a pending token completes is published a step later: it has no hash before.
-        """
+        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known."""
         num_known = min(num_tokens, len(seq.token_ids))
         if num_known // self.blocks.block_size > seq.num_published_blocks:
             batch.published += self.blocks.publish(seq, num_known)
@@ -321,16 +304,7 @@ class Scheduler:
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
-        """Admit the lane's waiting sequences in order while they fit.
-
-        Some are left for the next step, as this one computes what they would compute too.
-        """
-        left: list[Sequence] = []
-        self._admit_while_they_fit(lane, batch, left)
-        for seq in left:
-            self.waiting.put_back(seq)
-
-    def _admit_while_they_fit(self, lane: int, batch: ScheduledBatch, left: list[Sequence]) -> None:
+        """Admit the lane's waiting sequences in order while they fit."""
         self._move_up_overtaken(lane)
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
@@ -341,10 +315,6 @@ class Scheduler:
                 return
             cached = self.blocks.find_cached(seq)
             tail = self.blocks.find_tail(seq, cached)
-            if seq.num_waits < MAX_WAITS and self.blocks.find_tail_soon(seq, cached, tail):
-                seq.num_waits += 1
-                left.append(queue.popleft())
-                continue
             if not self._make_room(seq, cached):
                 self._gate.close(lane)
                 return
@@ -375,28 +345,22 @@ class Scheduler:
         """Preempt less urgent sequences until `seq` can be admitted; preempt none if that cannot suffice.
 
         Where there are none, each sequence that runs keeps a free block to grow into: else the newcomer would
-        be preempted for it within a few steps, and computed again and again.
+        be preempted for it within a few steps.
         """
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
-            return bool(victims) or -missing >= len(self.running) or -missing >= self._num_growing()
+            size = self.blocks.block_size
+            num_growing = sum(other.max_len > len(other.block_table) * size for other in self.running)
+            return bool(victims) or -missing >= num_growing
         if not victims or (missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing):
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt()
         return True
 
-    def _num_growing(self) -> int:
-        """Running sequences that may need another block."""
-        size = self.blocks.block_size
-        return sum(seq.max_len > len(seq.block_table) * size for seq in self.running)
-
     def _grow(self, seq: Sequence) -> None:
-        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself.
-
-        The last running sequence is never one already scheduled: a step is filled in running order.
-        """
+        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself."""
         while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:
@@ -426,17 +390,11 @@ class Scheduler:
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
                 seq = queue.popleft()
-                seq.lane, seq.num_waits = lane, MAX_WAITS
+                seq.lane = lane
                 self._wait_again(seq)
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-
-    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        moment = time.monotonic()
-        for seq, _, samples in batch.each_prefill():
-            if samples and seq.first_token_at is None:
-                seq.first_token_at = moment
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
         """Hand a token to its sequence; whether that ends it."""

@@ -1,8 +1,8 @@
 """ScoreTree: continuations of one prompt; tokens that several share are computed and scored once.
 
-What the continuations share is a node of a tree; a sequence for each way through it computes what no other
-does. The token behind a node is scored by the row of the node's last token, and is not computed for that: of
-labels of one token each the prompt is all that is computed.
+A sequence for each way through the tree computes what no other does. The token behind a node is scored by the
+row of the node's last token, and is not computed for that: of labels of one token each the prompt is all that
+is computed.
 """
 
 from __future__ import annotations
@@ -73,13 +73,12 @@ class TreeShape:
 
 def shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
     """The tree of the tails. end_token_ids: what is scored behind each of them; () for nothing."""
-    if sum(len(token_ids) for token_ids, _ in tails) > MAX_KEPT_TOKENS:
-        return _Nodes().shape(tails, end_token_ids)
-    return _kept_shape(tails, end_token_ids)
+    is_kept = sum(len(token_ids) for token_ids, _ in tails) <= MAX_KEPT_TOKENS
+    return (_shape_of if is_kept else _shape_of.__wrapped__)(tails, end_token_ids)
 
 
 @lru_cache(maxsize=256)
-def _kept_shape(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
+def _shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
     return _Nodes().shape(tails, end_token_ids)
 
 
@@ -174,13 +173,10 @@ class ScoreTree:
         return [self._of(entries) for entries in self.shape.found]
 
     def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
-        logprobs = tuple(
-            _either([self._known[branch][0][place] for branch, place in entry]) for entry in entries
-        )
-        is_greedy = tuple(
-            any(self._known[branch][1][place] == 1 for branch, place in entry) for entry in entries
-        )
-        return LogLikelihood.of(logprobs, is_greedy)
+        known = self._known
+        logprobs = (_either([known[branch][0][place] for branch, place in entry]) for entry in entries)
+        is_greedy = (any(known[branch][1][place] == 1 for branch, place in entry) for entry in entries)
+        return LogLikelihood.of(tuple(logprobs), tuple(is_greedy))
 
 
 def _either(logprobs: list[float]) -> float:

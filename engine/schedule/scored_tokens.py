@@ -20,8 +20,8 @@ from engine.schedule.slots import SlotTable
 class ScoredTokens:
     """Tokens whose log probability a step gives, those of a sequence one after another.
 
-    of: the sequences, and how many of each.  rows: [scored] int64, the rows whose distributions they are of.
-    token_ids, tops: [scored] int64, the tokens, and how many of the most likely ones are wanted besides.
+    of: the sequences, and how many of each.  rows, token_ids, tops: [scored] int64, the row of each token's
+    distribution, the token, and how many of the most likely ones are wanted besides.
     """
 
     of: list[tuple[Sequence, int]]
@@ -58,12 +58,11 @@ def _of_prompts(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
         return NONE_SCORED
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first_rows = np.cumsum(num_new) - num_new + firsts - 1 - num_computed
+    token_ids = slots.token_ids[np.repeat(held, counts), np.repeat(firsts, counts) + within]
     return ScoredTokens(
         of=[(batch.seqs[i], int(counts[i])) for i in np.flatnonzero(counts).tolist()],
         rows=np.repeat(first_rows, counts) + within,
-        token_ids=slots.token_ids[np.repeat(held, counts), np.repeat(firsts, counts) + within].astype(
-            np.int64
-        ),
+        token_ids=token_ids.astype(np.int64),
         tops=np.repeat(slots.score_top[held], counts),
     )
 
@@ -94,7 +93,7 @@ def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
 
 
 def count_scored(batch: ScheduledBatch, slots: SlotTable) -> None:
-    """The step is launched, and its computed tokens are not counted yet: count those that it scores."""
+    """Count the tokens that a launched step scores, before its computed ones are counted."""
     for seq, count in find_scored(batch, slots).of:
         if seq.targets is not None:
             seq.targets.next += count

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    pass
 
 
 class SequenceStatus(Enum):
@@ -50,22 +47,21 @@ class Sequence:
     """State of one sample of one request.
 
     `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
-    tokens behind them, which steps that are launched and have not come back sample. The first
-    `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
-    launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
-    there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
-    orders sequences of one lane. `num_waits` counts the steps it was left for what others compute. `forced`
-    must come next, whatever was sampled; of the samples on their way the first `num_stale` are dropped, as
-    other tokens stand in their places. `slot` is the row in the runner's arrays while running. The scheduler
-    owns status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+    tokens behind them, which launched steps sample. The first `num_computed_tokens` have their keys and
+    values in the blocks of `block_table`, in order, once the launched steps have run. It ends at `max_len`
+    tokens; then `text` is its completion, or `error` says why there is none. `block_keys` holds one key per
+    full block, made once and kept over preemption. `arrival` orders sequences of one lane. `forced` must come
+    next, whatever was sampled; of the samples on their way the first `num_stale` are dropped. `slot` is its
+    row in the slot table while it runs. The scheduler owns status, lane, slot, num_tokens and max_len; the
+    block manager owns table and keys.
 
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
-    neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
-    those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
-    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
-    `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
-    `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
-    with the request. Or its hidden states are `pooled`. `arrived_at`, `first_token_at`: monotonic seconds.
+    neither known nor being computed; `prompt_logprobs` holds those that are known, in order, and `logprobs`
+    those of the tokens behind the prompt. `score_top`, `sample_top`: how many of the most likely tokens go
+    with each, or NOT_WANTED. A sequence that does not generate scores `targets`, whose log probabilities are
+    its `prompt_logprobs`: those of branch `index` of `tree`. Or its hidden states are `pooled`. `followers`
+    are held until it is finished. The first `num_continued` tokens behind the prompt came with the request.
+    `arrived_at`, `first_token_at`: monotonic seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
@@ -108,7 +104,6 @@ class Sequence:
     num_continued: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
-    num_waits: int = field(default=0, init=False)
     next_scored: int = field(default=1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
@@ -173,14 +168,12 @@ class Sequence:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether its blocks are for others too. Who needs all hidden states of a prompt finds none in them,
-        and would only push out what others do find."""
+        """Whether its blocks are for others too: not where all hidden states of a prompt are needed."""
         return self.pooled is None or not self.pooled.needs_all
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Tokens that need not be computed where their keys and values are there: the last one must be, and
-        what has the distribution of a token that is scored."""
+        """Tokens that need not be computed again: neither the last, nor what scores a token."""
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
@@ -220,15 +213,12 @@ class Sequence:
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
-        if (
-            text_stops
-            or (
-                token_id in self.stop_token_ids
-                and num_known - self.num_prompt_tokens > self.params.min_tokens
-                and (self.matcher is None or self.matcher.may_end)
-            )
-            or (self.matcher is not None and self.matcher.must_end)
-        ):
+        token_stops = (
+            token_id in self.stop_token_ids
+            and num_known - self.num_prompt_tokens > self.params.min_tokens
+            and (self.matcher is None or self.matcher.may_end)
+        )
+        if text_stops or token_stops or (self.matcher is not None and self.matcher.must_end):
             self.finish_reason = "stop"
         elif num_known >= self.max_len:
             self.finish_reason = "length"
@@ -245,7 +235,7 @@ class Sequence:
             self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
 
     def ends_with(self, token_id: int) -> bool:
-        """Learn the first pending token; whether that ends it. What its text raises is its end alone."""
+        """Learn the first pending token; whether that ends it, also by what its text raises."""
         try:
             return self.append(token_id) is not None
         except Exception as error:  # noqa: BLE001 - whatever it is

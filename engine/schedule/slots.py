@@ -16,29 +16,26 @@ NO_TOKEN = -1
 
 
 class SlotTable:
-    """Arrays of max_num_seqs rows. The scheduler writes them, it and `step_batch` read.
+    """Arrays of max_num_seqs rows, [slots] int64 where nothing else is said. The scheduler writes them.
 
     token_ids: [slots, max_model_len] int32, prompt and completion as far as they are known.
     block_tables: [slots, max_blocks] int32.
-    num_tokens, num_computed: [slots] int64, with pending tokens and launched steps counted in.
-    num_known: [slots] int64, tokens whose id is in token_ids.
-    sample_place: [slots] int64, which of the samples of the last step it sampled in is the sequence's.
-    num_prompt: [slots] int64, tokens of the prompt.
-    min_len: [slots] int64, tokens before which no end token may come.
-    max_len: [slots] int64, tokens with which the sequence ends.
-    end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
+    num_tokens, num_computed: with pending tokens and launched steps counted in.
+    num_known: tokens whose id is in token_ids.  num_prompt: tokens of the prompt.
+    sample_place: which of the samples of the last step it sampled in is the sequence's.
+    min_len, max_len: tokens before which no end token may come, and with which the sequence ends.
+    end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
-    is_edited: [slots] bool, whether the sequence has edits of its logits.  num_edited: running ones that do.
-    num_constrained: running ones that follow a grammar, whose tokens must be known before the next step.
-    generations: [slots] int64, a number of its own for each time that a slot was given, or written anew:
-    where it is the same as before, so is the sequence, its tokens are those that were sampled, and its blocks
-    are those of before with new ones after them; -1 in a free slot.
+    is_edited: [slots] bool, whether the sequence has edits of its logits.
+    generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
+    While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
+    before with new ones after them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
-    sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
-    num_alone: [slots] int64, how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a
-    sequence that does not generate.
-    num_pooled: how many of the sequences with a slot are pooled.
-    num_wanting: how many of the sequences with a slot want log probabilities; nobody looks while it is 0.
+    sample_top, score_top, next_scored, score_end: as in Sequence.
+    num_alone: how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a sequence that
+    does not generate.
+    num_edited, num_constrained, num_pooled, num_wanting: sequences with a slot that have edits, follow a
+    grammar (whose tokens must be known before the next step), are pooled, want log probabilities.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -46,26 +43,22 @@ class SlotTable:
         self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.num_known: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.sample_place: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.max_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+
+        def zeros() -> NDArray[np.int64]:
+            return np.zeros(max_num_seqs, np.int64)
+
+        self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
+        self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
+        self.sample_place, self.next_scored, self.score_end = zeros(), zeros(), zeros()
+        self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
-        self.num_edited = 0
-        self.num_constrained = 0
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
         self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.next_scored: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.score_end: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
-        self.num_wanting = self.num_pooled = 0
+        self.num_edited = self.num_constrained = self.num_pooled = self.num_wanting = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -109,8 +102,7 @@ class SlotTable:
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[slots] bool: whether several tokens are to be computed, of a prompt or forced ones."""
-        num_left = self.num_tokens[slots] - self.num_computed[slots]
-        several: NDArray[np.bool_] = num_left > self.num_alone[slots]
+        several: NDArray[np.bool_] = self.num_tokens[slots] - self.num_computed[slots] > self.num_alone[slots]
         return several
 
     def _give(self, slot: int) -> None:

@@ -26,11 +26,6 @@ class PooledRows:
     of: list[tuple[Sequence, int]]
     rows: NDArray[np.int64]
 
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """[seqs] int64, how many rows of each."""
-        return np.array([count for _, count in self.of], np.int64) if self.of else self.rows
-
 
 NONE_POOLED = PooledRows([], np.zeros(0, np.int64))
 
@@ -52,7 +47,7 @@ def find_pooled(batch: ScheduledBatch, slots: SlotTable) -> PooledRows:
 
 
 def count_pooled(batch: ScheduledBatch, slots: SlotTable) -> None:
-    """The step is launched, and its computed tokens are not counted yet: count those that it pools."""
+    """Count the tokens that a launched step pools, before its computed ones are counted."""
     batch.pooled = find_pooled(batch, slots).of
     for seq, count in batch.pooled:
         assert seq.pooled is not None
@@ -67,10 +62,10 @@ def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
 
 
 def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
-    """Hand its first pending token to a sequence that has a Forcing; whether it ends with that.
+    """Hand its first pending token, and all that is forced then, to a sequence; whether it ends with that.
 
-    All that is forced then is appended. If it goes on with others than launched steps have sampled, what they
-    computed behind the last right one does not count, and its slot is as given anew.
+    If it goes on with others than launched steps have sampled, what they computed behind the last right one
+    does not count, and its slot is written anew.
     """
     num_known, num_forced = len(seq.token_ids), len(seq.forced)
     is_other = num_forced > 0 and seq.forced[0] != token_id
@@ -99,7 +94,7 @@ def sampled_as(seq: Sequence) -> int | None:
 
 
 def _is_sampled(seq: Sequence) -> bool:
-    """Whether forced tokens are sampled too, from themselves alone: their log probabilities are wanted."""
+    """Whether forced tokens are sampled, from themselves alone: their log probabilities are wanted."""
     return seq.sample_top != NOT_WANTED
 
 
@@ -109,10 +104,7 @@ NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
-    """Collect the edits of the sequences that sample in this step; None if there are none.
-
-    The second: the masks of grammars among them, which are still to be computed; None where there are none.
-    """
+    """Collect the edits of the sequences that sample, and which of their masks are still to be computed."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
@@ -146,26 +138,29 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     return edits, StepMasks(matchers, edits.token_masks[len(parts.masks) :])
 
 
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class StepBatch:
-    """The tokens of one step, sequence after sequence, as numpy arrays.
+    """The tokens of one step, sequence after sequence. All arrays are int64 but block_tables.
 
-    token_ids: [tokens] int64.  positions: [tokens] int64, each token's place in its sequence.
-    slot_mapping: [tokens] int64, block_id * block_size + offset, where its keys and values go.
-    sample_rows: [samples] int64, the rows whose logits are wanted.
-    block_tables: [seqs, max_blocks] int32.  context_lens, query_lens: [seqs] int64, the tokens each sequence
-    has once this step is computed, and how many of them are in it.
-    pending_rows, pending_samples: [pending] int64, the rows whose token was not known when the step was
-    built, and which sample of the step launched before is that token. token_ids holds anything there.
-    slots, generations: [seqs] int64, the slot of each sequence and the number of its giving, as in SlotTable;
-    empty in steps that are no scheduler's.
-    sample_tops: [samples] int64, how many of the most likely tokens' log probabilities are wanted beside that
-    of each sampled one, NOT_WANTED where none is; empty if none is of any.
-    copy_from, copy_to: [copied] int64, slots whose keys and values are copied first; none is in both.
-    scored_rows, scored_token_ids, scored_tops: [scored] int64, rows whose distribution says how likely the
-    given token was, and the same of it.
-    pooled_rows: [pooled] int64, rows whose hidden states are pooled, those of a sequence one after another.
-    pooled_counts: [pooled seqs] int64, how many of each.
+    token_ids, positions: [tokens], a token and its place in its sequence.
+    slot_mapping: [tokens], block_id * block_size + offset, where its keys and values go.
+    sample_rows: [samples], the rows whose logits are wanted.
+    block_tables: [seqs, max_blocks] int32.
+    context_lens, query_lens: [seqs], the tokens that each has after this step, and how many are in it.
+    pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and
+    which sample of the step launched before is that token. token_ids holds anything there.
+    slots, generations: [seqs], as in SlotTable; empty in steps that are no scheduler's.
+    sample_tops: [samples], how many of the most likely tokens' log probabilities are wanted beside that of
+    each sampled one, NOT_WANTED where none is; empty if none is of any.
+    scored_rows, scored_token_ids, scored_tops: [scored], rows whose distribution says how likely the given
+    token was, and the same of it.
+    pooled_rows: [pooled], rows whose hidden states are pooled, those of a sequence one after another.
+    pooled_counts: [pooled seqs], how many of each.
+    copy_from, copy_to: [copied], slots whose keys and values are copied first; none is in both.
     """
 
     token_ids: NDArray[np.int64]
@@ -175,18 +170,18 @@ class StepBatch:
     block_tables: NDArray[np.int32]
     context_lens: NDArray[np.int64]
     query_lens: NDArray[np.int64]
-    pending_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    sample_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    scored_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    scored_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    pooled_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    pooled_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    copy_from: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    copy_to: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pending_rows: NDArray[np.int64] = field(default_factory=_none)
+    pending_samples: NDArray[np.int64] = field(default_factory=_none)
+    slots: NDArray[np.int64] = field(default_factory=_none)
+    generations: NDArray[np.int64] = field(default_factory=_none)
+    sample_tops: NDArray[np.int64] = field(default_factory=_none)
+    scored_rows: NDArray[np.int64] = field(default_factory=_none)
+    scored_token_ids: NDArray[np.int64] = field(default_factory=_none)
+    scored_tops: NDArray[np.int64] = field(default_factory=_none)
+    pooled_rows: NDArray[np.int64] = field(default_factory=_none)
+    pooled_counts: NDArray[np.int64] = field(default_factory=_none)
+    copy_from: NDArray[np.int64] = field(default_factory=_none)
+    copy_to: NDArray[np.int64] = field(default_factory=_none)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -230,7 +225,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         scored_token_ids=scored.token_ids,
         scored_tops=scored.tops,
         pooled_rows=pooled.rows,
-        pooled_counts=pooled.counts,
+        pooled_counts=np.array([count for _, count in pooled.of], np.int64),
         copy_from=copy_from,
         copy_to=copy_to,
     )
@@ -251,9 +246,5 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     rows = batch.sampling_slots
     position = slots.num_tokens[rows]
     edits, masks = build_logit_edits(batch, slots)
-    return SamplingBatch(
-        values=slots.sampling.take(rows),  # of a structured array a tenth of indexing's time
-        position=position.astype(np.uint64),
-        edits=edits,
-        masks=masks,
-    )
+    values = slots.sampling.take(rows)  # of a structured array a tenth of indexing's time
+    return SamplingBatch(values, position.astype(np.uint64), edits, masks)

@@ -1,8 +1,7 @@
 """Compiler: from what a request asks of its text to a compiled grammar, by llguidance.
 
-A grammar compiles in about a millisecond and its masks are computed as they are needed, so that nothing is
-done ahead for a vocabulary. What it cannot enforce exactly it refuses, and a completion never holds what
-its schema forbids. Source: https://github.com/guidance-ai/llguidance.
+A grammar compiles in about a millisecond, its masks as they are needed. What cannot be enforced exactly is
+refused. Source: https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameter_values import NAME, StructuredOutputsParams
+from engine.sampling.structured_params import NAME, StructuredOutputsParams
 from engine.structured.matcher import MAX_MASK_S, SMALL_VOCABULARY, Matcher, Vocabulary, fill_masks
 
 if TYPE_CHECKING:
@@ -30,53 +29,40 @@ _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
-def portable(pattern: str) -> str:
-    """The pattern for a whole text, with classes that every dialect reads alike.
+#: An escape, a bracket that opens with what belongs to it, or a character.
+_PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 
-    Anchors at the ends say what is meant anyway. What is no valid pattern stays none.
-    """
+
+def portable(pattern: str) -> str:
+    """The pattern with classes that every dialect reads alike. What is no valid pattern stays none."""
     parts: list[str] = []
     negated: list[bool] = []  # of the bracketed classes that are open, whether their sense is turned
-    place = 0
-    while place < len(pattern):
-        char = pattern[place]
-        width = 1
-        if char == "\\":
-            part, width = _escape(pattern[place : place + 2], negated)
-        elif char == "[":
-            is_negated = pattern[place + 1 : place + 2] == "^"
-            outer = negated[-1] if negated else False
-            negated.append(outer != is_negated)
-            # a bracket that comes first is a character of the class
-            width = 2 if is_negated else 1
-            part = pattern[place : place + width]
-            if pattern[place + width : place + width + 1] == "]":
-                part, width = part + r"\]", width + 1
-        elif char == "]" and negated:
+    for part in _PARTS.findall(pattern):
+        if part[0] == "\\":
+            part = _escape(part, negated)
+        elif part[0] == "[":
+            negated.append((bool(negated) and negated[-1]) != ("^" in part))
+            part = part.replace("]", r"\]")  # one that comes first is a character of the class
+        elif part == "]" and negated:
             negated.pop()
-            part = char
-        else:
-            part = char
         parts.append(part)
-        place += width
     return "".join(parts)
 
 
-def _escape(escape: str, negated: list[bool]) -> tuple[str, int]:
+def _escape(escape: str, negated: list[bool]) -> str:
     name = escape[1:]
     if name.lower() not in _LEAST:
-        return ({"\\Z": r"\z", "\\/": "/"}.get(escape, escape), len(escape))
-    turned = negated[-1] if negated else False
-    is_complement = name.isupper()
+        return {"\\Z": r"\z", "\\/": "/"}.get(escape, escape)
+    is_complement, turned = name.isupper(), bool(negated) and negated[-1]
     characters = (_MOST if is_complement != turned else _LEAST)[name.lower()]
-    if negated and not is_complement:
-        return characters, 2
-    return (f"[^{characters}]" if is_complement else f"[{characters}]"), 2
+    if is_complement:
+        return f"[^{characters}]"
+    return characters if negated else f"[{characters}]"
 
 
 MAX_REASON_CHARS = 300
 
-#: One blank, or a line break and what it is indented by: no more between two parts of a JSON text.
+#: Between two parts of a JSON text: one blank, or a line break and what it is indented by.
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 
 #: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
@@ -97,8 +83,10 @@ class Compiler:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, tokenizer: str, num_tokens: int, eos_token_ids: list[int]) -> None:
-        """tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: those that end a text, and are no
-        part of it. Takes up to a second. Raises InvalidSampling for a vocabulary that cannot be served."""
+        """Take up to a second to read a vocabulary. Raises InvalidSampling for one that cannot be served.
+
+        tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: those that end a text.
+        """
         from llguidance import LLTokenizer
 
         try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
 from engine.sampling.logit_edits import allowed_mask
-from engine.sampling.parameter_values import NAME, NAMES, StructuredOutputsParams
 from engine.sampling.sampling_params import SamplingParams
+from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.matcher import Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
@@ -21,14 +22,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-#: Seconds that a form may take.
-LIMIT_S = 5.0
-
-#: The same of reading the vocabulary.
-BEGIN_LIMIT_S = 60.0
-
-#: Of a process, beside the vocabulary. Grammars take some 40 MB.
-MEMORY_BYTES = 256 << 20
+LIMIT_S = 5.0  # that a form may take
+BEGIN_LIMIT_S = 60.0  # that reading the vocabulary may take
+MEMORY_BYTES = 256 << 20  # of a process, beside the vocabulary; grammars take some 40 MB
+MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
+NUM_THREADS = 2  # a form that takes long leaves one for those of others
 
 _VOCABULARY = "engine.structured.trial_child:read_vocabulary"
 _FORM = "engine.structured.trial_child:try_form"
@@ -38,51 +36,35 @@ class NotTried(InvalidSampling):
     """Raised when there is no process in which a form could be tried: no fault of the form's."""
 
 
-class Trials:
-    """As many processes as threads that ask at once. vocabulary: the arguments of their Compiler."""
+def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
+    try:
+        child.ask(_VOCABULARY, vocabulary, Limits(BEGIN_LIMIT_S))
+    except ChildFailed as error:
+        raise _not_tried(error) from None
 
-    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
-        self._vocabulary = vocabulary
-        self._pool = Pool(self._begin)
 
-    def grammar_of(self, spec: StructuredOutputsParams) -> str:
-        """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
-        form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
-        try:
-            limits = Limits(LIMIT_S, MEMORY_BYTES)
-            reply, _ = self._pool.call(lambda child: child.ask(_FORM, form, limits))
-        except ChildFailed as error:
-            raise unusable(spec, f"whose compilation {error}") from None
-        except OSError as error:
-            raise _not_tried(error) from None
-        if "refused" in reply:
-            raise InvalidSampling(*reply["refused"])
-        return str(reply["grammar"])
-
-    def _begin(self, child: Child) -> None:
-        try:
-            child.ask(_VOCABULARY, self._vocabulary, Limits(BEGIN_LIMIT_S))
-        except ChildFailed as error:
-            raise _not_tried(error) from None
-
-    def close(self) -> None:
-        """End the processes; a thread that waits for one learns of it."""
-        self._pool.close(kill=True)
+def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
+    """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
+    form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
+    try:
+        reply, _ = children.call(lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES)))
+    except ChildFailed as error:
+        raise unusable(spec, f"whose compilation {error}") from None
+    except OSError as error:
+        raise _not_tried(error) from None
+    if "refused" in reply:
+        raise InvalidSampling(*reply["refused"])
+    return str(reply["grammar"])
 
 
 def _not_tried(error: Exception) -> NotTried:
     return NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error))
 
 
-MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
-NUM_THREADS = 2  # a form that takes long leaves one for those of others
-
-
 class Grammars:
     """The grammars of a model's tokenizer. For any number of threads.
 
     A form that is new is tried in a process apart, and compiled here once it has survived that.
-    Importing this needs no llguidance; the first grammar does.
     """
 
     def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -94,22 +76,21 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
-        self._started: tuple[Compiler, Trials] | None = None
+        self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
         self._lock = Lock()  # of the two below: the engine's thread takes it, and nothing under it takes time
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Have the grammar compiled, if there is one; who holds the future does not wait in `matchers` once
-        it is done. It raises InvalidSampling."""
+        """Have the grammar compiled, if there is one. The future raises InvalidSampling; hold it until
+        `matchers` is called."""
         spec = params.structured_outputs
         return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
 
     def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
-        """Return a matcher for each completion of a request, or None for free text.
+        """Return a matcher for each completion of a request, or None for free text. Raises InvalidSampling.
 
-        end_token_ids: every id that ends the completion. Raises InvalidSampling where a grammar cannot be
-        compiled.
+        end_token_ids: every id that ends the completion.
         """
         found = self.prepare(params)
         if found is None:
@@ -119,12 +100,8 @@ class Grammars:
         except InvalidSampling as error:
             raise InvalidSampling(*error.args) from None  # that one is for all who ask
         assert self._started is not None
-        shared = (
-            compiled,
-            self._started[0].vocabulary,
-            end_token_ids,
-            allowed_mask(params, self._vocab_size),
-        )
+        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params, self._vocab_size)
+        shared = compiled, vocabulary, end_token_ids, allowed
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def close(self) -> None:
@@ -132,7 +109,7 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             if self._started is not None:
-                self._started[1].close()
+                self._started[1].close(kill=True)  # a thread that waits for one learns of it
 
     def _find(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
@@ -148,29 +125,27 @@ class Grammars:
         return found
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
-        compiler, trials = self._start()
+        compiler, children = self._start()
         try:
-            return compiler.compile(spec, trials.grammar_of(spec))
+            return compiler.compile(spec, _tried(spec, children))
         except NotTried:
             with self._lock:  # so that the next one who asks tries it again
                 self._known.pop(spec, None)
                 self._latest.pop(spec, None)
             raise
 
-    def _start(self) -> tuple[Compiler, Trials]:
+    def _start(self) -> tuple[Compiler, Pool]:
         """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""
         with self._starting:
             if self._started is None:
                 vocabulary = self._vocabulary()
-                self._started = Compiler(**vocabulary), Trials(vocabulary)
+                self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started
 
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments of a Compiler."""
         if self._backend is None:
-            raise InvalidSampling(
-                f"{NAME} needs a tokenizer of the tokenizers package, which this model has not"
-            )
+            raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return {
             "tokenizer": self._backend.to_str(),

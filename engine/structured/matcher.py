@@ -27,10 +27,10 @@ MAX_THREADS = 4
 class Vocabulary:
     """What matchers of one tokenizer share.
 
-    num_words: of a mask. eos_words: [some] int64, the words of a mask that hold tokens which end a text.
-    eos_bits: [some] int32, those. without_text: ids that stand for no text. encode: text to token ids, of
-    which the text can be made again. is_canonical: whether a text's tokens are the same whoever splits it, so
-    that text which must come has tokens that must come. executor: llguidance's threads, None for a small one.
+    num_words: of a mask. eos_words: [some] int64, the words of a mask that hold tokens which end a text;
+    eos_bits: [some] int32, these. without_text: ids that stand for no text. encode: text to token ids.
+    is_canonical: text that must come has tokens that must come. executor: llguidance's threads, None for a
+    small vocabulary.
     """
 
     num_words: int
@@ -62,14 +62,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """The state of a grammar behind the tokens that are known.
-
-    A sequence that is preempted keeps its known tokens, and so this its state.
-    """
-
-    __slots__ = (
-        "_ends", "_fresh", "allowed", "end_mask", "error", "is_suspect", "machine", "vocabulary"
-    )  # fmt: skip
+    """The state of a grammar behind the tokens that are known. Preemption changes nothing of it."""
 
     def __init__(
         self,
@@ -81,8 +74,7 @@ class Matcher:
     ) -> None:
         """machine: at the text's beginning, this matcher's own. fresh: the same, of the grammar.
 
-        end_token_ids: every id that ends the completion. allowed: [words] int32, the tokens that the request
-        allows at all; None for every one.
+        end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
         """
         self.machine, self._fresh, self.vocabulary = machine, fresh, vocabulary
         self._ends = end_token_ids & vocabulary.without_text
@@ -105,9 +97,9 @@ class Matcher:
         return bool(self.machine.is_stopped() and self.machine.is_accepting())
 
     def accept(self, token_id: int) -> None:
-        """Learn the next token. Raises GrammarFailed for one that cannot stand there, and for a negative one.
+        """Learn the next token, which changes nothing where it ends the completion and stands for no text.
 
-        A token that ends the completion and stands for no text changes nothing.
+        Raises GrammarFailed for one that cannot stand there, and for a negative one.
         """
         if token_id in self._ends:
             return
@@ -120,11 +112,6 @@ class Matcher:
         """Whether a text is a whole one of the grammar, whatever is known so far."""
         machine = self._fresh.deep_copy()
         return bool(machine.consume_tokens(self.vocabulary.encode(text)) and machine.is_accepting())
-
-    @property
-    def may_force(self) -> bool:
-        """Whether `forced` ever names a token."""
-        return self.vocabulary.is_canonical
 
     def forced(self) -> list[int]:
         """The tokens that must come next, whatever is sampled; [] where one of several may, or the end."""
@@ -188,11 +175,7 @@ class StepMasks:
     masks: NDArray[np.int32]
 
     def fill(self) -> None:
-        """Compute them.
-
-        Where they take too long all together, those of their rows that go on are computed one by one from
-        then on, to see whose does.
-        """
+        """Compute them; one by one from then on where they take too long together, to see whose does."""
         one_by_one = any(each.is_suspect for each in self.matchers)
         start = time.monotonic()
         fill_masks(self.matchers, self.masks, one_by_one=one_by_one)
@@ -201,8 +184,7 @@ class StepMasks:
                 matcher.is_suspect = True
 
 
-#: One alone is left to the mask: what a chunk costs its step is more than it saves.
-MIN_TOKENS = 2
+MIN_TOKENS = 2  # one alone is left to the mask: a chunk costs its step more than it saves
 
 
 class JumpAhead:
@@ -214,10 +196,8 @@ class JumpAhead:
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
-        """None where there is no grammar, or none that can say; where a forced token may be banned, which its
-        row has to hear of; and where log probabilities are wanted, which are known of what is computed alone.
-        """
-        if matcher is None or not matcher.may_force:
+        """None where no grammar can say, a forced token may be banned, or log probabilities are wanted."""
+        if matcher is None or not matcher.vocabulary.is_canonical:
             return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens
         if may_ban or params.logprobs is not None:

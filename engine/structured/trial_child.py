@@ -1,14 +1,11 @@
-"""What a child does that tries forms: for each one its grammar, or why there is none.
-
-It ends at the first form that overruns its stack or its memory, and then nobody else does.
-"""
+"""What a child does that tries forms: for each one its grammar, or why there is none."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameter_values import StructuredOutputsParams
+from engine.sampling.structured_params import StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
 from sandbox.child import Worker, unlimited_memory
 

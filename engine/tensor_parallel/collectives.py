@@ -16,8 +16,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ex
 from engine.errors import CollectiveFailed
 from engine.layers.parallel import TensorParallel
 
-__all__ = ["ProcessGroupParallel", "TCPStore", "join_ranks", "leave_ranks", "open_store"]
-
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 TIMEOUT = timedelta(minutes=30)  # the driver notices a rank that ends long before, and ends the others

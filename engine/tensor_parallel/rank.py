@@ -7,8 +7,6 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -20,15 +18,7 @@ from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
-from engine.tensor_parallel.messages import (
-    Channel,
-    Kind,
-    encode,
-    pack_json,
-    pack_tokens,
-    unpack_json,
-    unpack_step,
-)
+from engine.tensor_parallel.messages import Channel, Kind, encode
 
 
 def main(descriptor: int) -> NoReturn:
@@ -38,11 +28,9 @@ def main(descriptor: int) -> NoReturn:
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        order = unpack_json(channel.receive().arrays)
+        order = channel.receive().value
         runner = _start(order)
-        size = runner.pool_size
-        facts = {"backend_name": runner.backend_name, "has_graphs": runner.has_graphs}
-        channel.send(encode(Kind.READY, pack_json({"pool_size": asdict(size), **facts})))
+        channel.send(encode(Kind.READY, (runner.pool_size, runner.backend_name, runner.has_graphs)))
         _serve(channel, runner, order["rank"])
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:
@@ -55,11 +43,10 @@ def main(descriptor: int) -> NoReturn:
 
 def _start(order: dict[str, Any]) -> ModelRunner:
     """Join the other ranks and load this one's share. order: what RankGroup puts into START."""
-    rank, config = order["rank"], EngineConfig(**order["config"])
+    rank, config, folder = order["rank"], EngineConfig(**order["config"]), order["folder"]
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
     torch.set_num_threads(order["num_threads"])
-    folder = Path(order["folder"])
     model = read_model_config(folder)
     tp = join_ranks(rank, config.tensor_parallel_size, order["port"], torch.device(config.device))
     return ModelRunner(config, model, folder, tp)
@@ -68,7 +55,7 @@ def _start(order: dict[str, Any]) -> ModelRunner:
 def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
     with _answering(channel) as answers:
         while (message := channel.receive()).kind is Kind.STEP:
-            tokens = runner.launch(*unpack_step(message.arrays))
+            tokens = runner.launch(*message.value)
             if rank == 0:
                 answers.put(tokens)
 
@@ -84,7 +71,7 @@ def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
     def send_all() -> None:
         try:
             while (tokens := answers.get()) is not None:
-                channel.send(encode(Kind.TOKENS, pack_tokens(tokens.wait(), tokens.logprobs, tokens.pooled)))
+                channel.send(encode(Kind.TOKENS, (tokens.wait(), tokens.logprobs, tokens.pooled)))
         except Exception as error:  # noqa: BLE001  # as in main
             _give_up(channel, error)
 
@@ -100,5 +87,5 @@ def _give_up(channel: Channel, error: Exception) -> NoReturn:
     if not isinstance(error, (ConfigError, CollectiveFailed)):
         traceback.print_exception(error)
     with suppress(OSError):
-        channel.send(encode(Kind.ERROR, pack_json({"type": type(error).__name__, "text": str(error)})))
+        channel.send(encode(Kind.ERROR, (type(error).__name__, str(error))))
     os._exit(1)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,41 +30,27 @@ from engine.run.device import resolve_device
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
-from engine.tensor_parallel.collectives import TCPStore, open_store
-from engine.tensor_parallel.messages import (
-    Array,
-    Channel,
-    Kind,
-    Message,
-    encode,
-    pack_json,
-    pack_step,
-    unpack_json,
-    unpack_tokens,
-)
+from engine.tensor_parallel.collectives import open_store
+from engine.tensor_parallel.messages import Channel, Kind, Message, encode
 
-# multiprocessing's spawn would run the caller's main module again in each rank and pickle what it sends
+# multiprocessing's spawn would run the caller's main module again in each rank
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
-    "descriptor, driver_pid, by_main_thread = map(int, sys.argv[1:4]); "
-    "from engine.tensor_parallel.lifeline import hold; "
-    "hold(descriptor, driver_pid=driver_pid, by_main_thread=bool(by_main_thread)); "
+    "import sys; sys.path[:] = sys.argv[3:]; descriptor, driver_pid = map(int, sys.argv[1:3]); "
+    "from engine.tensor_parallel.lifeline import hold; hold(descriptor, driver_pid=driver_pid); "
     "from engine.tensor_parallel.rank import main; main(descriptor)"
 )
 REAP_TIMEOUT_S = 10.0
 
 
 class RankProcess:
-    """Starts one rank. It ends with the driver, on `stop` and `wait`, or on `kill`."""
+    """Starts one rank. It ends with the driver, on a STOP, or on `kill`."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         """timeout_s: how long the rank may leave a message unread."""
         self.rank = rank
         driver_end, rank_end = socket.socketpair()
-        by_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = map(str, (rank_end.fileno(), os.getpid(), int(by_main_thread), *sys.path))
+        arguments = map(str, (rank_end.fileno(), os.getpid(), *sys.path))
         with rank_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
@@ -87,17 +72,13 @@ class RankProcess:
             status = self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "it closed its channel"
-        return (
-            f"it was killed by {_signal_name(-status)}" if status < 0 else f"it exited with status {status}"
-        )
+        if status >= 0:
+            return f"it exited with status {status}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"it was killed by {known.get(-status, f'signal {-status}')}"
 
-    def stop(self, message: bytes) -> None:
-        """Ask the rank to end, if it still listens."""
-        with suppress(OSError):
-            self.channel.send(message)
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (time.monotonic()); kill the rank then."""
+    def stop(self, deadline: float) -> None:
+        """Wait until `deadline` (time.monotonic()) for the end that was asked for; kill the rank then."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
@@ -110,13 +91,6 @@ class RankProcess:
         self.channel.close()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 START_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
 STEP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
@@ -125,33 +99,29 @@ BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that br
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a rank that cannot go on; error_type is a class name, or None for one that died."""
+    """What is known of a rank that cannot go on. is_victim: it only noticed that another one is gone."""
 
-    rank: int
-    error_type: str | None
-    text: str
+    error: EngineError
+    is_victim: bool = False
 
-    @property
-    def may_be_anothers(self) -> bool:
-        """Whether this rank only noticed that another one is gone."""
-        return self.error_type == CollectiveFailed.__name__
-
-    def as_error(self) -> EngineError:
-        """The error to raise: the same ConfigError that one process would raise, else RankFailed."""
-        kind = getattr(errors, self.error_type or "", None)
+    @classmethod
+    def reported(cls, rank: int, error_type: str, text: str) -> Failure:
+        """What a rank has said: the same ConfigError that one process would raise, else RankFailed."""
+        kind = getattr(errors, error_type, None)
         if isinstance(kind, type) and issubclass(kind, ConfigError):
-            return kind(f"rank {self.rank}: {self.text}")
-        return RankFailed(self.rank, f"{self.error_type}: {self.text}" if self.error_type else self.text)
+            return cls(kind(f"rank {rank}: {text}"))
+        failed = RankFailed(rank, f"{error_type}: {text}")
+        return cls(failed, is_victim=error_type == CollectiveFailed.__name__)
 
 
 class RankTokens(PendingTokens):
-    """The tokens that rank 0 will send."""
+    """The tokens that rank 0 will send for the step of this number among those launched, from 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        """number: of the step among those launched, from 0."""
         self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
+        token_ids: NDArray[np.int64]
         token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
         return token_ids
 
@@ -180,16 +150,17 @@ class RankGroup:
         self._num_answered = 0
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._store: TCPStore | None = None
+        self._store: Any = None  # where the ranks meet
         try:
             self._store = open_store()
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
                 self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
+            self.pool_size: PoolSize
+            self.backend_name: str
+            self.has_graphs: bool
             facts = self._start(config, folder, devices, start_timeout_s)
-            self.pool_size = PoolSize(**facts["pool_size"])
-            self.backend_name: str = facts["backend_name"]
-            self.has_graphs: bool = facts["has_graphs"]
+            self.pool_size, self.backend_name, self.has_graphs = facts
         except BaseException:
             self._kill()
             raise
@@ -207,71 +178,57 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
         with self._ending_on_failure():
-            self._send_step(step, sampling)
+            message = encode(Kind.STEP, (step, replace(sampling, edits=sampling.ready_edits(), masks=None)))
+            for rank in self._ranks:
+                self._send(rank, message)
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(
-        self, number: int
-    ) -> tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]:
-        """Wait for that step's tokens, [samples] int64, and all else of PendingTokens; drop earlier ones'.
+    def receive_tokens(self, number: int) -> Any:
+        """Wait for the value of that step's TOKENS; drop those of earlier ones, which were withdrawn.
 
-        Nobody waits for the tokens of a step that was withdrawn, and rank 0 sends them all the same. Raises
-        RankFailed.
+        Raises RankFailed.
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                arrays = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                tokens = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
                 self._num_answered += 1
-        return unpack_tokens(arrays)
+        return tokens
 
     def close(self) -> None:
         """End the ranks, by asking if they still work. A second call does nothing."""
         message = encode(Kind.STOP)
         for rank in self._ranks:
-            rank.stop(message)
+            with suppress(OSError):
+                rank.channel.send(message)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for rank in self._ranks:
-            rank.wait(deadline)
+            rank.stop(deadline)
         self._kill()
 
-    def _start(
-        self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
-    ) -> dict[str, Any]:
+    def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
         """Tell each rank what it is, and wait until all have loaded their share. What rank 0 says of it."""
         assert self._store is not None
         order = {
-            "folder": str(folder.resolve()),
+            "folder": folder.resolve(),
             "port": self._store.port,
             "num_threads": max(1, torch.get_num_threads() // len(devices)),
         }
         for rank, device in zip(self._ranks, devices, strict=True):
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
-            self._send(rank, encode(Kind.START, pack_json(own)))
-        ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
-        return unpack_json(ready[0])
+            self._send(rank, encode(Kind.START, own))
+        return self._await(set(range(len(devices))), Kind.READY, timeout_s)[0]
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on whatever is raised inside, and keep it for later calls.
-
-        Also on a KeyboardInterrupt: half a message, or an answer nobody waits for, cannot be mended.
-        """
+        """End all ranks on whatever is raised inside, also a KeyboardInterrupt; keep it for later calls."""
         try:
             yield
         except BaseException as error:
-            self._failure = (
-                error
-                if isinstance(error, EngineError)
-                else RankFailed(0, f"its step was interrupted by {error!r}")
-            )
+            interrupted = RankFailed(0, f"its step was interrupted by {error!r}")
+            self._failure = error if isinstance(error, EngineError) else interrupted
             self._kill()
             raise
-
-    def _send_step(self, step: StepBatch, sampling: SamplingBatch) -> None:
-        message = encode(Kind.STEP, pack_step(step, sampling))
-        for rank in self._ranks:
-            self._send(rank, message)
 
     def _send(self, rank: RankProcess, message: bytes) -> None:
         try:
@@ -281,13 +238,13 @@ class RankGroup:
         except OSError:
             raise self._blame(self._read_failure(rank)) from None
 
-    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, list[Array]]:
-        """Wait for a message of this kind from each of these ranks; return their arrays by rank.
+    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Any]:
+        """Wait for a message of this kind from each of these ranks; return their values by rank.
 
         Raises the error of a rank that fails meanwhile, whichever it is, or RankFailed after timeout_s.
         """
         deadline = time.monotonic() + timeout_s
-        received: dict[int, list[Array]] = {}
+        received: dict[int, Any] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
                 raise RankFailed(
@@ -298,7 +255,7 @@ class RankGroup:
                 if isinstance(found, Failure):
                     raise self._blame(found)
                 assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
-                received[rank.rank] = found.arrays
+                received[rank.rank] = found.value
         return received
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
@@ -311,12 +268,11 @@ class RankGroup:
         try:
             message = rank.channel.receive()
         except (EOFError, OSError):
-            failure = Failure(rank.rank, None, rank.describe_end())
+            failure = Failure(RankFailed(rank.rank, rank.describe_end()))
         else:
             if message.kind is not Kind.ERROR:
                 return message
-            report = unpack_json(message.arrays)
-            failure = Failure(rank.rank, report["type"], report["text"])
+            failure = Failure.reported(rank.rank, *message.value)
         self._selector.unregister(rank.channel)
         return failure
 
@@ -329,12 +285,12 @@ class RankGroup:
     def _blame(self, found: Failure) -> EngineError:
         """The error of the rank that failed first: one with a broken collective may only be its victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
-        while found.may_be_anothers and self._selector.get_map() and time.monotonic() < deadline:
+        while found.is_victim and self._selector.get_map() and time.monotonic() < deadline:
             for rank in self._readable(deadline):
                 other = self._read(rank)
-                if isinstance(other, Failure) and not other.may_be_anothers:
+                if isinstance(other, Failure) and not other.is_victim:
                     found = other
-        return found.as_error()
+        return found.error
 
     def _kill(self) -> None:
         """End what still runs and give the port back."""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def read_template(folder: Path, name: str | None) -> str | None:
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """All templates by their names: from files of their own, else tokenizer_config.json, else the file that
-    processors of images once had. The first of these that has any has all."""
+    """All templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")}
     if (folder / FILE).is_file():
         found[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
@@ -55,13 +55,10 @@ def _read_templates(folder: Path) -> dict[str, str]:
             if isinstance(content, str):
                 found = {DEFAULT: content}
             else:
-                pairs = content.items() if isinstance(content, dict) else map(_pair, content)
-                found = {str(key): str(template) for key, template in pairs}
+                if not isinstance(content, dict):
+                    content = {entry["name"]: entry["template"] for entry in content}
+                found = {str(key): str(template) for key, template in content.items()}
     return found
-
-
-def _pair(entry: dict[str, str]) -> tuple[str, str]:
-    return entry["name"], entry["template"]
 
 
 def read_variables(template: str) -> frozenset[str] | None:
@@ -79,10 +76,9 @@ def read_variables(template: str) -> frozenset[str] | None:
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
-    """`chat_template_kwargs`, {} for None. Raises InvalidPrompt for what a template cannot be given.
+    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for what a template cannot be given.
 
-    variables: what it reads, None where that is not known. One that it does not read would change nothing,
-    in silence.
+    variables: what it reads, None where that is not known.
     """
     if given is None:
         return {}
@@ -100,9 +96,7 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
 
 
 def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
-    """Return `tools`, or None for an empty list.
-
-    Raises InvalidPrompt unless they are functions in OpenAI's shape.
+    """Return `tools`, None for an empty list. Raises InvalidPrompt unless they are OpenAI's functions.
 
     taken: whether the template writes tools into its text.
     """
@@ -147,10 +141,10 @@ def _check_part(part: object, i: int) -> None:
 
 
 def for_template(messages: Messages) -> Messages:
-    """The messages as templates expect them where OpenAI's shape is another.
+    """The messages as templates expect them where OpenAI's shape is another. Raises InvalidPrompt.
 
     The arguments of a tool call are an object, not its JSON; an assistant's message with calls and without
-    a content has an empty one; and its `reasoning` is `reasoning_content` too. Raises InvalidPrompt.
+    a content has an empty one; and its `reasoning` is `reasoning_content` too.
     """
     return [_for_template(message, i) for i, message in enumerate(messages)]
 
@@ -189,23 +183,22 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
+HELLO = [{"role": "user", "content": "text"}]
+
+
 def takes_tools(render: Callable[..., str]) -> bool:
     """Whether a template writes tools into its text."""
-    hello = [{"role": "user", "content": "text"}]
     function = {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}}
-    try:
-        return render(hello, tools=[{"type": "function", "function": function}]) != render(hello)
-    except Exception:  # noqa: BLE001 - whatever a template raises, it does not take them
-        return False
+    with suppress(Exception):  # whatever a template raises, it does not take them
+        return render(HELLO, tools=[{"type": "function", "function": function}]) != render(HELLO)
+    return False
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool:
     """Whether a template reads a content that is a list of parts as it reads the same content as a text."""
-    try:
-        parts = render([{"role": "user", "content": [{"type": "text", "text": "text"}]}])
-        return parts == render([{"role": "user", "content": "text"}])
-    except Exception:  # noqa: BLE001 - whatever a template raises, it does not take them
-        return False
+    with suppress(Exception):  # as above
+        return render([{"role": "user", "content": [{"type": "text", "text": "text"}]}]) == render(HELLO)
+    return False
 
 
 def with_joined_parts(messages: Messages) -> Messages:

@@ -18,7 +18,7 @@ UNLIKE: Tails = ([], ())
 
 
 class Continuations:
-    """Tokenizes them for any number of threads at once."""
+    """Tokenizes what stands behind prompts, for any number of threads at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,13 +72,6 @@ class Continuations:
             if sum(map(len, key[1])) <= MAX_CHARS:
                 self._remembered[key] = found
         return found
-
-
-def check_tails(tails: tuple[Tail, ...]) -> None:
-    """Raise InvalidPrompt for a continuation that has no token of its own."""
-    for number, (token_ids, first) in enumerate(tails):
-        if len(token_ids) <= first:
-            raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
 
 
 def num_common(some: list[int], others: tuple[int, ...]) -> int:
@@ -151,7 +144,9 @@ class PromptReader:
         may stand behind each. Raises InvalidPrompt or PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
-        check_tails(tails)
+        for number, (own, first) in enumerate(tails):
+            if len(own) <= first:
+                raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
         longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
         whole = self._max_model_len - SCORED_ROOM
         if truncate_prompt_tokens is not None:

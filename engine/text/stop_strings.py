@@ -12,9 +12,8 @@ class IncrementalText:
     """The text of tokens that come one by one, always a prefix of what decoding all of them gives.
 
     Only the tokens behind the last complete character are decoded each time. A trailing replacement character
-    may still become a real one with the next token: it is held back. Where bytes are pieces of a vocabulary
-    (SentencePiece), bytes that make no character undo, in the text of all tokens, complete ones before them;
-    here those stay.
+    may still become a real one with the next token: it is held back. Where bytes are pieces of a vocabulary,
+    bytes that make no character undo, in the text of all tokens, complete ones before them; here those stay.
 
     behind: decodes tokens that stand behind others, where a decoder treats a text's beginning otherwise.
     num_open: replacement characters that the bytes of one incomplete character may be shown as.

@@ -1,74 +1,49 @@
-"""TokenBound: how many tokens a text has at least, known without tokenizing it."""
+"""How many tokens a text has at least, known without tokenizing it: one far too long is refused at once."""
 
 import json
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 NORMALIZERS: tuple[list[dict[str, Any]], ...] = ([], [{"type": "NFC"}])
-MOST_NFC_SAVES = 4  # of so many bytes at least one is left; a test asks Unicode's tables
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
-NUM_CHARS = 0x110000
-NUM_BYTES = 256
-
-Weights = NDArray[np.float64]
 
 
-class TokenBound:
-    """A lower bound for BPE whose tokens stand for all of a text, in bytes or in characters; 0 for others.
+def token_bound(tokenizer: Any) -> Callable[[str], int]:
+    """Return the least number of tokens by text; 0 for all texts where no bound is known.
 
-    If a byte counts 1 / n, n being the length of the longest token that holds it, then no token counts more
-    than 1, and a text has at least as many tokens as its bytes count together. With vocabularies of
-    SentencePiece it is characters that count, and one that is in no token counts as many as it has bytes. A
-    tokenizer that may drop or merge what is in a text (other normalizers, split characters that are removed,
-    tokens that swallow the spaces around them, what no token stands for) has no such bound.
+    tokenizer: a tokenizers.Tokenizer, or None for one of another library.
+    No token stands for more than the longest one does, in bytes or in characters. There is no bound for what
+    is no BPE, nor for a tokenizer that may drop or merge what is in a text: other normalizers, split
+    characters that are removed, tokens that swallow the spaces around them.
     """
+    if tokenizer is None or type(tokenizer.model).__name__ != "BPE":
+        return _no_bound
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return _no_bound
+    pieces = tokenizer.get_vocab(with_added_tokens=False)
+    longest = max(map(len, pieces), default=1)
+    contents = [token.content for token in added]
+    if _keeps_bytes(tokenizer) and byte_alphabet().keys() <= pieces.keys():
+        longest = max([longest, *(len(content.encode()) for content in contents)])
+        normalizer = tokenizer.normalizer
 
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a tokenizers.Tokenizer, or None for one of another library."""
-        self._count: Callable[[str], float] = lambda text: 0.0
-        if tokenizer is None:
-            return
-        added = tokenizer.get_added_tokens_decoder().values()
-        if type(tokenizer.model).__name__ != "BPE" or any(token.lstrip or token.rstrip for token in added):
-            return
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        contents = [token.content for token in added]
-        if _keeps_bytes(tokenizer):
-            self._count = _ByteCount(byte_weights(vocabulary, contents), tokenizer.normalizer)
-        elif _keeps_chars(tokenizer):
-            as_bytes = bool(tokenizer.model.byte_fallback)
-            self._count = _CharCount(char_weights(vocabulary, contents, as_bytes=as_bytes))
+        def bound(text: str) -> int:
+            if normalizer is not None and not text.isascii():
+                text = normalizer.normalize_str(text)
+            return -(-len(text.encode()) // longest)
 
-    def __call__(self, text: str) -> int:
-        """Tokens that `text` has at least, whatever the tokenizer makes of it."""
-        return math.ceil(self._count(text) * (1 - 1e-9))  # rounding must not add a token
-
-
-class _ByteCount:
-    """normalizer: NFC or None."""
-
-    def __init__(self, weights: Weights, normalizer: Any) -> None:
-        self._weights, self._normalizer = weights, normalizer
-
-    def __call__(self, text: str) -> float:
-        content = text.encode(errors="replace")
-        if text.isascii() or self._normalizer is None or self._normalizer.normalize_str(text) == text:
-            counts = np.bincount(np.frombuffer(content, np.uint8), minlength=NUM_BYTES)
-            return float(counts @ self._weights)
-        return len(content) * float(self._weights.min()) / MOST_NFC_SAVES
+        return bound
+    if _keeps_chars(tokenizer, pieces):
+        # a token of its own text may also stand for the space that a normalizer put before it
+        longest = max([longest, *(len(content) + 1 for content in contents)])
+        return lambda text: -(-len(text) // longest)
+    return _no_bound
 
 
-class _CharCount:
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def __call__(self, text: str) -> float:
-        return float(self._weights[_codes(text)].sum())
+def _no_bound(text: str) -> int:
+    return 0
 
 
 def _keeps_bytes(tokenizer: Any) -> bool:
@@ -82,11 +57,16 @@ def _keeps_bytes(tokenizer: Any) -> bool:
     )
 
 
-def _keeps_chars(tokenizer: Any) -> bool:
-    """Whether every character of a text comes out in a token, a space maybe written as another character."""
+def _keeps_chars(tokenizer: Any, pieces: Container[str]) -> bool:
+    """Whether every character of a text comes out in a token, a space maybe written as another character.
+
+    One that is no piece becomes bytes, or it may be dropped and merged with its neighbours.
+    """
     writes_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return (
-        not tokenizer.model.continuing_subword_prefix
+        bool(tokenizer.model.byte_fallback)
+        and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
+        and not tokenizer.model.continuing_subword_prefix
         and not tokenizer.model.end_of_word_suffix
         and all(
             step.get("type") == "Prepend" or step == writes_space for step in _steps(tokenizer.normalizer)
@@ -107,56 +87,6 @@ def _steps(component: Any) -> list[dict[str, Any]]:
     step = json.loads(component.__getstate__())
     found: list[dict[str, Any]] = step.get("normalizers", step.get("pretokenizers", [step]))
     return found
-
-
-def byte_weights(vocabulary: Iterable[str], added: Iterable[str]) -> Weights:
-    """What each byte counts, [256]; all 0 if there is one that no token stands for."""
-    alphabet = byte_alphabet()
-    pieces = set(vocabulary)
-    if not alphabet.keys() <= pieces:
-        return np.zeros(NUM_BYTES)
-    by_char = _longest(pieces)
-    longest = np.zeros(NUM_BYTES)
-    for char, byte in alphabet.items():
-        longest[byte] = by_char[ord(char)]
-    for content in map(str.encode, added):
-        for byte in content:
-            longest[byte] = max(longest[byte], len(content))
-    return np.asarray(1 / longest)
-
-
-def char_weights(vocabulary: Iterable[str], added: Iterable[str], *, as_bytes: bool) -> Weights:
-    """What each character counts, [all of Unicode]. as_bytes: one that is no piece becomes its bytes."""
-    pieces = set(vocabulary)
-    as_bytes = as_bytes and {f"<0x{byte:02X}>" for byte in range(256)} <= pieces
-    longest = _longest(pieces)
-    # a token of its own text may also stand for the space that a normalizer put before it
-    for content in added:
-        codes = _codes(content + SPACE)
-        longest[codes] = np.maximum(longest[codes], len(content) + 1)
-    weights = np.zeros(NUM_CHARS)
-    if as_bytes:
-        weights[:] = 1.0  # at least: each of its bytes is a token
-        found = longest > 0
-    else:
-        found = np.zeros(NUM_CHARS, bool)
-        found[[ord(piece) for piece in pieces if len(piece) == 1]] = True
-    weights[found] = 1 / longest[found]
-    weights[ord(" ")] = min(weights[ord(" ")], weights[ord(SPACE)])
-    return weights
-
-
-def _longest(pieces: Iterable[str]) -> Weights:
-    """The length of the longest piece that holds a character, [all of Unicode]; 0 if none does."""
-    longest = np.zeros(NUM_CHARS)
-    in_order = sorted(pieces, key=len)
-    lengths = np.array([len(piece) for piece in in_order], np.int64)
-    longest[_codes("".join(in_order))] = np.repeat(lengths, lengths)  # of several places the last counts
-    return longest
-
-
-def _codes(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", errors="replace"), np.uint32)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -22,7 +22,7 @@ from engine.text.chat_templates import (
     with_joined_parts,
 )
 from engine.text.stop_strings import IncrementalText, StopStrings
-from engine.text.token_bound import TokenBound
+from engine.text.token_bound import token_bound
 from engine.text.tokenizer_files import load_tokenizer
 
 #: Texts of which one at least is written in ordinary tokens, not in bytes.
@@ -64,7 +64,7 @@ class Tokenizer:
             # In its first call transformers would change what other threads are using.
             backend.no_truncation()
             backend.no_padding()
-        self.min_tokens = TokenBound(backend)
+        self.min_tokens = token_bound(backend)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -113,8 +113,7 @@ class Tokenizer:
         return token_ids
 
     def encode_cut(self, text: str, most: int) -> list[int]:
-        """As transformers' tokenizers encode a text that they cut to so many tokens: what they add to every
-        text stays. Raises InvalidPrompt for one that is no valid Unicode."""
+        """Encode as transformers does where it cuts a text: what it adds to every text stays. As `encode`."""
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
@@ -143,20 +142,11 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         may_end: Callable[[str], bool] | None = None,
     ) -> StopStrings:
-        """A watch for the stop strings of one completion. min_tokens, may_end: as of StopStrings.
-        follows_text: as of `decode`."""
-        decode = partial(
-            self.decode,
+        """Watch for the stop strings of one completion. Arguments are those of StopStrings and `decode`."""
+        text = self.incremental_text(
+            follows_text=follows_text,
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
-        )
-        behind = partial(decode, follows_text=True)
-        is_joined = not skip_special_tokens and not spaces_between_special_tokens
-        text = IncrementalText(
-            behind if follows_text else decode,
-            behind=behind,
-            num_open=self._num_open,
-            joined=self._added_ids if is_joined else (),
         )
         return StopStrings(stop, text, min_tokens=min_tokens, include=include, may_end=may_end)
 
@@ -187,7 +177,7 @@ class Tokenizer:
         """Text of token ids, without special tokens unless they are asked for.
 
         follows_text: text stands before it. Many tokenizers put a space before a text, and take it away from
-        the first of the tokens that they decode; behind other text it is a space like any other.
+        the first token that they decode; behind other text it is a space like any other.
         spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
@@ -217,11 +207,27 @@ class Tokenizer:
             text = self._token_texts[token_id] = self._decode([token_id], skip_special_tokens=False)
         return text
 
-    def incremental_text(self, *, follows_text: bool) -> IncrementalText:
-        """The text of tokens that come one by one. follows_text: as of `decode`."""
-        behind = partial(self.decode, follows_text=True)
-        first = behind if follows_text else self.decode
-        return IncrementalText(first, behind=behind, num_open=self._num_open)
+    def incremental_text(
+        self,
+        *,
+        follows_text: bool,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> IncrementalText:
+        """The text of tokens that come one by one. The arguments are those of `decode`."""
+        decode = partial(
+            self.decode,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        behind = partial(decode, follows_text=True)
+        is_joined = not skip_special_tokens and not spaces_between_special_tokens
+        return IncrementalText(
+            behind if follows_text else decode,
+            behind=behind,
+            num_open=self._num_open,
+            joined=self._added_ids if is_joined else (),
+        )
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included."""
@@ -249,11 +255,9 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
-        messages: [{"role": ..., "content": ...}, ...], a content being a text or a list of
-        {"type": "text", "text": ...}; with `name`, `tool_calls`, `tool_call_id` and `reasoning` where they
-        have them. tools: functions in OpenAI's shape. chat_template_kwargs: variables of the template.
-        Raises InvalidPrompt if they are not of that shape, or the tokenizer has no chat template, or its
-        template refuses them or does not read them. limit: as in `encode`.
+        messages: in OpenAI's shape, text alone; as are `tools`. chat_template_kwargs: variables of the
+        template. limit: as in `encode`. Raises InvalidPrompt if they are not of that shape, or the tokenizer
+        has no chat template, or its template refuses them or does not read them.
         """
         from jinja2 import TemplateError
 
@@ -277,8 +281,7 @@ class Tokenizer:
         return text
 
     def _find_anchor(self, backend: Any) -> tuple[list[int], str]:
-        """Tokens of ordinary text to decode before others, and their text; none where a text's tokens decode
-        alike wherever they stand."""
+        """Tokens to decode before others, and their text; none where tokens decode alike everywhere."""
         if backend is None or _decodes_bytes(backend):
             return [], ""
         for text in ANCHORS:

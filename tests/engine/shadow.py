@@ -15,6 +15,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.score_tree import Targets
 from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
 from engine.schedule.step_batch import StepBatch, build_step_batch, sampled_as
+from tests.engine.accounting import check_accounting
 
 GARBAGE = -1
 NUM_TOKENS = 3  # so few that random prompts share prefixes all the time
@@ -231,7 +232,7 @@ class ShadowEngine:
     def check(self) -> None:
         """Blocks, references and tables agree; the slot arrays repeat the sequences' state."""
         scheduler, slots = self.scheduler, self.scheduler.slots
-        scheduler.check_accounting()
+        check_accounting(scheduler)
         running = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING]
         assert sorted(map(id, running)) == sorted(map(id, scheduler.running))
         assert len({seq.slot for seq in running}) == len(running) <= scheduler.max_num_seqs

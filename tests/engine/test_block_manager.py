@@ -3,9 +3,10 @@
 import pytest
 
 from engine import ConfigError, SamplingParams
-from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
+from engine.schedule.block_manager import Block, BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
+from tests.engine.accounting import check_blocks
 
 
 def sequence(token_ids: list[int]) -> Sequence:
@@ -45,22 +46,22 @@ def test_a_block_can_be_hit_in_the_step_that_computes_it() -> None:
     assert num_cached(blocks, list(range(9))) == 2
 
 
-def admit(blocks: BlockManager, token_ids: list[int]) -> tuple[Sequence, BlockCopy | None]:
-    """As `compute`, with what may be copied."""
+def admit(blocks: BlockManager, token_ids: list[int]) -> tuple[Sequence, BlockCopy | None, list[Block]]:
+    """As `compute`, with what may be copied, and what was published."""
     seq = sequence(token_ids)
     blocks.extend_keys(seq)
     cached = blocks.find_cached(seq)
     copy = blocks.allocate(seq, cached, blocks.find_tail(seq, cached))
-    blocks.publish(seq, seq.num_tokens)
-    blocks.publish_tail(seq)
-    return seq, copy
+    published = blocks.publish(seq, seq.num_tokens) + blocks.publish_tail(seq)
+    return seq, copy, published
 
 
 def in_a_step(blocks: BlockManager, *prompts: list[int]) -> list[tuple[Sequence, BlockCopy | None]]:
-    blocks.begin_step()
     admitted = [admit(blocks, prompt) for prompt in prompts]
-    blocks.let_go_sources(copy for _, copy in admitted if copy)
-    return admitted
+    blocks.let_go_sources(copy for _, copy, _ in admitted if copy)
+    for _, _, published in admitted:
+        blocks.launched(published)
+    return [(seq, copy) for seq, copy, _ in admitted]
 
 
 def test_a_hit_may_end_inside_a_block() -> None:
@@ -77,21 +78,15 @@ def test_a_hit_may_end_inside_a_block() -> None:
         assert copy == BlockCopy(source, seq.block_table[-1], num_tokens)
         assert seq.num_computed_tokens == num_computed
         blocks.release(seq)
-    blocks.check_accounting([first, second])
+    check_blocks(blocks, [first, second])
 
 
-def test_what_a_step_computes_is_copied_in_the_next() -> None:
-    """And is found to be worth waiting for."""
+def test_what_a_step_computes_is_copied_once_it_is_launched() -> None:
     blocks = BlockManager(20, 4)
-    blocks.begin_step()
-    admit(blocks, [1, 2, 3])
-    later = sequence([1, 2, 4])
-    assert blocks.find_tail(later, []) is None
-    assert blocks.find_tail_soon(later, [], None) == Tail(0, 2)
-    assert blocks.find_tail_soon(later, [], Tail(9, 2)) is None, "it is there already"
-    blocks.begin_step()
-    assert blocks.find_tail(later, []) == Tail(0, 2)
-    assert blocks.find_tail_soon(later, [], None) is None
+    _, _, published = admit(blocks, [1, 2, 3])
+    assert blocks.find_tail(sequence([1, 2, 4]), []) is None
+    blocks.launched(published)
+    assert blocks.find_tail(sequence([1, 2, 4]), []) == Tail(0, 2)
 
 
 def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
@@ -99,29 +94,26 @@ def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
     blocks = BlockManager(2, 4)
     ((first, _),) = in_a_step(blocks, [1, 2, 3])
     blocks.release(first)
-    blocks.begin_step()
-    seq, copy = admit(blocks, [1, 2, 4])
+    seq, copy, _ = admit(blocks, [1, 2, 4])
+    assert copy is not None
     assert copy == BlockCopy(0, 1, 2)
     assert blocks.num_missing(sequence([9]), []) == 1
     blocks.let_go_sources([copy])
     assert blocks.num_missing(sequence([9]), []) == 0
     assert blocks.num_missing(sequence([1, 2, 5]), [], Tail(0, 2)) == 1, "there is no second one"
-    blocks.check_accounting([seq])
+    check_blocks(blocks, [seq])
 
 
 def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     blocks = BlockManager(2, 4)
-    blocks.begin_step()
-    seq, _ = admit(blocks, [1, 2, 3])
+    ((seq, _),) = in_a_step(blocks, [1, 2, 3])
     blocks.withdraw([blocks._blocks[0]])
     blocks.release(seq)
-    blocks.begin_step()
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
-    blocks.release(admit(blocks, [1, 2, 3])[0])
-    blocks.release(admit(blocks, [5] * 8)[0])
-    blocks.begin_step()
+    for prompt in ([1, 2, 3], [5] * 8):
+        blocks.release(in_a_step(blocks, prompt)[0][0])
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
-    blocks.check_accounting([])
+    check_blocks(blocks, [])
 
 
 def test_a_withdrawn_block_cannot_be_hit() -> None:
@@ -135,7 +127,7 @@ def test_a_withdrawn_block_cannot_be_hit() -> None:
     blocks.release(first)
     assert num_cached(blocks, list(range(9))) == 0
     assert num_cached(blocks, [9] * 5) == 1
-    blocks.check_accounting([kept])
+    check_blocks(blocks, [kept])
 
 
 def test_least_recently_used_blocks_are_taken_first() -> None:

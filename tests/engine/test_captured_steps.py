@@ -30,6 +30,7 @@ from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
 from engine.run.forward.decode_graphs import Capture, DecodeGraphs, batch_sizes
 from engine.run.forward.model_runner import ModelRunner, choose
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import make_step, nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine.families import BY_NAME, make_family
@@ -168,10 +169,8 @@ def capture_steps(
         ),
         backend,
         capture,
-        max_num_seqs=9,
-        max_model_len=200,
-        block_size=16,
-        device=torch.device("meta"),
+        StaticRows(9, 13, 16, torch.device("meta"), backend.write_rows),
+        200,
     )
 
 

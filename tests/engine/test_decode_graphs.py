@@ -13,6 +13,7 @@ import torch
 from engine import Engine, EngineConfig
 from engine.attention.base import ForwardBatch
 from engine.run.forward.decode_graphs import DecodeGraphs, batch_sizes
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine import test_parity as parity
@@ -94,8 +95,7 @@ class Graphs:
         self.capture = SimulatedCapture()
         self.graphs = DecodeGraphs(
             self._forward, lambda hidden, rows, edits, tokens: tokens.copy_(hidden.squeeze(1)),
-            ReplayedTorch(CPU), self.capture, max_num_seqs=10, max_model_len=200, block_size=BLOCK,
-            device=CPU,
+            ReplayedTorch(CPU), self.capture, StaticRows(10, -(-200 // BLOCK), BLOCK, CPU), 200,
         )  # fmt: skip
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:

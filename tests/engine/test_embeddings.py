@@ -29,6 +29,7 @@ from engine import (
 )
 from engine.checkpoint.pooling import MODES
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
+from tests.engine.accounting import check_accounting
 from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body
 from tests.engine.test_labels import CONTEXT, run
 from tests.jobs.answering import opened_task
@@ -56,7 +57,7 @@ def all_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedding(last_token: Path) -> Iterator[Engine]:
     with Engine(config(last_token, async_scheduling=True)) as built:
         yield built
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
 
 
@@ -81,7 +82,7 @@ def test_every_way_of_pooling_is_as_sentence_transformers_defines_it(all_modes: 
         found = engine.embed(TEXTS)
         stats = engine.stats()
         assert not engine._scheduler.blocks._by_hash, "what is hit by nobody stays in no cache"
-        engine._scheduler.check_accounting()
+        check_accounting(engine._scheduler)
     assert (stats.decode_tokens, stats.cached_tokens, stats.free_blocks) == (0, 0, stats.num_blocks)
     for text, completion in zip(TEXTS, found, strict=True):
         token_ids = truth.token_ids(text, 32)

@@ -22,6 +22,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.sequence import Sequence
 from engine.schedule.step_batch import StepBatch
+from tests.engine.accounting import check_accounting
 from tests.engine.test_overlap import STOPPING, LateRunner, drain, expected, start
 
 POISON = 666  # the seed of the sequence that makes a step raise
@@ -56,7 +57,7 @@ def built(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
         yield made
         assert made.stats().free_blocks == made.stats().num_blocks
         assert not made.has_unfinished
-        made._scheduler.check_accounting()
+        check_accounting(made._scheduler)
 
 
 def run(built: Engine) -> dict[tuple[str, int], Completion]:
@@ -292,7 +293,7 @@ def test_random_histories_with_poisoned_sequences(
                 if gone in wanted and len(own) < (1 if gone in poisoned else wanted[gone][1].n):
                     del wanted[gone]
         done += drain(built)
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
     for key, (prompt, params) in wanted.items():
         own = [completion for completion in done if completion.request_id == key]

@@ -1,6 +1,7 @@
 """Tokens that a grammar forces are appended without a pass for each: the same tokens, in fewer steps."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.structured.matcher import Matcher
+from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.engine.structured_cases import generate
-from tests.engine.text_models import train_sentencepiece
+from tests.engine.text_models import make_text_model
 
 KEYS = ["customer name", "delivery_address", "größe", "don't 1234"]
 SCHEMA = {
@@ -45,9 +47,9 @@ def engine(folder: Path) -> Iterator[Engine]:
 def sentencepiece_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Tokens with a space before them, bytes as pieces, and the model's last ids without a token."""
     folder = make_checkpoint(tmp_path_factory.mktemp("pieces") / "model", SHAPES[0])
+    make_text_model(folder.parent / "text", "llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    train_sentencepiece(folder / "tokenizer.model")
+        shutil.copy(folder.parent / "text" / name, folder)
     with engine_of(folder) as engine:
         yield engine
 
@@ -116,7 +118,7 @@ def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: di
     ]
     with engine_of(folder, max_model_len=128, **options) as engine:
         found, _ = answers(engine, rows)
-        engine._scheduler.check_accounting()
+        check_accounting(engine._scheduler)
         if "kv_cache_bytes" in options:
             assert engine.stats().num_preemptions
         assert found == answers(engine, rows, jumps=False)[0]

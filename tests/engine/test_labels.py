@@ -13,6 +13,7 @@ from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, Scorin
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed
 from jobs.prompts.scoring_tasks import RERANK_PROMPT
+from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config, true_logprobs
@@ -29,7 +30,7 @@ CONTEXT = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
 def roomy(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(config(folders[NAME], **ROOMY)) as built:
         yield built
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
 
 

@@ -18,6 +18,7 @@ from engine import (
     SamplingParams,
     ScoringFailed,
 )
+from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config, true_logprobs
@@ -30,7 +31,7 @@ TOKENIZER = make_tokenizer()
 def small(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(config(folders[NAME])) as built:
         yield built
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
 
 

@@ -1,8 +1,5 @@
 """The pool never overcommits: it leaves room for the rest on a GPU, and keeps to stated bytes on a CPU."""
 
-import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +12,8 @@ from hypothesis import strategies as st
 import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
-from engine.run.device import SPARE_BYTES, GpuMemory, fits, measure_room
+from engine.run.device import SPARE_BYTES, GpuMemory, measure_room
 from engine.run.forward.model_runner import ModelRunner
-from tests.engine.checkpoints import Shape, make_checkpoint
 from tests.engine.graphs import simulate_graphs
 
 MIB = 2**20
@@ -79,17 +75,13 @@ def test_pool_graphs_and_largest_step_fit_together(
         return held
 
     room = measure_room(gpu, share, warm_up=lambda: gpu.take(step), capture=capture)
-    pool_bytes = max(0, room.pool_bytes + scratch)
+    pool_bytes = max(0, room + scratch)
     del small_pool
     assert gpu.taken == others + weights
     everything = others + weights + graphs + step + pool_bytes
     assert everything <= int(total * share) or pool_bytes == 0
     if pool_bytes:
         assert everything == int(total * share) - SPARE_BYTES
-        gpu.taken += pool_bytes + graphs
-        assert fits(gpu, share, room)
-        gpu.taken += SPARE_BYTES + 1
-        assert not fits(gpu, share, room)
 
 
 def start_on(
@@ -165,28 +157,3 @@ def test_a_pool_that_does_not_fit_stops_the_start(
     start_on(FakeGpu(400 * MIB, taken * MIB), monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
     with pytest.raises(ConfigError, match=message):
         Engine(config(folder, **changes))
-
-
-# A CPU
-
-
-POOL_BYTES = 384 * MIB
-WIDE = Shape(
-    "wide", hidden_size=16, num_layers=8, num_heads=16, num_kv_heads=16, head_dim=256, max_positions=256
-)
-TOKEN_BYTES = WIDE.num_layers * 2 * WIDE.num_kv_heads * WIDE.head_dim * 4
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
-def test_peak_rss_stays_within_pool_weights_and_the_stated_allowance(tmp_path: Path) -> None:
-    """A pool filled by the longest prompts, all at once; one of twice the bytes breaks the bound."""
-    folder = make_checkpoint(tmp_path / "wide", WIDE)
-    arguments = [sys.executable, "-m", "tests.engine.full_pool", str(folder), str(POOL_BYTES)]
-    output = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=240).stdout
-    kept, broken = map(json.loads, output.splitlines())
-    assert kept["fewest_free_blocks"] == 0
-    assert kept["max_running"] == POOL_BYTES // (WIDE.max_positions * TOKEN_BYTES)
-    assert kept["peak_rss"] > POOL_BYTES + kept["weights"]
-    assert kept["peak_rss"] <= POOL_BYTES + kept["weights"] + kept["allowance"]
-    assert broken["peak_rss"] > POOL_BYTES + broken["weights"] + broken["allowance"]

@@ -16,6 +16,7 @@ from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
 from engine.run.forward.runner import PendingTokens, PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
+from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.shadow import ShadowDevice
 
@@ -197,7 +198,7 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
                 assert built.stats().num_running == 0
                 runner.failures.clear()
             done |= {completion.request_id: completion.token_ids for completion in built.step()}
-            built._scheduler.check_accounting()
+            check_accounting(built._scheduler)
         assert done == {
             str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
             for i, prompt in enumerate(stopping_prompts)

@@ -25,6 +25,7 @@ from engine import (
 )
 from engine.sampling.parameter_values import TOKEN_ID
 from engine.sampling.sampling_params import RANGES
+from tests.engine.accounting import check_accounting
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -38,7 +39,7 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(config) as built:
         yield built
         assert not built.has_unfinished
-        built._scheduler.check_accounting()
+        check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
 
 
@@ -100,7 +101,9 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert neighbour.token_ids == complete(shared).token_ids
     assert len(completions) == sum(params.n for params in accepted)
     refused = {completion.error for completion in completions} - {None}
-    outside = {f"stop token id {w} is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high}
+    outside = {
+        f"token id {w} of stop_token_ids is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high
+    }
     assert refused == (outside if name == "stop_token_ids" else set())
 
 

@@ -148,18 +148,6 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
         assert sample(logits[i : i + 1], rows.only(torch.tensor([i])))[0] == together[i]
 
 
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
-    chosen = sample(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), sampling_rows(1, temperature=0.0))
-    assert chosen.tolist() == [1]
-
-
-@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.45}])
-def test_a_cut_among_equals_keeps_the_lowest_ids(cut: dict[str, float]) -> None:
-    """Four equal logits, two kept: ids 0 and 1, never 2 or 3."""
-    chosen = sample(torch.zeros(500, 4), sampling_rows(500, position=np.arange(500), **cut))
-    assert set(chosen.tolist()) == {0, 1}
-
-
 STEPS = torch.tensor([float(2**FRACTION_BITS)])  # the rate at which a logit is a power of two
 ZERO = torch.zeros(1)
 

@@ -53,5 +53,5 @@ def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, 
     prompts = [(each.prompt_tokens, each.prompt_tokens_left) for each in told if each is not None]
     assert prompts[:3] == [(16, 24), (32, 8), (40, 0)]
     generated = [each.generation_tokens for each in told if each is not None]
-    assert generated[:3] == [0, 0, 1]
+    assert generated[:3] == [0, 0, 2]
     assert max(generated) > 4, "of both samples, which have four each"

@@ -1,6 +1,7 @@
 """Two ranks say what one says; and whatever happens to one of them, the engine ends with one clear error."""
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import PREFIX_BYTES, Kind, decode, encode, pack_step, unpack_step
+from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, encode
 from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
@@ -171,10 +172,9 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
 
     def spoil(rank: RankProcess, message: bytes) -> None:
         if rank.rank == 1:
-            arrays = decode(message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])).arrays
-            step, sampling = unpack_step(arrays)
+            step, sampling = pickle.loads(message[LENGTH_BYTES:]).value
             step = replace(step, sample_rows=step.sample_rows + 10**9)
-            message = encode(Kind.STEP, pack_step(step, sampling))
+            message = encode(Kind.STEP, (step, sampling))
         send(rank, message)
 
     group._send = spoil  # type: ignore[method-assign]
@@ -260,31 +260,20 @@ def test_a_rank_that_dies_while_it_starts_is_named(folder: Path, monkeypatch: py
 
 ROOT = Path(__file__).parents[2]
 DRIVER = """
-import sys, threading, time
+import sys, time
 import torch
 from engine import Engine, EngineConfig, SamplingParams
 
-model, in_main_thread = sys.argv[1], sys.argv[2] == "main"
 torch.set_num_threads(1)
-made = []
-make = lambda: made.append(Engine(EngineConfig(model, kv_cache_bytes=1 << 22, tensor_parallel_size=2)))
-if in_main_thread:
-    make()
-else:
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-(engine,) = made
+engine = Engine(EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22, tensor_parallel_size=2))
 engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
 print(*engine._live_runner.pids, flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("made_by", ["main", "a thread that has ended"])
-def test_ranks_die_with_a_driver_that_is_killed(folder: Path, made_by: str) -> None:
-    """Frozen ones through the kernel, where the main thread made them; others also by their lifeline."""
-    command = [sys.executable, "-c", DRIVER, str(folder), made_by]
+def test_ranks_die_with_a_driver_that_is_killed(folder: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, str(folder)]
     driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     ranks = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
@@ -293,8 +282,6 @@ def test_ranks_die_with_a_driver_that_is_killed(folder: Path, made_by: str) -> N
         for number in (signal.SIGINT, signal.SIGTERM):  # not theirs to act on
             rank.send_signal(number)
         assert os.getpgid(rank.pid) != os.getpgid(driver.pid)
-        if made_by == "main" and sys.platform == "linux":
-            rank.suspend()
     driver.kill()
     driver.wait()
     driver.stdout.close()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
 from engine.text.stop_strings import IncrementalText, StopStrings
-from engine.text.token_bound import TokenBound
+from engine.text.token_bound import token_bound
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_tokenizer
 
@@ -58,7 +58,7 @@ def make(normalizer: Any = None, splits: Any = None, special: AddedToken | str =
     ],
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(tokenizer: FastTokenizer | None) -> None:
-    assert TokenBound(tokenizer)("a b " * 1000) == 0
+    assert token_bound(tokenizer)("a b " * 1000) == 0
 
 
 def test_a_prompt_that_cannot_fit_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
 """Small tokenizers as the model families have them, each in a folder of its own."""
 
 import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 from tokenizers import (
     AddedToken,
     Regex,
@@ -19,50 +17,28 @@ from tokenizers import (
     trainers,
 )
 
-from engine.text.ranked_bytes import LLAMA_3_SPLIT
-from engine.text.sentencepiece_file import build_tokenizer, read_sentencepiece
 from engine.text.token_bound import byte_alphabet
 from tests.engine.checkpoints import TEXTS
 
 LINES = [*TEXTS, "two  spaces   three,\ta tab and    four; a  b   c"] * 9
+LLAMA_3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     "llama3": LLAMA_3_SPLIT,
     "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""),
     "gpt_oss": r"\p{N}{1,3}|\s*\S+|\s+",
 }
 LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-GEMMA_PIECES = {"bos_piece": "<bos>", "eos_piece": "<eos>", "pad_piece": "<pad>"}
-GEMMA_IDS = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-TURNS = ["<start_of_turn>", "<end_of_turn>"]
-
-
-def train_sentencepiece(path: Path, **options: Any) -> Path:
-    """A model as Llama 2 has it, with the options that differ."""
-    content = io.BytesIO()
-    llama = {
-        "vocab_size": 420,
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "split_digits": True,
-        "allow_whitespace_only_pieces": True,
-        "hard_vocab_limit": False,
-        "minloglevel": 3,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=content, **llama | options
-    )
-    path.write_bytes(content.getvalue())
-    return path
+GEMMA_NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+SPACE = "\u2581"
 
 
 def make_text_model(folder: Path, family: str, **config: Any) -> Path:
     """Write the tokenizer of a family: a name of FAMILIES. config: more for tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_type = {"gemma": "gemma2", "tekken": "mistral", "tiktoken": "llama"}.get(
-        family, family.removesuffix("_json")
-    )
+    model_type = {"gemma": "gemma2", "tekken": "mistral"}.get(family, family)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     named = FAMILIES[family](folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(named | config))
@@ -70,43 +46,54 @@ def make_text_model(folder: Path, family: str, **config: Any) -> Path:
 
 
 def _llama(folder: Path) -> dict[str, Any]:
-    train_sentencepiece(folder / "tokenizer.model")
-    return {**LLAMA_NAMES, "tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    """The normalizer puts the space before a text."""
+    prefix = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    return _pieces(folder, LLAMA_NAMES, normalizer=prefix)
+
+
+def _mistral(folder: Path) -> dict[str, Any]:
+    """Metaspace, which puts the space before a text itself."""
+    splits = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return _pieces(folder, LLAMA_NAMES, splits=splits)
 
 
 def _gemma(folder: Path) -> dict[str, Any]:
-    symbols = [*TURNS, "\n", "\n\n", "\u2581\u2581", "\u2581\u2581\u2581\u2581"]
-    options: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": symbols}
-    train_sentencepiece(folder / "tokenizer.model", **options, **GEMMA_IDS, **GEMMA_PIECES)
-    return {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "tokenizer_class": "GemmaTokenizer"}
+    """No space before a text; turns are marked."""
+    return _pieces(folder, GEMMA_NAMES, normalizer=normalizers.Replace(" ", SPACE), has_prefix=False)
 
 
-def _llama_json(folder: Path) -> dict[str, Any]:
-    """As the hub has Llama 2: the same, with a tokenizer.json made of it."""
-    named = _llama(folder)
-    made = build_tokenizer(read_sentencepiece(folder / "tokenizer.model"))
-    (folder / "tokenizer.model").unlink()
-    _begin_with(made, "<s>")
-    made.save(str(folder / "tokenizer.json"))
-    return named
-
-
-def _mistral_json(folder: Path) -> dict[str, Any]:
-    """Metaspace, which puts the space before a text itself."""
+def _pieces(
+    folder: Path,
+    names: dict[str, str],
+    *,
+    normalizer: Any = None,
+    splits: Any = None,
+    has_prefix: bool = True,
+) -> dict[str, Any]:
+    """As converted from SentencePiece: pieces of characters, and one for each byte."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if splits is not None:
+        made.pre_tokenizer = splits
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    special = [*LLAMA_NAMES.values(), *(f"<0x{byte:02X}>" for byte in range(256))]
+    special = [*names.values(), *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
-    made.train_from_iterator([line[:9] for line in LINES], trainer)
+    lines = [line[:9] if splits is not None else line[:9].replace(" ", SPACE) for line in LINES]
+    made.train_from_iterator(lines, trainer)
     content = json.loads(made.to_str())  # byte pieces are special to the trainer, and to nobody else
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"][:3] != "<0x"]
     made = Tokenizer.from_str(json.dumps(content))
-    _begin_with(made, "<s>")
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if names is GEMMA_NAMES:
+        made.add_special_tokens(
+            [AddedToken(text, normalized=False) for text in ("<start_of_turn>", "<end_of_turn>")]
+        )
+    _begin_with(made, names["bos_token"])
     made.save(str(folder / "tokenizer.json"))
-    return {**LLAMA_NAMES, "tokenizer_class": "LlamaTokenizerFast"}
+    return {**names, "tokenizer_class": "LlamaTokenizerFast"}
 
 
 def _byte_level(folder: Path, split: str, special: list[str], bos: str | None) -> dict[str, Any]:
@@ -171,14 +158,6 @@ def _tekken(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _tiktoken(folder: Path) -> dict[str, Any]:
-    ranks, special = byte_ranks(folder), ["<|begin_of_text|>", "<|eot_id|>"]
-    lines = [base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(ranks)]
-    (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    added = {str(len(ranks) + i): {"content": text, "special": True} for i, text in enumerate(special)}
-    return {"bos_token": special[0], "eos_token": special[1], "added_tokens_decoder": added}
-
-
 def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -187,14 +166,10 @@ def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
 
 FAMILIES = {
     "llama": _llama,
-    "mistral": _llama,
-    "phi3": _llama,
+    "mistral": _mistral,
     "gemma": _gemma,
-    "llama_json": _llama_json,
-    "mistral_json": _mistral_json,
     "llama3": _llama3,
     "qwen": _qwen,
     "gpt_oss": _gpt_oss,
     "tekken": _tekken,
-    "tiktoken": _tiktoken,
 }

@@ -1,15 +1,14 @@
 """DecodeGraphs: steps in which every sequence has one new token, recorded once and replayed.
 
-On a GPU a decode step is hundreds of short kernels, and starting them from Python takes longer than they
-run. A CUDA graph starts all of them with one call, but replays the very addresses and sizes it recorded: so
-there is one graph for each of a ladder of batch sizes, a step takes the next larger one, and all of them read
-the same static rows. A padding row has slot -1 and context length 0: it stores nothing and attends to
-nothing, and what is sampled from it is never read.
+On a GPU starting the hundreds of kernels of a decode step takes longer than they run. A CUDA graph starts all
+of them with one call, but replays the very addresses and sizes it recorded: so there is one graph for each of
+a ladder of batch sizes, a step takes the next larger one, and all read the same static rows. A padding row
+has slot -1 and context length 0: it stores nothing, attends to nothing, and its sample is never read.
 
 A step is two graphs: one advances the rows (`attention.decode_state`) and computes them, the other samples
-their next tokens into the state that the next step starts from. The host writes only what it alone knows:
-rows of sequences that joined or moved, padding where one left, new blocks (`batch_rows`). What requests
-change of logits is other in each step: then the tokens are chosen without the second graph.
+their next tokens into the state that the next step starts from. The host writes only rows of sequences that
+joined or moved, padding where one left, and new blocks (`rows`). Where requests change logits the tokens are
+chosen without the second graph.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -87,11 +86,8 @@ class DecodeGraphs:
         choose: Choose,
         backend: CapturableBackend,
         capture: Capture,
-        *,
-        max_num_seqs: int,
+        static: StaticRows,
         max_model_len: int,
-        block_size: int,
-        device: torch.device,
     ) -> None:
         """All calls of both are captured, each graph is run once with padding.
 
@@ -99,11 +95,9 @@ class DecodeGraphs:
         choose: hidden states [rows, hidden_size], their sampling values, edits of their logits, and token ids
         [rows] int64, which it replaces by the chosen ones; the edits' pending tokens are those from before.
         """
-        self._forward, self._choose, self._backend = forward, choose, backend
-        self._rows = BatchRows(max_num_seqs, block_size)
-        self._static = StaticRows(
-            max_num_seqs, -(-max_model_len // block_size), block_size, device, backend.write_rows
-        )
+        self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
+        max_num_seqs = len(static.indices)
+        self._rows = BatchRows(max_num_seqs, static.state.block_size)
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(max_num_seqs)
         # the largest first: the others fit into the memory it took

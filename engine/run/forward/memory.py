@@ -1,15 +1,12 @@
-"""How much memory this process may still take, and what it takes on a CPU besides weights and KV pool."""
+"""How much memory this process may still take, and what of it is kept."""
 
 import ctypes
 import logging
 from pathlib import Path
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
-from engine.run.forward.row_logprobs import PIECE_NUMBERS
-from engine.sampling.sampler import CUT_ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +18,14 @@ SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
-# Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
-# compiler; the rest is for fragments.
-LIBRARY_BYTES = 512 * 2**20
-SAMPLER_BYTES = 48  # its scratch for each row that it cuts at once and each token of the vocabulary
-LOGPROB_BYTES = 12  # scratch of the log probabilities for each logit that is looked at together
-BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
 def keep_freed_memory() -> None:
     """Let this process reuse the memory of a step's tensors, where glibc would give it back to the kernel.
 
     It maps blocks above 32 MiB anew for each tensor, so that every layer of a large prefill pays for page
-    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). What an engine takes at most
-    does not grow, but up to 2 GiB of it stay with the process when the engine is closed. Does nothing where
-    the C library has no mallopt. Source: mallopt(3).
+    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). Up to 2 GiB stay with the
+    process when the engine is closed. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -53,33 +43,6 @@ def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
     return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
 
 
-def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: int, max_model_len: int) -> int:
-    """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
-
-    The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
-    for attention; logits, those that are kept for log probabilities, and the scratch of these and of the
-    sampler; token ids and block tables of running sequences, and what is kept of all blocks. Requests that
-    wait are the caller's: 40 bytes for each token of a prompt.
-    """
-    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
-    longest_chunk = min(num_tokens, max_model_len)
-    attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
-    slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
-    logprobs = LOGPROB_BYTES * max(PIECE_NUMBERS, model.vocab_size)
-    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + logprobs + slots
-
-
-def _experts(model: ModelConfig) -> int:
-    """Numbers of a token on its way through the experts of a layer, 0 if it has none."""
-    num_chosen = model.values.get("num_experts_per_tok") or 0
-    columns = model.values.get("moe_intermediate_size") or model.intermediate_size
-    numbers: int = num_chosen * (3 * model.hidden_size + 5 * columns)
-    return numbers
-
-
 def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
     """Bytes still free to this process: what the machine has available, less if a cgroup allows less.
 
@@ -90,10 +53,12 @@ def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
 
 
 def _mem_available(meminfo: Path) -> int | None:
-    for line in _read(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, None)
 
 
 def _headroom(group: Cgroup) -> int | None:
@@ -107,13 +72,6 @@ def _headroom(group: Cgroup) -> int | None:
     stat = dict(line.split() for line in group.read("memory.stat").splitlines())
     inactive_file = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return int(limit) - int(usage) + inactive_file
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:

@@ -21,12 +21,13 @@ from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
-from engine.run.device import GpuMemory, PoolRoom, fits, measure_room, numbered, on_device, resolve_device
+from engine.run.device import GpuMemory, measure_room, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
 from engine.run.forward.probe import Probe
 from engine.run.forward.row_logprobs import StepLogprobs
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
 from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
@@ -223,10 +224,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _measure_kv_scales(self) -> list[Scales]:
-        """Compute the keys and values of some tokens in the model's dtype, and take scales by those.
-
-        The tokens are spread over the vocabulary, the same on every worker and rank. Raises ConfigError.
-        """
+        """Take scales by the keys and values of some tokens, the same on every rank. Raises ConfigError."""
         num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
@@ -239,10 +237,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Compute a few tokens over a pool of their own, which is as the real one will be.
-
-        Raises UnsupportedModel for what mixes them, ConfigError for what goes wrong over FP8 numbers alone.
-        """
+        """Raise UnsupportedModel for what mixes sequences, ConfigError for what FP8 numbers alone break."""
         probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
         self.cache = self._make_cache(probe.num_blocks)
         problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
@@ -265,29 +260,19 @@ class ModelRunner:
         self._graphs = self._capture_graphs(self.pool_size.max_model_len)
         if self._graphs is not None:
             logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
-        share = self._config.memory_utilization
-        if self._memory is not None and room is not None and not fits(self._memory, share, room):
-            raise ConfigError(
-                f"with the KV pool in place, the largest step no longer fits into {share:.0%} of the GPU: "
-                "something else took memory meanwhile; start again, or lower memory_utilization or "
-                "kv_cache_bytes"
-            )
 
-    def _size_pool(self, room: PoolRoom | None) -> PoolSize:
+    def _size_pool(self, room: int | None) -> PoolSize:
         """How many blocks there will be, and how long a sequence may be. Raises ConfigError.
 
-        room: what was measured on a GPU, None on a CPU.
+        room: bytes that were measured on a GPU, None on a CPU.
         """
         wanted = self._config.kv_cache_bytes
         if room is not None:
-            most = max(0, room.pool_bytes)
-            default, owner = most, f"memory_utilization={self._config.memory_utilization} of the GPU"
+            most = default = max(0, room)
+            owner = f"memory_utilization={self._config.memory_utilization} of the GPU"
         else:
-            most = allowed_bytes() // self._tp.size
-            default, owner = (
-                default_cpu_kv_cache_bytes(self._tp.size),
-                "the memory this process may still take",
-            )
+            most, default = allowed_bytes() // self._tp.size, default_cpu_kv_cache_bytes(self._tp.size)
+            owner = "the memory this process may still take"
         if wanted is not None and wanted > most:
             raise ConfigError(
                 f"kv_cache_bytes={wanted} on each rank is more than the {most} bytes left of {owner}; "
@@ -297,22 +282,21 @@ class ModelRunner:
         max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
         return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
 
-    def _measure_room(self) -> PoolRoom:
+    def _measure_room(self) -> int:
         """Run the largest steps and capture the graphs once over a small pool; see what they leave."""
         assert self._memory is not None
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         scratch_bytes = self.cache.pool.nbytes
 
-        share = self._config.memory_utilization
         room = measure_room(
             self._memory,
-            share,
+            self._config.memory_utilization,
             warm_up=lambda: self.warm_up(num_blocks),
             capture=lambda: self._capture_graphs(self._longest),
         )
         del self.cache
-        return replace(room, pool_bytes=room.pool_bytes + scratch_bytes)
+        return room + scratch_bytes
 
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
@@ -340,10 +324,14 @@ class ModelRunner:
                 ),
                 backend,
                 capture,
-                max_num_seqs=self._config.max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=self._config.block_size,
-                device=self.device,
+                StaticRows(
+                    self._config.max_num_seqs,
+                    -(-max_model_len // self._config.block_size),
+                    self._config.block_size,
+                    self.device,
+                    backend.write_rows,
+                ),
+                max_model_len,
             )
         except RuntimeError as error:
             if not model.may_wait or isinstance(error, torch.OutOfMemoryError):

@@ -1,11 +1,10 @@
 """The probe: does a model keep the sequences of a batch apart, and remember a sequence's earlier chunks?
 
-An engine computes tokens from the KV cache and the step's flat batch. A model that looks from one row at the
-next (a convolution, a recurrence, an attention of its own) or keeps a state beside the cache gives other
-answers there, and nothing in its configuration need say so. So before the pool is made, two short sequences
-are computed alone, in one batch, and one of them in two chunks, and their logits compared; a model of
-transformers is also compared with itself as transformers runs it. All that happens once more over a cache of
-FP8 numbers, where there shall be one.
+A model that looks from one row at the next (a convolution, a recurrence, an attention of its own) or keeps a
+state beside the cache gives other answers in an engine, and nothing in its configuration need say so. So two
+short sequences are computed alone, in one batch, and one of them in two chunks, and their logits compared; a
+model of transformers is also compared with itself as transformers runs it. All that happens once more over a
+cache of FP8 numbers, where there shall be one.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +34,6 @@ class Probe:
     """The steps of a probe over a pool of `num_blocks` blocks that nobody else uses, and their comparison."""
 
     def __init__(self, vocab_size: int, block_size: int, max_model_len: int) -> None:
-        """max_model_len: tokens that no sequence exceeds."""
         lengths = [min(length, max_model_len) for length in LENGTHS]
         token_ids = np.arange(1, sum(lengths) + 1, dtype=np.int64) * 7919 % vocab_size
         self._first, self._second = token_ids[: lengths[0]], token_ids[lengths[0] :]

@@ -78,8 +78,9 @@ class LogprobPieces:
     def all(self) -> DeviceLogprobs:
         """What was added; some were."""
         device = self._ranks[0].device
-        no_ids = torch.zeros(0, dtype=torch.int32, device=device)
-        no_logprobs = torch.zeros(0, dtype=torch.float32, device=device)
+        no_ids, no_logprobs = (
+            torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)
+        )
         return DeviceLogprobs(
             torch.cat(self._logprobs),
             torch.cat(self._ranks),
@@ -97,8 +98,8 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The highest logits of each row, float32, and their ids; of equal ones the first, whatever the width.
 
-    Of equal numbers topk takes others when it is asked for more. So it is given integers, of which no two are
-    equal: a float's bits, turned so that they are in the numbers' order, before those of its id.
+    topk takes other ones of equal numbers when it is asked for more. So it is given integers that all differ:
+    a float's bits, turned so that they are in the numbers' order, before those of its id.
     """
     bits = logits.view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32

@@ -118,8 +118,7 @@ NO_BLOCKS = NO_ORDER = np.zeros(0, np.int32)
 class StaticRows:
     """max_num_seqs rows, all padding at first. What the host writes of a row lies in two tensors.
 
-    indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, of the rows, the longest contexts first; the
-    first n of it are of the first n rows, for every n from the number of sequences on.
+    indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, as of RowChanges.
     """
 
     def __init__(

@@ -84,19 +84,19 @@ class PoolSize:
 
 
 class Runner(Protocol):
-    """What an engine steps: a ModelRunner, a RankGroup, or what a test or benchmark puts in their place."""
+    """What an engine steps: a ModelRunner, a RankGroup, or what a test or benchmark puts in their place.
+
+    has_graphs: steps that decode alone run from recorded graphs, so that others are dearer by far.
+    """
 
     @property
-    def pool_size(self) -> PoolSize:
-        """What the runner has room for."""
+    def pool_size(self) -> PoolSize: ...
 
     @property
-    def backend_name(self) -> str:
-        """The attention backend that computes."""
+    def backend_name(self) -> str: ...
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether steps that decode alone run from recorded graphs, so that others are dearer by far."""
+    def has_graphs(self) -> bool: ...
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Start the step, up to a token for each row that samples; steps run in the order of launches."""

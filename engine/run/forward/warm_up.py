@@ -71,10 +71,7 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
 
 
 def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
-    """The same with a ban, which changes logits where they are, and with all kinds of edits for each row.
-
-    Then logits are copied and masks taken apart.
-    """
+    """The same with a ban, which changes logits where they are, and with all kinds of edits of each row."""
     parts, num_rows = EditParts(), len(sampling.values)
     ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
     mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)

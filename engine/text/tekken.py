@@ -1,8 +1,7 @@
-"""Vocabularies that rank runs of bytes, as tokenizers of the tokenizers library.
+"""Mistral's `tekken.json`, a vocabulary that ranks runs of bytes, as a tokenizer of the tokenizers library.
 
 Merges are not written down: those two parts are merged first whose join has the lowest rank, which a list
-of merges in the order of their ranks does too. Formats: `tekken.json` (Mistral), and `tokenizer.model` as
-tiktoken writes it (Llama 3).
+of merges in the order of their ranks does too.
 """
 
 import base64
@@ -13,13 +12,6 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.text.token_bound import byte_alphabet
 
-#: How Llama 3 divides a text into words; a tiktoken file does not say it. Source: llama3/tokenizer.py of
-#: github.com/meta-llama/llama3.
-LLAMA_3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 
 def read_tekken(path: Path) -> tuple[Any, list[str]]:
     """The tokenizers.Tokenizer of a tekken.json, and its special tokens, whose ids are their places.
@@ -29,38 +21,23 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = content["config"]
-        if "special_tokens" not in content:
-            raise ConfigError(
-                f"{path} is of a version that does not name its special tokens; add the model's "
-                "tokenizer.json"
-            )
-        named = sorted((int(token["rank"]), str(token["token_str"])) for token in content["special_tokens"])
-        if [rank for rank, _ in named] != list(range(len(named))):
-            raise ConfigError(f"{path}: the ranks of its special tokens have gaps; fetch it again")
-        num_special = int(config.get("default_num_special_tokens") or len(named))
-        special = [text for _, text in named]
+        special = [str(token["token_str"]) for token in sorted(content["special_tokens"], key=_rank)]
+        num_special = int(config.get("default_num_special_tokens") or len(special))
         special += [f"<SPECIAL_{number}>" for number in range(len(special), num_special)]
         entries = content["vocab"]
         if config.get("default_vocab_size"):
             entries = entries[: int(config["default_vocab_size"]) - num_special]
         ranks = {base64.b64decode(entry["token_bytes"]): rank for rank, entry in enumerate(entries)}
-        return build_tokenizer(ranks, str(config["pattern"]), special), special
+        return _build(ranks, str(config["pattern"]), special), special
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no tekken vocabulary ({error!r}); fetch it again") from error
 
 
-def read_tiktoken(path: Path, split: str) -> Any:
-    """The tokenizers.Tokenizer of a file in tiktoken's format, without special tokens. Raises ConfigError."""
-    try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        return build_tokenizer({base64.b64decode(token): int(rank) for token, rank in lines}, split, [])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is neither a SentencePiece model nor a tiktoken vocabulary ({error}); fetch it again"
-        ) from error
+def _rank(token: dict[str, Any]) -> int:
+    return int(token["rank"])
 
 
-def build_tokenizer(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
+def _build(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
     """ranks: of each run of bytes. split: the regular expression of a word. special: the tokens of the first
     ids, before those of the ranks."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
