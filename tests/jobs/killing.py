@@ -10,7 +10,6 @@ from redis import Redis
 
 from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
-from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.planner import Submission, plan_run
@@ -126,7 +125,7 @@ class FusedRedis(Redis):
 
 
 def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
-    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run, SharedFiles())
+    plan = trusted_plan(context, storage, f"{spec.output}/{PLAN}", spec.run)
     state = RunState(context.connection, spec.run)
     return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
 

@@ -15,6 +15,7 @@ from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, parse_model
 from jobs.errors import InvalidValue, MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
@@ -30,8 +31,7 @@ from jobs.parquet.planning.grown_plan import (
 )
 from jobs.parquet.planning.inputs import Inputs, read_inputs
 from jobs.parquet.planning.shard_lengths import shard_lengths
-from jobs.parquet.prompts.sources import read_source
-from jobs.parquet.shards.shard_labels import content_free
+from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, plan_job_id
 from jobs.runs.plans.option_checks import check_extend
@@ -174,9 +174,9 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
     schema: the added columns included. path: of one of the files, for the error.
     """
-    source = read_source(spec)
+    source = row_source(spec)
     if spec.calibrate:
-        content_free(source)  # raises once, and not in every shard
+        content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
@@ -276,7 +276,7 @@ def _extended(
 
 
 def _with_sizes(context: JobContext, storage: Storage, plan: Plan, inputs: Inputs) -> Plan:
-    return replace(plan, sizes=shard_lengths(context, storage, plan, inputs, read_source(plan.spec)))
+    return replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(plan.spec)))
 
 
 def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:

@@ -9,7 +9,7 @@ from jobs.context import JobContext
 from jobs.errors import RunError
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.inputs import Inputs
-from jobs.parquet.prompts.prompt_source import PromptSource
+from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.runs.plans.formats import PARQUET
@@ -21,7 +21,7 @@ MAX_READ_BYTES = 1 << 25
 
 
 def shard_lengths(
-    context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, source: PromptSource
+    context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, source: RowSource
 ) -> ShardSizes:
     """Return how many bytes the shards of a plan ask.
 
@@ -54,7 +54,7 @@ def _by_groups(
         yield until(shard.file, shard.start + shard.rows) - until(shard.file, shard.start)
 
 
-def _read(context: JobContext, storage: Storage, plan: Plan, source: PromptSource) -> Iterator[float]:
+def _read(context: JobContext, storage: Storage, plan: Plan, source: RowSource) -> Iterator[float]:
     added = {column.name for column in plan.added_columns}
     choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
     reader, file = None, -1

@@ -25,8 +25,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import PartRows, failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.shards.rows_task import RowsTask
-from jobs.parquet.shards.shard_work import trusted_plan
+from jobs.parquet.shards.rows_task import AgainTask, trusted_plan
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 
@@ -34,7 +33,7 @@ from jobs.runs.statistics.part_stats import PartStats
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
-class RetryWork(RowsTask):
+class RetryWork(AgainTask):
     """The failed rows of a shard between open and close."""
 
     def __init__(
@@ -55,7 +54,7 @@ class RetryWork(RowsTask):
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
         """Find the shard in its plan. Raises PlanDamaged or PartDamaged."""
         storage = Storage.of(context)
-        plan = trusted_plan(storage, plan_path, run, context.files)
+        plan = trusted_plan(context, storage, plan_path, run)
         state = RunState(context.connection, run)
         folder = RunFolder(storage, plan, state, context.execution_id)
         if shard >= len(plan.shards) or not folder.has_part(shard):
@@ -67,8 +66,8 @@ class RetryWork(RowsTask):
         kept = self._old.rows - len(self._rows)
         return {
             "rows": self._old.rows,
-            "rows_done": kept + self._requests.rows_done,
-            "tokens": self._requests.generated_tokens,
+            "rows_done": kept + self.asked.rows_done,
+            "tokens": self.asked.generated_tokens,
         }
 
     def result(self) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class RetryWork(RowsTask):
 
         Raises RunError.
         """
-        answers = dict(zip(self._rows, self._requests.answers(), strict=True))
+        answers = dict(zip(self._rows, self.asked.answers(), strict=True))
         while answers and not self._publish(answers):
             self._context.check_interrupted()  # another execution's part is there: what it lacks is put in
         self._folder.withdraw_end(anyway=True)
@@ -87,7 +86,7 @@ class RetryWork(RowsTask):
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
-            "rows_unasked": self._requests.rows_unasked,
+            "rows_unasked": self.asked.rows_unasked,
             "rows_retried": len(self._rows),
             "run_finished": ended,
         }
@@ -144,7 +143,7 @@ class RetryWork(RowsTask):
                 sums[name] += pc.sum(values).as_py() or 0
         model = self._context.model
         return replace(
-            old.retried(self._began_at, self._clock(), self._requests.generated_tokens),
+            old.retried(self._began_at, self._clock(), self.asked.generated_tokens),
             rows=rows,
             errors=errors,
             prompt_tokens=sums["prompt_tokens"],

@@ -162,6 +162,11 @@ class RunSpec:
         return self.output if self.single_file is None else os.path.join(self.output, PARTS)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether each row asks a chat's messages."""
+        return self.messages_column is not None or isinstance(self.template, list)
+
+    @property
     def n(self) -> int:
         """Completions of each row; the output has lists of them where that is more than one."""
         n = self.sampling.get("n", 1)
@@ -216,8 +221,7 @@ def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
     _ = spec.steps  # raises where they cannot be
     check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
-    is_chat = spec.messages_column is not None or isinstance(spec.template, list)
-    check_embeddings(spec.task, spec.sampling, options, is_chat=is_chat)
+    check_embeddings(spec.task, spec.sampling, options, is_chat=spec.is_chat)
     check_run_repairs(
         spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
     )
