@@ -19,11 +19,12 @@ from jobs.context.shared_files import SharedFiles
 from jobs.errors import JobsError
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.planning.planner import Submission, plan_run
+from jobs.parquet.planning.planner import plan_run
 from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import MODEL, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed

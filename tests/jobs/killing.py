@@ -12,10 +12,11 @@ from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.planning.planner import Submission, plan_run
+from jobs.parquet.planning.planner import plan_run
 from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import queued_jobs, shout
 from tests.jobs.local_runs import Runs

@@ -4,7 +4,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel, parse_model
-from jobs.errors import InvalidValue, MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.context.served_model import ServedModel
+from jobs.errors import MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
@@ -34,10 +34,9 @@ from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, plan_job_id
-from jobs.runs.plans.option_checks import check_extend
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
-from jobs.runs.plans.spec import RunSpec, check_queue_name
-from jobs.runs.redis_state.end_calls import DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -51,71 +50,28 @@ def score_parquet(
     prompt_column: str = "prompt",
     messages_column: str | None = None,
     template: str | list[dict[str, str]] | None = None,
-    sampling: dict[str, Any] | None = None,
-    rows_per_shard: int = 1000,
-    queue: str | None = None,
-    model: str | None = None,
-    filename_column: str | None = None,
-    redo_damaged: bool = False,
-    max_errors: int | str | None = None,
-    webhook: str | None = None,
-    on_end: str | None = None,
-    extend: bool = False,
-    **options: Any,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input: a file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
-    key=value below it are read too, and give columns.
-    output: a new or empty folder, or that of the same run.
-    prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of structs
-    with role and content or as their JSON. template instead: a text with {column} fields, completed as it
-    stands, or a list of {'role', 'content'} with such texts, which makes a chat.
-    sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
-    queue: for the shards; by default the queue this job came from.
-    model: by a name of it; the run is that of the model served here, and another name is refused.
-    filename_column: adds a column of this name with each row's file.
-    redo_damaged: removes parts that are not what this run has written, and computes their rows again.
+    input to template, and others that say what is asked: see RunSpec.from_arguments.
+    queue: for the shards; by default the queue this job came from. model, redo_damaged, extend: see
+    Submission. webhook, on_end: a URL that is called, and a function, at the run's end.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%"
     alone.
-    extend: files that the input has gained since the run was planned, and rows behind the end of a file of
-    lines, are added to the run, whose other arguments are as they were; without it they are refused.
-    webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.end_notices.
-    options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
-    prompt = (prompt_column, messages_column, template)
-    spec = RunSpec.from_arguments(
-        input, output, *prompt, sampling, rows_per_shard, filename_column, **options
-    )
-    for name, value in (("redo_damaged", redo_damaged), ("extend", extend)):
-        if not isinstance(value, bool):
-            raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
-    check_extend(spec, extend)
-    if queue is not None:
-        check_queue_name(queue)
+    queue = arguments.pop("queue", None)
+    submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
+    prompt = {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
+    spec = RunSpec.from_arguments(input, output, **prompt, **own)
+    submission.check_with(spec)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
-    limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
-    calls.check_allowed(context.webhook_hosts, context.allowed_functions)
-    submission = Submission(
-        queue or context.queue_name, parse_model(model), redo_damaged, limit, calls, extend
-    )
+    submission.calls.check_allowed(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What one submission of a run says beside the run's arguments. See score_parquet."""
-
-    queue: str
-    model: str | None = None
-    redo_damaged: bool = False
-    limit: ErrorLimit = DEFAULT_LIMIT
-    calls: EndCalls = NO_CALLS
-    extend: bool = False
 
 
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
@@ -125,9 +81,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     if submission.extend:
         spec = _spec_to_extend(context, storage, spec)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
-    state.open_submission(
-        context.job_id, spec.output, queue, submission.model, submission.limit, submission.calls
-    )
+    state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, asked, spec.output, spec.input_format)
     before = _planned_before(storage, spec)

@@ -13,7 +13,7 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.rows_task import check_model, trusted_plan
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.redis_state.end_calls import ErrorLimit
+from jobs.runs.redis_state.end_calls import ErrorLimit, Submission
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import CannotRetry
@@ -48,7 +48,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
             failed.append(shard)
             rows += errors
     _prepare_inputs(context, storage, folder, failed)
-    state.open_submission(context.job_id, spec.output, context.queue_name, None, NO_LIMIT)
+    state.open_submission(context.job_id, spec.output, Submission(context.queue_name, limit=NO_LIMIT))
     finished = folder.recount(context.queue_name)
     missing = folder.missing_shards()
     enqueued = 0

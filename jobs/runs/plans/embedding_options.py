@@ -7,7 +7,6 @@ from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.embedding_task import pooling_values
-from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 
 GENERATE, EMBED = TASKS = ("generate", "embed")
@@ -92,11 +91,6 @@ MAX_PROBABILITIES = 4_000_000
 
 #: Sampling values that say how a prompt is read, and nothing of an answer.
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
-
-
-def labels(value: Any) -> list[str] | None:
-    """Return a run's labels. Raises InvalidJob."""
-    return None if value is None else parse_labels(value)
 
 
 def calibrate(value: Any, asks_labels: bool) -> bool:

@@ -25,6 +25,11 @@ def column_name(argument: str, value: Any) -> str:
     return value
 
 
+def optional_column(argument: str, value: Any) -> str | None:
+    """Return what can be the name of a column; None stays None. Raises InvalidValue."""
+    return None if value is None else column_name(argument, value)
+
+
 def column_names(argument: str, value: Any) -> list[str] | None:
     """Return the columns of a list, each once and sorted: their order changes nothing. None stays None."""
     if value is None:
@@ -53,14 +58,6 @@ def output_prefix(value: Any) -> str:
     except UnicodeEncodeError:
         raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair") from None
     return value
-
-
-def check_extend(spec: Any, extend: bool) -> None:
-    """Raise InvalidJob where a run cannot be extended. spec: the run's RunSpec."""
-    if extend and spec.limit is not None:
-        raise InvalidJob(
-            f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
-        )
 
 
 def limit(value: Any) -> int | None:
@@ -139,13 +136,18 @@ def defaults(value: Any, has_template: bool) -> dict[str, str]:
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
 
 
-def template_format(value: Any, template: Any) -> str:
+def template_format(options: Mapping[str, Any]) -> str:
     """Return how a template is written. Raises InvalidJob."""
+    value = options.get("template_format")
     if value is None:
         return "fields"
     if value not in ("fields", "jinja"):
         raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", brief(value))
-    if template is None and value == "jinja":
+    if value == "jinja" and options.get("prompts") is not None:
+        raise InvalidJob(
+            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
+        )
+    if value == "jinja" and options.get("template") is None:
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
     return str(value)
 

@@ -22,7 +22,7 @@ from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.end_calls import ASKED_FOR, DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
+from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
@@ -100,30 +100,21 @@ class RunState(RecordedParts):
         return _number(self._redis.hget(self._key, "cancelled_submission"))
 
     def submit(
-        self,
-        pipe: Pipeline,
-        plan_job: str,
-        output: str,
-        queue: str,
-        model: str | None = None,
-        limit: ErrorLimit = DEFAULT_LIMIT,
-        calls: EndCalls = NO_CALLS,
-        *,
-        anew: bool = True,
+        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
     ) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run.
 
         Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.
 
         An end stays until the planning finds that it is none: what is refused there changes no finished run.
-        model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
-        from now on. calls: what is told of its end. anew: False where the planning under way serves.
+        anew: False where the planning under way serves.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
-        facts = {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit)}
-        asked_for = {} if model is None else {"plan_model": model}
-        fields: dict[Any, Any] = {**facts, **asked_for, **calls.to_fields(), "submission": number}
+        model = {} if submission.model is None else {"plan_model": submission.model}
+        limit = {"max_errors": str(submission.limit)}
+        facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
+        fields: dict[Any, Any] = {**facts, **model, **limit, **submission.calls.to_fields()}
         pipe.multi()
         pipe.hdel(self._key, "cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
         pipe.hset(self._key, mapping=fields)
@@ -131,17 +122,17 @@ class RunState(RecordedParts):
         pipe.delete(self._failed_key)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
-    def open_submission(self, plan_job: str, output: str, queue: str, *wishes: Any) -> None:
+    def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
         """Submit the run with the job that plans it, unless that is what submitted it.
 
-        wishes: as of `submit`. Raises RunCancelled when the run was cancelled since: the job runs again
+        Raises RunCancelled when the run was cancelled since: the job runs again
         because its worker died, and that is no new submission; RunBusy when it is another execution's job.
         """
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
-                self.submit(pipe, plan_job, output, queue, *wishes)
+                self.submit(pipe, plan_job, output, submission)
                 pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
