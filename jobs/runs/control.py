@@ -18,7 +18,6 @@ from jobs.runs.end_notices import tell_cancelled
 from jobs.runs.output import RunOutput, named_run
 from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
-from jobs.runs.plans.plan import MAX_SHARDS
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit, Submission
@@ -153,8 +152,8 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
     with state.lock(wait_s) as lock:  # a planner is either done enqueueing, or will see the mark
         state.cancel(lock, submission)
     done = state.parts()
-    num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
-    ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
+    shards = range(int(facts.get("shards", 0)))
+    ids = [shard_job_id(run, shard) for shard in shards if shard not in done]
     if "plan_job" in facts:
         ids.append(facts["plan_job"])
     from_end = _is_nearer_to_end(connection, queue_keys(facts["queue"]).waiting, ids)

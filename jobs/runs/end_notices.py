@@ -120,7 +120,7 @@ def _job_of(job_id: str) -> tuple[str, int | None] | None:
 
 
 def _size(facts: Mapping[str, str]) -> dict[str, Any]:
-    rows, shards = (stored.count(facts.get(name)) for name in ("rows", "shards"))
+    rows, shards = (int(facts[name]) if name in facts else None for name in ("rows", "shards"))
     return {"output": facts["output"], "rows": rows, "shards": shards}
 
 

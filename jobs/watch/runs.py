@@ -244,7 +244,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     found = []
     for shard, worker, (_, status), each in zip(numbers, workers, jobs, progress, strict=True):
         if (part := parts.get(shard)) is not None:
-            seconds = sum(max(0.0, end - start) for start, end, _ in part.worked)
+            seconds = part.seconds
             counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
             found.append(ShardSeen(shard, "done", *counts, worker))
         elif shard in started:

@@ -101,7 +101,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
         with writing(target):
             storage.publish(temporary, target)
     finally:
-        storage.delete(temporary)
+        storage.remove(temporary)
 
 
 @contextmanager
@@ -131,5 +131,5 @@ def remove_converted(storage: Storage, plan: Plan) -> None:
         except FileNotFoundError:
             return
         for name in names:
-            storage.delete(os.path.join(folder, name))
+            storage.remove(os.path.join(folder, name))
         storage.remove_folder(folder)

@@ -70,7 +70,7 @@ def replace_plan(
             write_text(storage, temporary, plan.to_text())
         return replace_file(storage, temporary, path, _REPLACEMENT, may)
     finally:
-        storage.delete(temporary)
+        storage.remove(temporary)
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
@@ -116,7 +116,7 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
             write_text(storage, temporary, plan.to_text())
             return storage.publish(temporary, os.path.join(folder, PLAN))
         finally:
-            storage.delete(temporary)
+            storage.remove(temporary)
 
 
 def write_text(storage: Storage, path: str, text: str) -> None:
@@ -161,7 +161,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
-        "inputs": [file.to_json() for file in plan.files],
+        "inputs": [asdict(file) for file in plan.files],
         **({"extensions": [asdict(each) for each in plan.extensions]} if plan.extensions else {}),
     }
     summary = json.dumps(content, indent=2)

@@ -159,7 +159,7 @@ class RunFolder:
         """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
         for path in (self.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
             with writing(path):
-                self.storage.delete(path)
+                self.storage.remove(path)
 
     def publish(self, temporary: str, shard: int) -> bool:
         """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
@@ -298,7 +298,7 @@ class RunFolder:
             for name in (SUCCESS, MANIFEST, REPORT, *self._outputs):
                 self._delete_temporary(name)
             if self._is_whole(suspects) and not anyway:
-                self.storage.delete(claim)
+                self.storage.remove(claim)
                 return False
             if self.has_success():
                 return self.storage.rename(claim, mark)
@@ -308,7 +308,7 @@ class RunFolder:
         """Remove what executions have written of a file and not published."""
         for name in self.storage.names(self._path):
             if is_temporary(name, of):
-                self.storage.delete(self.path(name))
+                self.storage.remove(self.path(name))
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.
@@ -362,7 +362,7 @@ class RunFolder:
                 )
         finally:
             for claim in claims:
-                self.storage.delete(claim)
+                self.storage.remove(claim)
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
@@ -373,4 +373,4 @@ class RunFolder:
     def _delete_leftovers(self, folder: str, names: Iterable[str]) -> None:
         for path in (os.path.join(folder, name) for name in names if name.startswith(TEMPORARY_PREFIX)):
             with writing(path):
-                self.storage.delete(path)
+                self.storage.remove(path)

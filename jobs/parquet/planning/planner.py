@@ -270,4 +270,4 @@ def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -
         write_part(folder.storage, temporary, schema, [], stats)
         folder.publish(temporary, 0)
     finally:
-        folder.storage.delete(temporary)
+        folder.storage.remove(temporary)

@@ -93,7 +93,7 @@ class RetryWork(AgainTask):
 
     def close(self) -> None:
         super().close()
-        self._storage.delete(self._temporary)
+        self._storage.remove(self._temporary)
 
     def _publish(self, answers: dict[int, Answer]) -> bool:
         """Write the part that is there with answers for its errors, and put it in place.
@@ -143,7 +143,7 @@ class RetryWork(AgainTask):
                 sums[name] += pc.sum(values).as_py() or 0
         model = self._context.model
         return replace(
-            old.retried(self._began_at, self._clock(), self.asked.generated_tokens),
+            old.retried(self._clock() - self._began_at, self.asked.generated_tokens),
             rows=rows,
             errors=errors,
             prompt_tokens=sums["prompt_tokens"],

@@ -92,7 +92,6 @@ class ShardWork(RowsTask):
             "rows_done": self._requests.rows_done,
             "rows_open": self._requests.rows_open,
             "prompt_tokens": self._requests.prompt_tokens,
-            "opened_at": self._started_at,
             "tokens": self._requests.generated_tokens,
         }
 
@@ -117,7 +116,7 @@ class ShardWork(RowsTask):
 
     def close(self) -> None:
         self._let_go()
-        self._folder.storage.delete(self._temporary)
+        self._folder.storage.remove(self._temporary)
 
     def _let_go(self) -> None:
         if self._entered:

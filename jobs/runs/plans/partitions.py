@@ -28,12 +28,6 @@ class AddedColumn:
     name: str
     type: Literal["int64", "string"]
 
-    def check(self, value: Any) -> None:
-        """Raise ValueError unless a value is null or of this column's type."""
-        is_right = type(value) is int and value in _INT64 if self.type == "int64" else isinstance(value, str)
-        if value is not None and not is_right:
-            raise ValueError(f"column {self.name!r} of a file is no {self.type}")
-
 
 @dataclass(frozen=True)
 class FoundFile:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common import stored
-
 #: Numbers that are kept of a run, in its plan and in Redis.
 MAX_SIZES = 500
 
@@ -33,26 +31,10 @@ class ShardSizes:
         )
 
     @classmethod
-    def from_text(cls, text: str) -> ShardSizes:
-        """Read what `to_text` returned; anything else tells nothing."""
-        try:
-            return cls.from_value(json.loads(text))
-        except (ValueError, RecursionError):
-            return cls()
-
-    @classmethod
-    def from_value(cls, value: Any) -> ShardSizes:
-        """Read what `to_value` returned; anything else tells nothing."""
-        if not isinstance(value, list) or len(value) != 3:
-            return cls()
-        each, *lists = value
-        if not stored.count(each) or not all(isinstance(found, list) for found in lists):
-            return cls()
-        if len(lists[0]) != len(lists[1]) or any(
-            len(found) > MAX_SIZES or None in map(stored.count, found) for found in lists
-        ):
-            return cls()
-        return cls(each, *map(tuple, lists))
+    def from_value(cls, value: list[Any]) -> ShardSizes:
+        """Read what `to_value` returned."""
+        each, sizes, rows = value
+        return cls(each, tuple(sizes), tuple(rows))
 
     def to_value(self) -> list[Any]:
         return [self.each, list(self.sizes), list(self.rows)]

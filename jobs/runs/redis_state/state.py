@@ -92,12 +92,14 @@ class RunState(RecordedParts):
         return self._submission(self._redis)
 
     def _submission(self, client: Redis) -> int:
-        return _number(client.hget(self._key, "submission"))
+        found: Any = client.hget(self._key, "submission")
+        return _number(found)
 
     def cancelled_submission(self) -> int:
         """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
         will be, whenever that reaches them."""
-        return _number(self._redis.hget(self._key, "cancelled_submission"))
+        found: Any = self._redis.hget(self._key, "cancelled_submission")
+        return _number(found)
 
     def submit(
         self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
@@ -328,9 +330,9 @@ class RunState(RecordedParts):
         return self._transact(checked, lease.key, *watched)
 
 
-def _number(raw: Any) -> int:
-    """Return a stored number; 0 for none, and for what is no number: others may write into Redis."""
-    return stored.count(stored.text(raw)) or 0 if isinstance(raw, bytes) else 0
+def _number(raw: bytes | None) -> int:
+    """Return a stored number, 0 for none."""
+    return int(raw or 0)
 
 
 def _end(found: list[bytes | None]) -> End:

@@ -19,14 +19,13 @@ from jobs.common.rq_jobs import (
     last_value,
     queue_keys,
 )
-from jobs.errors import FAULT_PREFIX, InvalidValue
+from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.plans.plan import MAX_SHARDS
 from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.executions import num_held, silent_workers
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.statistics.part_stats import outcome_text
-from jobs.runs.watching.time_left import Progress, is_moment, time_left
+from jobs.runs.watching.time_left import Progress, time_left
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -179,7 +178,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
-        planned = range(min(shards, MAX_SHARDS))
+        planned = range(shards)
         rest = [shard for shard in planned if shard not in parts.shards]
         if not seen.length:
             claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
@@ -264,11 +263,7 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
 
 def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
     """Say how a run's finished rows pass its limit; None where they do not."""
-    try:
-        limit = ErrorLimit.parse(facts.get("max_errors"))
-    except InvalidValue:  # others may write into Redis
-        return None
-    return limit.told(rows, errors, is_whole="finished" in facts)
+    return ErrorLimit.parse(facts.get("max_errors")).told(rows, errors, is_whole="finished" in facts)
 
 
 def awaited_model(
@@ -375,15 +370,4 @@ def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Prog
     told = stored.json_object(meta)
     rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
-    return Progress(
-        rows,
-        tokens,
-        shard_rows,
-        _earliest(stored.moment(started_at), told.get("opened_at")),
-        safe_name(worker or b""),
-    )
-
-
-def _earliest(started_at: float | None, opened_at: object) -> float | None:
-    """Return when a shard was begun: its file may be open before its first row is computed."""
-    return min(started_at, opened_at) if started_at is not None and is_moment(opened_at) else started_at
+    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""))

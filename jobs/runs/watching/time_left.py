@@ -1,11 +1,10 @@
 """How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, expm1, fsum, isfinite
-from typing import TypeGuard
+from math import exp, expm1, fsum
 
-from jobs.runs.plans.plan import MAX_SHARDS
 from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.redis_state.recorded_parts import SeenParts
 
@@ -46,9 +45,9 @@ def time_left(
 
     sizes_text: what its planning has stored. parts: recorded ones. running: shards of workers that live.
     """
-    if not shards or rows is None or shards > MAX_SHARDS:
+    if not shards or rows is None:
         return None
-    sizes = ShardSizes.from_text(sizes_text or "")
+    sizes = ShardSizes() if sizes_text is None else ShardSizes.from_value(json.loads(sizes_text))
     if sizes.each * len(sizes.rows) < shards:
         sizes = ShardSizes(shards, (rows,), (rows,))  # as if all were equal
     all_rows, all_bytes = sum(sizes.rows) or 1, sum(sizes.sizes) or 1
@@ -56,7 +55,7 @@ def time_left(
     spans = [
         Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
         for shard, part in parts.latest.items()
-        if shard < shards and is_moment(part.started_at) and is_moment(part.ended_at)
+        if shard < shards
     ]
     new, new_later = _new_shares(parts.counts["rows"], _share(parts.counts), rows)
     left = [work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running]
@@ -107,8 +106,3 @@ def _share(counts: Mapping[str, int]) -> float:
     """Return which share of answers was computed; the others were those of equal rows."""
     tokens = counts["completion_tokens"]
     return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0
-
-
-def is_moment(value: object) -> TypeGuard[float]:
-    """Whether a recorded time is one: others may write into Redis."""
-    return isinstance(value, (int, float)) and isfinite(value) and 0 <= value < 1 << 53
