@@ -155,14 +155,12 @@ class ObjectFiles:
 
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
-        return ObjectSink(
-            ObjectWriter(
-                lambda contents: self._put(path, contents),
-                lambda chunks: self._make_once(path, lambda: _put_chunks(store, key, chunks)),
-                self._requests.check_interrupted,
-            ),
-            "w",
+        writer = ObjectWriter(
+            lambda contents: self._put(path, contents),
+            lambda: obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY),
+            lambda request: self._make_once(path, request),
         )
+        return ObjectSink(writer, "w")
 
     def reopen_output(self, path: str) -> Any:
         return None if self._head(path) is None else self.open_output(path)
@@ -244,6 +242,7 @@ class ObjectFiles:
 
     def _make_once(self, path: str, request: Callable[[], Any]) -> None:
         """Make a request that cannot be made again: obstore alone tries its parts again."""
+        self._requests.check_interrupted()
         Requests(never_interrupted, 0.0).make(path, request)
 
     def _place(self, path: str) -> tuple[Any, str]:

@@ -11,6 +11,7 @@ its own over it. A mark that is withdrawn is a link to nowhere: to
 remove it could hit the one that comes after it.
 """
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -248,7 +249,7 @@ class RunFolder:
         """
         self.refresh()
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
-        size["sizes"] = self.plan.sizes.to_text()
+        size["sizes"] = json.dumps(self.plan.shares)
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Set
 
+import pyarrow as pa
+
 from jobs.context import JobContext
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
@@ -86,6 +88,27 @@ class ShardTexts:
         self._held.let_go(num_bytes)
 
 
+def shard_batches(
+    context: JobContext, storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
+) -> Iterator[tuple[int, Iterator[pa.RecordBatch]]]:
+    """Yield shards, which ascend, with what their rows hold of the columns that a source reads."""
+    reader, file = None, -1
+    added = {column.name for column in plan.added_columns}
+    choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
+    try:
+        for number in shards:
+            shard = plan.shards[number]
+            if reader is None or shard.file != file or not reader.reaches(shard):
+                if reader is not None:
+                    reader.close()
+                file = shard.file
+                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, choice)
+            yield number, reader.read(shard, context.check_interrupted)
+    finally:
+        if reader is not None:
+            reader.close()
+
+
 def rendered_shards(
     context: JobContext, storage: Storage, plan: Plan, source: RowSource, only: Set[int] | None = None
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
@@ -93,26 +116,13 @@ def rendered_shards(
 
     only: rows, counted over all files; shards that hold none of them are left out. Raises InputError.
     """
-    reader, file = None, -1
-    added = {column.name for column in plan.added_columns}
-    choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
-    try:
-        for number in range(len(plan.shards)) if only is None else plan.shards_of(only):
-            shard, start = plan.shards[number], plan.first_row(number)
-            if shard.rows == 0:
-                continue
-            planned = plan.files[shard.file]
-            if reader is None or shard.file != file or not reader.reaches(shard):
-                if reader is not None:
-                    reader.close()
-                reader = RowReader(storage, plan.rows_path(planned), shard, choice)
-                file = shard.file
-            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
-            for batch in reader.read(shard, context.check_interrupted):
-                batch, problems = split_problems(batch)
-                batch = with_added_values(batch, plan.added_columns, planned.values)
-                texts.add(source.rows(batch, problems))
-            yield start, texts.gathered()
-    finally:
-        if reader is not None:
-            reader.close()
+    shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
+    shards = [shard for shard in shards if plan.shards[shard].rows]
+    for number, batches in shard_batches(context, storage, plan, source, shards):
+        planned = plan.files[plan.shards[number].file]
+        texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
+        for batch in batches:
+            batch, problems = split_problems(batch)
+            batch = with_added_values(batch, plan.added_columns, planned.values)
+            texts.add(source.rows(batch, problems))
+        yield plan.first_row(number), texts.gathered()

@@ -73,14 +73,17 @@ def limit(value: Any) -> int | None:
     return value
 
 
-#: What a run of batch files may be given as well: what its own arguments are in their normal form.
+#: What a run of batch files may be given as well.
+_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "rows_per_shard")
+
+#: The same of what its own arguments are in their normal form.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
     for name, value in arguments.items():
-        if name in ("input_format", "limit", "model_alias") or value in (None, False, "", [], {}):
+        if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
             continue  # the run's, for the lines that name none

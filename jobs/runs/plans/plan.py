@@ -18,11 +18,13 @@ from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import INPUT, part_name
 from jobs.runs.plans.partitions import AddedColumn
-from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
+
+#: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
+MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 3
@@ -131,7 +133,7 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: what shards ask, for telling when the run will end. extensions: what came since it was planned.
+    sizes: bytes of what each shard asks. extensions: what came since it was planned.
     file_state: of the file that it was read from, None for one that was not. input_folder: of what was made
     of inputs that are no Parquet; by default in the output.
     """
@@ -146,7 +148,7 @@ class Plan:
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
-    sizes: ShardSizes = field(default_factory=ShardSizes)
+    sizes: tuple[int, ...] = ()
     extensions: tuple[Extension, ...] = ()
     file_state: Any = field(default=None, compare=False)
     input_folder: str | None = field(default=None, compare=False)
@@ -164,6 +166,13 @@ class Plan:
     def rows(self) -> int:
         found = sum(file.own_rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
+
+    @property
+    def shares(self) -> list[int]:
+        """Each shard's share of the run's rows and bytes, in billionths; none of a very large run."""
+        if len(self.sizes) != len(self.shards) or len(self.shards) > MAX_SHARES:
+            return []
+        return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
         """Return where a shard's part is."""
@@ -208,7 +217,7 @@ class Plan:
             "input_format": self.input_format,
             "columns": self.columns,
             "repeated": self.repeated,
-            "sizes": self.sizes.to_value(),
+            "sizes": self.sizes,
             "extensions": [asdict(each) for each in self.extensions],
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
@@ -237,7 +246,7 @@ class Plan:
                 input_format=content["input_format"],
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 repeated=tuple(content["repeated"]),
-                sizes=ShardSizes.from_value(content["sizes"]),
+                sizes=tuple(content["sizes"]),
                 extensions=tuple(Extension(**each) for each in content["extensions"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -245,6 +254,12 @@ class Plan:
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
         return plan
+
+
+def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return what Plan.shares does, for shards of so many rows and bytes."""
+    scale, all_rows, all_bytes = 10**9, sum(rows) or 1, sum(sizes) or 1
+    return [round(scale * (a / all_rows + b / all_bytes)) for a, b in zip(rows, sizes, strict=True)]
 
 
 #: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end

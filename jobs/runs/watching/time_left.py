@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum
 
-from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.redis_state.recorded_parts import SeenParts
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
@@ -34,7 +33,7 @@ class Span:
 
 
 def time_left(
-    sizes_text: str | None,
+    shares_text: str | None,
     shards: int | None,
     rows: int | None,
     parts: SeenParts,
@@ -43,15 +42,11 @@ def time_left(
 ) -> float | None:
     """Return how many seconds are left to a run; None where nothing tells.
 
-    sizes_text: what its planning has stored. parts: recorded ones. running: shards of workers that live.
+    shares_text: the shards', as planning has stored them. parts: recorded ones. running: of living workers.
     """
     if not shards or rows is None:
         return None
-    sizes = ShardSizes() if sizes_text is None else ShardSizes.from_value(json.loads(sizes_text))
-    if sizes.each * len(sizes.rows) < shards:
-        sizes = ShardSizes(shards, (rows,), (rows,))  # as if all were equal
-    all_rows, all_bytes = sum(sizes.rows) or 1, sum(sizes.sizes) or 1
-    work = [sizes.rows_of(shard) / all_rows + sizes.size_of(shard) / all_bytes for shard in range(shards)]
+    work = json.loads(shares_text or "[]") or [1] * shards
     spans = [
         Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
         for shard, part in parts.latest.items()
