@@ -22,7 +22,7 @@ from jobs.prompts.response_options import refuse_response_options
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import embedding_options
 from jobs.runs.plans import option_checks as checks
-from jobs.runs.plans.embedding_options import GENERATE, check_embeddings, check_labels
+from jobs.runs.plans.embedding_options import GENERATE, check_nothing_generated, check_num_labels
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.option_checks import column_name
@@ -232,8 +232,10 @@ class RunSpec:
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
     _ = spec.steps  # raises where they cannot be
-    check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
-    check_embeddings(spec.task, spec.sampling, options, is_chat=spec.is_chat)
+    check_num_labels(spec.labels, spec.rows_per_shard)
+    check_nothing_generated(
+        spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat
+    )
     check_run_repairs(
         spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
     )

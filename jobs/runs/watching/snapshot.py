@@ -57,7 +57,8 @@ class RunSnapshot:
     stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
     left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
-    finished shards have together, by the names of part_stats.COUNTED.
+    finished shards have together, by the names of part_stats.COUNTED. silent_workers: those that hold shards of
+    the run and tell nothing of themselves.
     """
 
     run: str
@@ -86,6 +87,7 @@ class RunSnapshot:
     plan_error: str | None = None
     gone: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
+    silent_workers: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
@@ -211,6 +213,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_error=_plan_error(connection, facts, plan_job, shards, seen.plan_status),
         gone=gone,
         counts=parts.counts,
+        silent_workers=tuple(sorted(silent)),
     )
 
 
