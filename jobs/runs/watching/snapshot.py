@@ -57,8 +57,8 @@ class RunSnapshot:
     stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
     left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
-    finished shards have together, by the names of part_stats.COUNTED. silent_workers: those that hold shards of
-    the run and tell nothing of themselves.
+    finished shards have together, by the names of part_stats.COUNTED. silent_workers: those that hold shards
+    of the run and tell nothing of themselves.
     """
 
     run: str

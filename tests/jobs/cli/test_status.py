@@ -206,8 +206,7 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
     for name, job in zip(("dead", "alive"), runs.jobs, strict=False):
         redis.lrem("rq:queue:bulk", 1, job.id)
         redis.zadd("rq:wip:bulk", {f"{job.id}:e": 9e12})
-        redis.hset(f"rq:execution:{job.id}:e", "worker_name", name)
-        redis.expire(f"rq:execution:{job.id}:e", 60)
+        redis.hset(job.key, "worker_name", name)
     redis.set("tokenmill:worker:alive", "{}", ex=WORKER_STATS_TTL_S)
     redis.set("tokenmill:worker:dead", "{}", ex=WORKER_STATS_TTL_S - 400)
     text = invoke("status", runs.output).stdout
