@@ -135,7 +135,7 @@ def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(pl
         def replace(self, temporary: str, target: str) -> bool:
             if len(cleaned) < 2:
                 cleaned.append(temporary)
-                self.delete(temporary)
+                self.remove(temporary)
             return super().replace(temporary, target)
 
     for shard in range(3):
