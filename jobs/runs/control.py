@@ -94,8 +94,7 @@ def submit_run(
 
 
 def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
-    """Return the id of the run in the output's folder, whose input may have been named otherwise; that of the
-    arguments where neither the folder nor Redis tells of one."""
+    """Return the id of the run in the output's folder, whose input may have been named otherwise."""
     try:
         return named_run(connection, spec.output)[0]
     except UnknownRun:
@@ -170,10 +169,7 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether fewer jobs stand behind these than before them: Redis finds each by going through those.
-
-    Judged by one in the middle, or the last one where that waits no longer.
-    """
+    """Whether fewer jobs stand behind these than before them, judged by one: Redis goes through those."""
     for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:
@@ -234,10 +230,9 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments, and all earlier wishes, for a planning that waits.
+    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way.
 
-    None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
-    not redo damaged parts, or extend the run, as is asked now.
+    Raises PlanningUnderWay when that asks for another model, or would not do what is asked now.
     """
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments.get("model"):
@@ -290,8 +285,7 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
 
 
 def _stop_command(holder: Holder) -> dict[str, str]:
-    """The one execution is named to a worker that knows such a command: whenever it hears of it, a later
-    execution of the same job is not meant. RQ's own workers know jobs alone."""
+    """Return a command that names the one execution to a worker of ours; RQ's own know jobs alone."""
     if holder.is_ours:
         return {"command": "stop-execution", "job_id": holder.job_id, "execution_id": holder.execution_id}
     return {"command": "stop-job", "job_id": holder.job_id}

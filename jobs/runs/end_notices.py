@@ -1,12 +1,9 @@
 """Tells of a run's end: an HTTP call, or a function of the user's, as jobs on the run's queue.
 
-Each submission that asks for it is told of once its run has finished, was stopped or was cancelled. The jobs
-are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a worker
-that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
-did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
-
-It is told, too, that a submission has failed: its planning has, or what is left of its shards, or whoever was
-to write its end. Enqueued again by hand, these may finish the run yet, which is told as any end is.
+Each submission that asks for it is told of once its run has finished, was stopped, cancelled, or has failed.
+The jobs are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a
+worker that was killed in between the shard runs again, which enqueues them. A job may run twice, as any may
+whose worker dies. What has failed and is enqueued again by hand may finish yet, which is told as any end is.
 """
 
 from __future__ import annotations

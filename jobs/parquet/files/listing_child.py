@@ -1,7 +1,4 @@
-"""What a child does that lists prefixes of object stores.
-
-A listing is as long as a store makes it, and obstore keeps all of it.
-"""
+"""What a child does that lists prefixes of object stores: obstore keeps all of a listing, however long."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -131,10 +131,8 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tuple[dict[str, Any], str]:
     """Sum up a finished run; return the manifest without its list of parts, and all of its text, JSON.
 
-    Times are Unix seconds; `seconds` runs from the first shard's start to the last's end, a pause between
-    them included, which `statistics.working_seconds` has not. parts: taken one by one, so that a run of ten
-    thousand parts needs no more memory than their names. reasons: why rows have an error, as far as that is
-    kept.
+    `seconds` runs from the first shard's start to the last's end, pauses included. parts: taken one by one,
+    so that many need little memory. reasons: why rows have an error, as far as that is kept.
     """
     counts = dict.fromkeys(COUNTED, 0)
     started_at, ended_at = math.inf, -math.inf

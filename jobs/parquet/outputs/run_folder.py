@@ -1,14 +1,12 @@
 """A planned run on disk: its plan, its parts, and the check that ends it.
 
-Files know no transactions, and whoever is about to rename or remove one may have been frozen since it
-looked. So nothing here takes a whole part away, and the mark of the end changes only by renames of files that
-each execution names for itself, its claims: who ends the run makes one, removes all claims to withdraw its
-end, looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing makes one, removes all
-claims to end, looks, and renames its own. Of two that meet, the later look is the newer, and has removed the
-claim of the other, whose rename fails, and who looks again. So does who replaces a part: it writes one of a
-name of its own, removes those of all others, looks whether the part is the one that it has read, and renames
-its own over it. A mark that is withdrawn is a link to nowhere: to
-remove it could hit the one that comes after it.
+Files know no transactions, and whoever is about to rename or remove one may have been frozen since it looked.
+So nothing here takes a whole part away, and the mark of the end changes only by renames of files that each
+execution names for itself, its claims. Who ends the run makes one, removes all claims to withdraw its end,
+looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing does the reverse. Of two
+that meet, the later look is the newer, and has removed the other's claim, whose rename fails: it looks again.
+Who replaces a part does likewise. A mark that is withdrawn is a link to nowhere: to remove it could hit the
+one that comes after it.
 """
 
 import json

@@ -154,14 +154,13 @@ def find_files(
     """Return the files that a run reads, in order.
 
     input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the
-    files of the one other format that it has; those of its folders named key=value too, at any depth. A glob
-    gives what it matches, files and, unless it holds **, folders, with the key=value of the folders that it
-    searches. Both come sorted, without names that start with a dot or an underscore (unless a glob spells one
-    out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
-    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
-    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or
-    NestedFolders for one that holds such files deeper down in folders of plain names: whether they belong to
-    it is for the caller to say.
+    files of the one other format that it has; those of its folders named key=value too. A glob gives what it
+    matches, files and, unless it holds **, folders. Both come sorted, without names that start with a dot or
+    an underscore (unless a glob spells one out). Several inputs have the key=value of the folders below the
+    one that holds them all: a shell expands a glob to such a list. Files below the output are never input.
+    Raises InputNotFound, SearchTooLong, PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give
+    too many columns, MixedFormats, or NestedFolders for a folder that holds such files in folders of plain
+    names.
     """
     walk = Walk(storage)
     found: list[FoundFile] = []
@@ -282,8 +281,7 @@ class _Seen(NamedTuple):
 
 
 def _format_of(names: Sequence[str]) -> str | None:
-    """Return the format of a folder's files: Parquet where it has some, as what lies beside them, a list of
-    columns for example, is none of the rows; None where there are no files."""
+    """Return the format of a folder's files: Parquet where it has some, else its only one; None for no file."""
     found: dict[str, str] = {}
     for name in names:
         found.setdefault(named_format(name) or PARQUET, name)
@@ -313,10 +311,7 @@ def _keys(names: Sequence[str]) -> Keys:
 
 
 def _first_nested(walk: Walk, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
-    """Return a file that lies below one of these folders, at any depth, but not below the output.
-
-    wanted: its format, None for any. Enters no links, and passes by what is not readable.
-    """
+    """Return a file of a wanted format, None for any, that lies below a folder, but not below the output."""
     waiting = list(reversed(folders))
     while waiting:
         folder = waiting.pop()

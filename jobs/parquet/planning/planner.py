@@ -139,10 +139,9 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
 
 def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
-    """Look into every part that is there; raise PartDamaged for one that this run has not written so.
+    """Raise PartDamaged for a part that this run has not written so, whose end is taken back then.
 
-    redo: return such parts' shards instead, whose jobs will replace them. Replaced anyway is the one part of
-    a run that had no row and was extended. Either way the run has not finished any more.
+    redo: return such parts' shards instead. Replaced anyway is the one part of a run without rows.
     """
     recorded = folder.state.records()
     found = folder.damaged_parts(check_interrupted)
@@ -159,8 +158,7 @@ def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], 
 
 
 def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> RunSpec:
-    """Return the arguments of the run that is in the folder, whatever input they name; those given where none
-    is. Raises PlanDamaged, OutputHoldsAnotherRun or CannotExtend."""
+    """Return the arguments of the run in the folder, whatever input they name; those given where none is."""
     plan = find_plan(storage, spec.output)
     if plan is None or plan.run == spec.run:
         return spec
@@ -196,11 +194,7 @@ def _agreed_plan(
     model: str | None,
     before: Plan | None,
 ) -> Plan:
-    """Return the plan on disk, or write a new one; of two planners at once both return the first one's.
-
-    model: the one that is asked for, if any; a plan on disk is resumed whichever model is served here.
-    before: the plan that was there.
-    """
+    """Return the plan on disk, or write a new one. model: that is asked for. before: the plan there was."""
     plan = before
     if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
@@ -218,8 +212,7 @@ def _agreed_plan(
 def _extended(
     context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, asked: list[str], state: RunState
 ) -> Plan:
-    """Return the plan with what the input has gained, written over the one on disk; as it is where that is
-    nothing. asked: how the input is named. Raises what `extended` does, or RunBusy."""
+    """Return the plan with what the input has gained, written over the old one. asked: the input's names."""
     longer = extended(plan, inputs, asked, partial(begins_as_planned, storage), time.time())
     if longer is None:
         return plan

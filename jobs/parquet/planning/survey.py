@@ -217,8 +217,7 @@ class Asked:
 def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
     """Choose at most `count` requests that stand for all, and tell for how many each does.
 
-    Large ones are likelier to be chosen, by as much as prompt, limit and rows are above the average, and
-    count for fewer: what a few rows of a skewed file hold is seen. No chance is drawn.
+    Large ones are likelier to be chosen, and count for fewer: what a few rows of a skewed file hold is seen.
     """
     order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
     if len(order) <= count:

@@ -78,8 +78,7 @@ def _check_type(name: str, column: str, kind: pa.DataType) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a column's value as JSON has it. A column of integers with a null among them is one of floating
-    point numbers where pandas has written it."""
+    """Return a value as JSON has it: pandas makes integers beside a null floating point numbers."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, float) and value.is_integer():

@@ -1,10 +1,8 @@
 """One shard's rows that have an error, asked once more: their answers take the errors' place in its part.
 
-A part that is there is replaced by a rename, so that readers see the one or the other, and each row once. It
-holds all that the one before held, however long whoever replaces it was frozen (see run_folder.py); an answer
-is never given up for an error. Whoever puts a part in place takes back the run's end, behind the
-rename: what an execution that ended the run meanwhile has read of the parts is then not published, or is
-written anew by this one, which counts the part last.
+A part is replaced by a rename, and an answer never given up for an error. Whoever puts a part in place takes
+back the run's end behind the rename: what an execution that ended the run meanwhile has read of the parts is
+then not published, or is written anew by this one, which counts the part last.
 """
 
 from __future__ import annotations
@@ -96,11 +94,7 @@ class RetryWork(AgainTask):
         self._storage.remove(self._temporary)
 
     def _publish(self, answers: dict[int, Answer]) -> bool:
-        """Write the part that is there with answers for its errors, and put it in place.
-
-        Returns False where another was put in place meanwhile. Raises RunBusy where the job is another
-        worker's by now.
-        """
+        """Put the part with answers for its errors in place; return False where another came there first."""
         path = self._folder.part_path(self._number)
         before = self._storage.stat(path)
         try:

@@ -1,7 +1,4 @@
-"""The tasks of `jobs.score_shard` (rows of one shard in, one part out) and `jobs.verify_rows` (a comparison).
-
-What touches files needs pyarrow and is imported when a task is opened.
-"""
+"""The tasks of `jobs.score_shard` and `jobs.verify_rows`; what needs pyarrow is imported when they open."""
 
 from __future__ import annotations
 

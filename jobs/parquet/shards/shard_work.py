@@ -221,10 +221,7 @@ class ShardWork(RowsTask):
 
     @contextmanager
     def _reader(self, file: PlannedFile, columns: ColumnChoice) -> Iterator[RowReader]:
-        """Borrow a reader that has not passed this shard; another shard may go on with it.
-
-        Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
-        """
+        """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
         plan, storage, shard = self._folder.plan, self._folder.storage, self._shard
         key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 

@@ -71,11 +71,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Extension:
-    """What a run has gained: when, in Unix seconds, of which input, as it was named then, and what.
-
-    files: so many of the plan's files are of it, and rows. The first files and rows are those of the run as
-    it was planned, and the extensions' follow in turn.
-    """
+    """What a run has gained: when, in Unix seconds, of which input, and how many files and rows."""
 
     at: float
     input: list[str]
@@ -338,10 +334,7 @@ def _cut(
     begins: Sequence[int] = (),
     first_file: int = 0,
 ) -> Iterator[Shard]:
-    """Yield shards of at most and, where a file does not end, at least so many rows.
-
-    begins: of each file the row to begin at; by default the first. first_file: how they are counted.
-    """
+    """Yield shards of at most and, where a file does not end, at least so many rows. begins: of each file."""
     left = sum(map(sum, row_groups)) - sum(begins)
     for number, groups in enumerate(row_groups, first_file):
         ends, start = list(accumulate(groups)), begins[number - first_file] if begins else 0

@@ -255,10 +255,7 @@ def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, h
 
 
 def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
-    """Raise InvalidJob for what is no template, fits no row or costs too much.
-
-    form: of Jinja it says only what shows without Jinja.
-    """
+    """Raise InvalidJob for what is no template, fits no row or costs too much."""
     if form == "jinja":
         template_texts(template)
         return

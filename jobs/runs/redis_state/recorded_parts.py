@@ -114,12 +114,10 @@ class RecordedParts:
         self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, unless it is recorded: whoever is late knows the part perhaps as it was
-        before a retry. Add it to the run's totals.
+        """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
         Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves a part uncounted, until they are
-        counted anew.
+        is killed in between leaves a part uncounted, until they are counted anew.
         """
         with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
@@ -156,9 +154,7 @@ class RecordedParts:
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
 
-        Never replaces the whole record, nor one of a shard: it may finish, or be answered anew by a retry,
-        between the listing and this call. For the same reason `gone` has the records as they were before the
-        listing: another is of a part that came since.
+        gone: records as they were before the listing: another one is of a part that came since.
         """
         fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
@@ -247,10 +243,7 @@ def _shards(fields: Iterable[bytes]) -> list[int]:
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:
-    """Return the shards that were done last, as far as numbers tell: those before the ones under way.
-
-    Of a run that is resumed or retried these are not the highest.
-    """
+    """Return the shards that were done last, as far as numbers tell: those before the ones under way."""
     ordered = sorted(shards)
     at = bisect(ordered, max(running, default=-1))
     return [*ordered[at:], *ordered[:at]][-MAX_LOOKED:]

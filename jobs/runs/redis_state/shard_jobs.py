@@ -124,11 +124,7 @@ class _Look:
     jobs: dict[str, _JobSeen]
 
     def is_alive(self, job_id: str) -> bool:
-        """Whether the job will bring its shard to an end.
-
-        One that a worker holds since before the run was cancelled will not, even where the word to stop has
-        not reached that worker yet: enqueued again, it is taken from it.
-        """
+        """Whether the job will bring its shard to an end: one that is held since before a cancel will not."""
         job = self.jobs[job_id]
         if self._was_cancelled(job):
             return self._waits_here(job)
@@ -156,8 +152,8 @@ class _Look:
 def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> _Look:
     """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others.
 
-    A job that was on it when it was read through, and is queued now, is on it still: who takes it holds it.
-    One that was not may have come back since, so all of it is read in the same moment as the jobs.
+    One that was on it and is queued now is on it still. Another may have come back since, so all of it is
+    read in the same moment as the jobs.
     """
     queue = on_queue.queue
     jobs = _read(queue, job_ids, with_queue=False)

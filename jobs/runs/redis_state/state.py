@@ -127,8 +127,7 @@ class RunState(RecordedParts):
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
         """Submit the run with the job that plans it, unless that is what submitted it.
 
-        Raises RunCancelled when the run was cancelled since: the job runs again
-        because its worker died, and that is no new submission; RunBusy when it is another execution's job.
+        Raises RunCancelled for a job that runs again and was cancelled since, or RunBusy.
         """
 
         def enter(pipe: Pipeline) -> None:
@@ -307,9 +306,8 @@ class RunState(RecordedParts):
     def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change while the lock is held, and return what `change` returns.
 
-        change: looks at what it rests on, calls `multi`, queues commands and executes them. It is called
-        again where one of the keys `watched` has changed meanwhile, or the lock ran out and was taken anew.
-        Raises as `keep` does, and RunBusy when the job that the lease is of is another's.
+        change: as of `transact`, also called again where the lock ran out and was taken anew. Raises as
+        `keep` does, and RunBusy when the job that the lease is of is another's.
         """
         while True:
             self.keep(lock)

@@ -39,9 +39,7 @@ FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 class Totals:
     """What parts have together, by the names of PartStats, and what was recorded since the last submission.
 
-    began_at, ended_at: when work on that submission began and its last part ended, in Unix seconds; None for
-    none yet. worked_s: seconds while any worker had a shard, as of the last time that parts were counted
-    anew, such as at the run's end; None before.
+    Times are Unix seconds, None for none yet. worked_s: while any worker had a shard, at the last count anew.
     """
 
     rows: int

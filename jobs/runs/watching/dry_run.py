@@ -73,8 +73,7 @@ def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
 def _speed(picked: Sequence[Mapping[str, Any]], batch: int, answer: Answer) -> tuple[float, float]:
     """Measure what a token of a prompt, and one of an answer in a batch of so many rows, take in seconds.
 
-    Of two tries the faster counts, as a worker that has just begun is slow. Prompts have a beginning of their
-    own in each try, behind which nothing is in the prefix cache; answers are measured with prompts out of it.
+    Of two tries the faster counts. Prompts have a beginning of their own, behind which nothing is cached.
     """
     if not picked:
         return 0.0, 0.0

@@ -44,21 +44,16 @@ MAX_SOUGHT = 1000
 class RunSnapshot:
     """A run's progress.
 
-    output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
-    the planning job; None when it is not known. plan_error: why that failed. done, started, failed: shards by
-    state; `queued` is the rest. gone: those of the rest whose job is in Redis no more; looked for while no
-    shard runs, among the first MAX_SOUGHT.
-    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
-    there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
-    rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
-    finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
-    failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
-    serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
-    stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
-    too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
-    left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
-    finished shards have together, by the names of part_stats.COUNTED. silent_workers: those that hold shards
-    of the run and tell nothing of themselves.
+    rows, shards: None until the run is planned. done, started, failed: shards by state; `queued` is the rest.
+    gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those that
+    wait inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end.
+    rows_done, tokens: running shards included. errors: rows with an error in finished shards. workers: those
+    that listen on the queue. queue_length: jobs of any run on it. awaited_model: the run's, where none of
+    those workers serves it. stopped: why the run was cancelled without anyone's word. stopped_jobs: failed
+    ones that a cancel before the last submission stopped. too_many_errors: how its rows pass the limit of the
+    last submission. left_s: seconds until it ends. counts: what the finished shards have together, by the
+    names of part_stats.COUNTED. silent_workers: those that hold shards of the run and tell nothing of
+    themselves.
     """
 
     run: str

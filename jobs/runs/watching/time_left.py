@@ -85,7 +85,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
     """Return which share of the next rows is computed, and of all that are left, where `share` of `rows` was.
 
-    Equal greedy rows are computed once. Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
+    Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
     """
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
