@@ -281,7 +281,7 @@ class _Seen(NamedTuple):
 
 
 def _format_of(names: Sequence[str]) -> str | None:
-    """Return the format of a folder's files: Parquet where it has some, else its only one; None for no file."""
+    """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
     found: dict[str, str] = {}
     for name in names:
         found.setdefault(named_format(name) or PARQUET, name)

@@ -100,7 +100,8 @@ def check_nothing_generated(
     excluded = ("sampling_columns", "prompts", *(_OF_ANSWERS if task == EMBED else ()))
     for name in excluded:
         if options.get(name):
-            raise InvalidJob(f"{name} and {what} do not go together: nothing is generated")
+            kind = "task 'embed'" if task == EMBED else "labels"
+            raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")
 
 
 def check_num_labels(labels: Sequence[str] | None, rows_per_shard: int) -> None:
