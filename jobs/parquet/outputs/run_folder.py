@@ -80,9 +80,6 @@ class RunFolder:
         """Return where this execution writes `name`, so that no two executions share a file."""
         return self.path(temporary_name(self._execution_id, name))
 
-    def part_path(self, shard: int) -> str:
-        return self.plan.part_path(shard)
-
     def temporary_part(self, shard: int) -> str:
         """Return where this execution writes a part: in the folder in which it is published."""
         return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
@@ -99,7 +96,7 @@ class RunFolder:
                 self.storage.make_folder(self._parts_path)
 
     def has_part(self, shard: int) -> bool:
-        return self.storage.stat(self.part_path(shard)) is not None
+        return self.storage.stat(self.plan.part_path(shard)) is not None
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
@@ -123,12 +120,12 @@ class RunFolder:
             return []  # no part was written yet
 
     def _part_of_no_shard(self, number: int) -> PartDamaged:
-        return PartDamaged(self.part_path(number), f"this run has {len(self.plan.shards)} shards")
+        return PartDamaged(self.plan.part_path(number), f"this run has {len(self.plan.shards)} shards")
 
     def part_stats(self, shard: int) -> PartStats:
         """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
         rows = self.plan.shards[shard].rows
-        return read_part_stats(self.storage, self.part_path(shard), self.plan.run, shard, rows)
+        return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
 
     def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
         """Look into every part that is there; return, by number, what is wrong with those not this run's.
@@ -149,21 +146,21 @@ class RunFolder:
     def has_empty_part(self) -> bool:
         """Whether the first part is the one of this run without rows, which none of its shards writes."""
         try:
-            read_part_stats(self.storage, self.part_path(0), self.plan.run, 0, rows=0)
+            read_part_stats(self.storage, self.plan.part_path(0), self.plan.run, 0, rows=0)
         except PartDamaged:
             return False
         return True
 
     def delete_surplus(self, shards: Iterable[int]) -> None:
         """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
-        for path in (self.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
+        for path in (self.plan.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
             with writing(path):
                 self.storage.remove(path)
 
     def publish(self, temporary: str, shard: int) -> bool:
         """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
-        with writing(self.part_path(shard)):
-            return self.storage.publish(temporary, self.part_path(shard))
+        with writing(self.plan.part_path(shard)):
+            return self.storage.publish(temporary, self.plan.part_path(shard))
 
     def publish_over_damaged(self, temporary: str, shard: int) -> bool:
         """Put a part in place, also of one that is damaged; return False as `replace_part` does.
@@ -177,7 +174,7 @@ class RunFolder:
     def replace_part(self, temporary: str, shard: int, may: Callable[[], bool]) -> bool:
         """Put a written part over the one that is there; see jobs.parquet.files.storage. temporary: this
         execution's temporary_replacement."""
-        path, of = self.part_path(shard), replacement_name(part_name(shard))
+        path, of = self.plan.part_path(shard), replacement_name(part_name(shard))
         return replace_file(self.storage, temporary, path, of, may)
 
     def has_whole_part(self, shard: int) -> bool:

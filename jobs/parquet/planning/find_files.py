@@ -15,7 +15,7 @@ from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, 
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, glob_chars, reading
 from jobs.runs.plans.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
-from jobs.runs.plans.partitions import FoundFile, Keys, folder_key, joined_keys
+from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_num_files
 
@@ -224,10 +224,10 @@ class _Search:
         ):
             segments = match.named.split("/")[fixed:]
             if not match.is_folder:
-                keys = joined_keys(above, _keys(segments[:-1]), match.path)
+                keys = (*above, *_keys(segments[:-1]))
                 yield FoundFile(match.path, keys, match.named)
             elif "**" not in searched and match.path != self.output:  # which finds a folder's files by itself
-                yield from self._folder_files(match.path, joined_keys(above, _keys(segments), match.path))
+                yield from self._folder_files(match.path, (*above, *_keys(segments)))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
         """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
@@ -260,7 +260,7 @@ class _Search:
             else:
                 child = folder.child(entry, walk.storage)
                 if child is not None and child.path != self.output:
-                    below = joined_keys(keys, (key,), child.path)
+                    below = (*keys, key)
                     waiting.append((child, below, iter(walk.entries(child.path))))
 
 

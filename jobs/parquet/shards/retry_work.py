@@ -95,7 +95,7 @@ class RetryWork(AgainTask):
 
     def _publish(self, answers: dict[int, Answer]) -> bool:
         """Put the part with answers for its errors in place; return False where another came there first."""
-        path = self._folder.part_path(self._number)
+        path = self._folder.plan.part_path(self._number)
         before = self._storage.stat(path)
         try:
             self._write_merged(answers)

@@ -270,19 +270,11 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
     row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
     No row at all gives one empty shard, so that every run has a part and readers find the schema.
-    Raises InvalidJob beyond MAX_SHARDS full ones.
+    Raises InvalidJob beyond MAX_SHARDS.
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)
-    left = sum(map(sum, row_groups))
-    num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
-    if num_shards > MAX_SHARDS:
-        raise InvalidJob(
-            f"{left} rows in {len(row_groups)} files make {num_shards} shards of at most "
-            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or "
-            "make several runs of it"
-        )
-    shards = Shards(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard)))
+    shards = cut_further(Shards(), 0, row_groups, [0] * len(row_groups), rows_per_shard)
     return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
 
 
@@ -296,14 +288,15 @@ def cut_further(
     """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
 
     first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
-    is in no earlier shard. Raises InvalidJob beyond MAX_SHARDS.
+    is in no earlier shard.
     """
     left = sum(map(sum, row_groups)) - sum(begins)
-    further = list(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard), begins, first_file))
-    if len(shards) + len(further) > MAX_SHARDS:
+    at_least = len(shards) + left // rows_per_shard
+    further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))
+    if max(at_least, len(shards) + len(further)) > MAX_SHARDS:
         raise InvalidJob(
-            f"{left} new rows make {len(further)} shards beside the {len(shards)} that there are, more than "
-            f"the limit of {MAX_SHARDS}: submit the new files with another output"
+            f"{left} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
+            f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
     return Shards([*shards, *further])
 
@@ -328,16 +321,13 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
 
 
 def _cut(
-    row_groups: Sequence[Sequence[int]],
-    most: int,
-    least: int,
-    begins: Sequence[int] = (),
-    first_file: int = 0,
+    row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int
 ) -> Iterator[Shard]:
-    """Yield shards of at most and, where a file does not end, at least so many rows. begins: of each file."""
+    """Yield shards of at most and, where a file does not end, at least so many rows."""
     left = sum(map(sum, row_groups)) - sum(begins)
-    for number, groups in enumerate(row_groups, first_file):
-        ends, start = list(accumulate(groups)), begins[number - first_file] if begins else 0
+    least = _smallest(left, most)
+    for number, (groups, start) in enumerate(zip(row_groups, begins, strict=True), first_file):
+        ends = list(accumulate(groups))
         while ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start)

@@ -49,7 +49,6 @@ def spoil_jobs(redis: Redis, run: str) -> None:
     for shard, meta in enumerate(["junk", "[1]", '{"rows_done": "x", "tokens": 1e400}', "9" * 5000]):
         redis.hset(f"rq:job:{run}-{shard}", mapping={"meta": meta, "status": ODD, "origin": ODD})
         redis.zadd("rq:wip:bulk", {f"{run}-{shard}:execution": 1e12})
-    redis.hset(run_key(run), mapping={"rows": ODD, "shards": "9" * 5000, "model_text": ODD})
 
 
 @pytest.mark.parametrize("spoil", [spoil_workers, spoil_jobs])
