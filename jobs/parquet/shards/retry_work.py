@@ -20,10 +20,12 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.output_file import PartRows, failed_rows, open_part
+from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.rows_task import AgainTask, trusted_plan
+from jobs.parquet.tables.columns import ColumnChoice
+from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 
@@ -110,12 +112,10 @@ class RetryWork(AgainTask):
 
     def _write_merged(self, answers: dict[int, Answer]) -> None:
         """Write the part that is there with answers for its errors, beside it."""
-        plan, old = self._folder.plan, self._folder.part_stats(self._number)
-        with open_part(self._storage, plan, self._number) as file:
-            schema = file.schema
-            kept = {k: v for k, v in (schema.metadata or {}).items() if k not in OWN_KEYS}
-            schema = schema.with_metadata(kept or None)
-            stats = self._stats(file, old, answers)
+        stats = self._stats(self._folder.part_stats(self._number), answers)
+        with open_part(self._storage, self._folder.plan, self._number) as file:
+            kept = {k: v for k, v in (file.schema.metadata or {}).items() if k not in OWN_KEYS}
+            schema = file.schema.with_metadata(kept or None)
             batches = (each.replace_schema_metadata(kept) for each in self._merged(file, answers))
             write_part(self._storage, self._temporary, schema, batches, stats)
 
@@ -124,17 +124,19 @@ class RetryWork(AgainTask):
         if lease is not None and self._context.connection.zscore(lease.key, lease.member) is None:
             raise RunBusy(self._folder.plan.run)
 
-    def _stats(self, file: PartRows, old: PartStats, answers: dict[int, Answer]) -> PartStats:
+    def _stats(self, old: PartStats, answers: dict[int, Answer]) -> PartStats:
         """Return what the part has with the answers put in."""
         sums, errors, rows = dict.fromkeys(_COUNTS, 0), 0, 0
         names = {name: self._name(name) for name in ("error", *_COUNTS)}
-        for batch in self._merged(file, answers, list(names.values())):
-            rows += batch.num_rows
-            errors += batch.num_rows - batch.column(names["error"]).null_count
-            for name in _COUNTS:
-                column = batch.column(names[name])
-                values = column.flatten() if pa.types.is_list(column.type) else column
-                sums[name] += pc.sum(values).as_py() or 0
+        columns = ColumnChoice(tuple(names.values()))
+        with open_part(self._storage, self._folder.plan, self._number, columns) as file:
+            for batch in self._merged(file, answers):
+                rows += batch.num_rows
+                errors += batch.num_rows - batch.column(names["error"]).null_count
+                for name in _COUNTS:
+                    column = batch.column(names[name])
+                    values = column.flatten() if pa.types.is_list(column.type) else column
+                    sums[name] += pc.sum(values).as_py() or 0
         model = self._context.model
         return replace(
             old.retried(self._clock() - self._began_at, self.asked.generated_tokens),
@@ -147,14 +149,12 @@ class RetryWork(AgainTask):
             version=code_version(),
         )
 
-    def _merged(
-        self, file: PartRows, answers: dict[int, Answer], columns: list[str] | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield a part's rows, with an answer where there was an error. columns: only these."""
+    def _merged(self, file: TableReading, answers: dict[int, Answer]) -> Iterator[pa.RecordBatch]:
+        """Yield a part's rows, with an answer where there was an error."""
         plan = self._folder.plan
         row = plan.first_row(self._number)
         ours = {self._name(field.name): field.name for field in answer_fields(plan.spec)}
-        for batch in file.batches(columns):
+        for batch in file.batches():
             self._context.check_interrupted()
             errors = batch.column(self._name("error"))
             places = [n for n in range(batch.num_rows) if row + n in answers and errors[n].is_valid]
