@@ -87,10 +87,15 @@ def submit_run(
             pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
-    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(connection, run)
+    _enter(state, plan_job, enter)
     return run
+
+
+def _enter(state: RunState, plan_job: str, enter: Callable[[Pipeline], None]) -> None:
+    """Submit and enqueue all at once: a submission that nobody plans would wait for ever."""
+    with state.lock() as lock:
+        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    list_in_index(state.connection, state.run)
 
 
 def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
@@ -119,9 +124,7 @@ def retry_run(connection: Redis, run: str) -> None:
         _enqueue_planning(pipe, connection, submission, plan_job, arguments, RETRYING)
         pipe.execute()
 
-    with state.lock() as lock:
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(connection, run)
+    _enter(state, plan_job, enter)
 
 
 def describe_again(connection: Redis, output: RunOutput) -> bool:

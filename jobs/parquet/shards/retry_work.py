@@ -19,14 +19,12 @@ from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
-from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.shards.rows_task import AgainTask, trusted_plan
+from jobs.parquet.shards.rows_task import AgainTask, opened_folder
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 
 #: Of a part's columns, what its statistics are the sums of.
@@ -53,12 +51,9 @@ class RetryWork(AgainTask):
     @classmethod
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
         """Find the shard in its plan. Raises PlanDamaged or PartDamaged."""
-        storage = Storage.of(context)
-        plan = trusted_plan(context, storage, plan_path, run)
-        state = RunState(context.connection, run)
-        folder = RunFolder(storage, plan, state, context.execution_id)
-        if shard >= len(plan.shards) or not folder.has_part(shard):
-            raise PartDamaged(plan.part_path(shard), "it is gone")
+        folder = opened_folder(context, plan_path, run)
+        if shard >= len(folder.plan.shards) or not folder.has_part(shard):
+            raise PartDamaged(folder.plan.part_path(shard), "it is gone")
         return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
+from jobs.runs.redis_state.state import RunState
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -91,6 +93,13 @@ class AgainTask(RowsTask):
         except BaseException:
             texts.close()
             raise
+
+
+def opened_folder(context: JobContext, plan_path: str, run: str) -> RunFolder:
+    """Return the folder of the run that a shard's job names. Raises what trusted_plan does."""
+    storage = Storage.of(context)
+    plan = trusted_plan(context, storage, plan_path, run)
+    return RunFolder(storage, plan, RunState(context.connection, run), context.execution_id)
 
 
 def check_model(plan: Plan, served: ServedModel) -> None:

@@ -18,12 +18,11 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
-from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
+from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.parquet.tables.columns import ColumnChoice, kept, with_added_fields, with_added_values
@@ -31,7 +30,6 @@ from jobs.parquet.tables.line_problems import split_problems
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
-from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 
 
@@ -74,12 +72,10 @@ class ShardWork(RowsTask):
         cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False
     ) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
-        storage = Storage.of(context)
-        plan = trusted_plan(context, storage, plan_path, run)
-        if shard >= len(plan.shards):
-            raise PlanDamaged(plan_path, f"it has {len(plan.shards)} shards, none numbered {shard}")
-        state = RunState(context.connection, run)
-        return cls(context, RunFolder(storage, plan, state, context.execution_id), shard, redo_damaged)
+        folder = opened_folder(context, plan_path, run)
+        if shard >= len(folder.plan.shards):
+            raise PlanDamaged(plan_path, f"it has {len(folder.plan.shards)} shards, none numbered {shard}")
+        return cls(context, folder, shard, redo_damaged)
 
     def progress(self) -> dict[str, Any]:
         """Return rows of the shard, rows done and being answered; and of the rows that this execution has

@@ -52,15 +52,19 @@ def output_prefix(value: Any) -> str:
     return value
 
 
+def whole_number(argument: str, value: Any, most: int | None = None) -> int:
+    """Return a number from 1 on. Raises InvalidValue."""
+    if isinstance(value, str):
+        raise InvalidValue(f"{argument} arrived as the text {{}}: write {argument}:=1000", brief(value))
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
+        until = "on" if most is None else f"to {most}"
+        raise InvalidValue(f"{argument} is {{}}, expected an integer from 1 {until}", brief(value))
+    return value
+
+
 def limit(value: Any) -> int | None:
     """Return how many rows a run has at most; None for all. Raises InvalidValue."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        raise InvalidValue("limit arrived as the text {}: write limit:=100", brief(value))
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidValue("limit is {}, expected a number of rows, an integer from 1", brief(value))
-    return value
+    return None if value is None else whole_number("limit", value)
 
 
 #: What a run of batch files may be given as well.

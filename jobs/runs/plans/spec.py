@@ -115,7 +115,8 @@ class RunSpec:
         messages_column, template = get("messages_column"), get("template")
         has_prompts, is_batch = get("prompts") is not None, get("input_format") == OPENAI_BATCH
         _check_one_prompt(prompt_column, messages_column, template, has_prompts)
-        rows, form = _rows_per_shard(get("rows_per_shard", 1000)), checks.template_format(given)
+        rows = checks.whole_number("rows_per_shard", get("rows_per_shard", 1000), MAX_ROWS_PER_SHARD)
+        form = checks.template_format(given)
         if template is not None:
             _check_template(template, form, rows)
         if is_batch:
@@ -317,13 +318,3 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
     if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
-
-
-def _rows_per_shard(value: Any) -> int:
-    if isinstance(value, str):
-        raise InvalidValue("rows_per_shard arrived as the text {}: write rows_per_shard:=1000", brief(value))
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"rows_per_shard is {{}}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}", brief(value)
-        )
-    return value

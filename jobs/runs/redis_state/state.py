@@ -51,27 +51,24 @@ class RunState(RecordedParts):
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
+        self._store(facts, PLAN_ERROR)
+
+    def refuse_plan(self, error: str) -> None:
+        """Note why the run's planning failed, for when its job is gone. Raises RunBusy."""
+        self._store({PLAN_ERROR: error})
+
+    def _store(self, facts: Mapping[str, str | int], *gone: str) -> None:
         fields: dict[Any, Any] = dict(facts)
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            pipe.hdel(self._key, PLAN_ERROR)
+            if gone:
+                pipe.hdel(self._key, *gone)
             pipe.hset(self._key, mapping=fields)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
 
         self._change(write)
-
-    def refuse_plan(self, error: str) -> None:
-        """Note why the run's planning failed, for when its job is gone. Raises RunBusy where the job that the
-        lease is of is another execution's."""
-
-        def note(pipe: Pipeline) -> None:
-            pipe.multi()
-            pipe.hset(self._key, PLAN_ERROR, error)
-            pipe.execute()
-
-        self._change(note)
 
     def facts(self) -> dict[str, str]:
         """Return what `describe` stored, and the marks `cancelled` and `finished`.
