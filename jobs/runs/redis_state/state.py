@@ -224,8 +224,11 @@ class RunState(RecordedParts):
         return self._change(record, self._parts_key)
 
     def end(self) -> End:
-        found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
-        return _end(found)
+        return self._end(self._redis)
+
+    def _end(self, client: Redis) -> End:
+        found: Any = client.hmget(self._key, "finished", "withdrawals")
+        return End(found[0] is not None, _number(found[1]))
 
     def mark_finished(self, seen: End) -> bool:
         """Mark the run finished, on the strength of a look at its parts after `seen` was read.
@@ -234,8 +237,7 @@ class RunState(RecordedParts):
         """
 
         def mark(pipe: Pipeline) -> bool:
-            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
-            if _end(found).withdrawals != seen.withdrawals:
+            if self._end(pipe).withdrawals != seen.withdrawals:
                 return False
             pipe.multi()
             pipe.hset(self._key, "finished", "1")
@@ -246,18 +248,14 @@ class RunState(RecordedParts):
         return self._transact(mark, self._key)
 
     def withdraw_finished(self, seen: End) -> bool:
-        """Take back an end that is no longer true, on the strength of a look after `seen` was read.
-
-        Returns False where the run has ended since: look again.
-        """
+        """Take back an end that is no longer true; return False where the run has ended since `seen`."""
 
         def withdraw(pipe: Pipeline) -> bool:
-            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
-            if _end(found) != seen:
+            if self._end(pipe) != seen:
                 return False
             pipe.multi()
             pipe.hdel(self._key, "finished")
-            pipe.hset(self._key, "withdrawals", str(seen.withdrawals + 1))
+            pipe.hincrby(self._key, "withdrawals")
             pipe.execute()
             return True
 
@@ -328,10 +326,6 @@ class RunState(RecordedParts):
 def _number(raw: bytes | None) -> int:
     """Return a stored number, 0 for none."""
     return int(raw or 0)
-
-
-def _end(found: list[bytes | None]) -> End:
-    return End(found[0] is not None, _number(found[1]))
 
 
 def _now_ms() -> int:

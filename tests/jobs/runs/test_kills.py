@@ -152,16 +152,6 @@ def test_a_part_that_is_there_is_not_computed_again(planned: Site) -> None:
     finish(again)
 
 
-def test_a_part_deleted_by_hand_is_scored_again(redis: Redis, planned: Site) -> None:
-    planned.runs.work()
-    (planned.runs.output / part_name(1)).unlink()
-    assert planned.plan()["shards_enqueued"] == 1
-    assert RunState(redis, planned.spec.run).parts().keys() == {0, 2}
-    assert not (planned.runs.output / "_SUCCESS").exists()
-    planned.runs.work()
-    planned.check_finished()
-
-
 def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
