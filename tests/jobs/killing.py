@@ -13,7 +13,8 @@ from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.planner import plan_run
-from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
+from jobs.parquet.shards.rows_task import trusted_plan
+from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission

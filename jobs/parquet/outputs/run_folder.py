@@ -231,7 +231,7 @@ class RunFolder:
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_end(self.state, self.plan, verdict)  # first: a run that is stopped tells nothing
+            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
@@ -315,7 +315,7 @@ class RunFolder:
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
                 self.state.count_anew()
-                tell_end(self.state, self.plan)
+                tell_end(self.state)
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
                     self._remove_leftovers()
