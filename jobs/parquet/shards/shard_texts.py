@@ -9,8 +9,7 @@ from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import ColumnChoice, with_added_values
-from jobs.parquet.tables.line_problems import split_problems
+from jobs.parquet.tables.columns import ColumnChoice, split_problems, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan

@@ -25,8 +25,13 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
-from jobs.parquet.tables.columns import ColumnChoice, kept, with_added_fields, with_added_values
-from jobs.parquet.tables.line_problems import split_problems
+from jobs.parquet.tables.columns import (
+    ColumnChoice,
+    kept,
+    split_problems,
+    with_added_fields,
+    with_added_values,
+)
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard

@@ -70,7 +70,7 @@ class RowReader:
     def read(
         self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead; of a text file with their problems (formats.problems).
+        """Yield the rows of a shard that lies ahead; of a text file with their problems (columns.py).
 
         check_interrupted: called before rows are decoded. Raises ShardTooLarge.
         """

@@ -12,8 +12,7 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
-from jobs.parquet.tables.line_problems import without_problems
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, without_problems
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.

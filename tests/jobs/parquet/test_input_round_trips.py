@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.tables.line_problems import PROBLEM
+from jobs.parquet.tables.columns import PROBLEM
 from jobs.parquet.tables.table_reading import open_table
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
