@@ -21,7 +21,8 @@ class Generate(Ask):
     """Asks for `n` completions of each row. seed: the run's; a row's own follows from it."""
 
     def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
-        self._sampling, self._chat = spec.chat
+        sampling, self._chat = spec.chat
+        self._shared = without_seed(sampling)
         self._is_chat, self._n, self._seed = spec.is_chat, spec.n, seed
         self._repairs, self._checks = spec.repairs, checks
         self.inspects = spec.repairs.check is not None
@@ -43,7 +44,7 @@ class Generate(Ask):
         return failed_answer(reason, self._n)
 
     def _values(self, row: Row) -> dict[str, Any]:
-        return {**without_seed(self._sampling), **row.own_sampling}
+        return {**self._shared, **row.own_sampling}
 
     def _answer(self, completions: Sequence[Completion]) -> Answer:
         return answer_of(completions, self._n, self._chat.has_tools)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
+from obstore.exceptions import BaseError
 
 #: Read at once, and how many such pieces an open object keeps: who reads columns goes through as many places.
 BLOCK_BYTES, MAX_BLOCKS = 1 << 18, 16
@@ -108,7 +110,8 @@ class ObjectWriter:
         """Leave nothing in the store."""
         self.closed = True
         if self._upload is not None:
-            self._once(lambda: self._upload.__exit__(*raised))
+            with suppress(BaseError, OSError, ValueError):  # what was raised says more
+                self._upload.__exit__(*raised)
 
     def _send(self) -> None:
         if self._upload is None:

@@ -76,15 +76,7 @@ class RetryWork(AgainTask):
         self._folder.withdraw_end(anyway=True)
         ended = self._folder.record_replaced_part(self._number, self._context.queue_name)
         stats = self._folder.part_stats(self._number)
-        return {
-            "run": stats.run,
-            "shard": stats.shard,
-            "rows": stats.rows,
-            "errors": stats.errors,
-            "rows_unasked": self.asked.rows_unasked,
-            "rows_retried": len(self._rows),
-            "run_finished": ended,
-        }
+        return {**self.told(stats, ended), "rows_retried": len(self._rows)}
 
     def close(self) -> None:
         super().close()

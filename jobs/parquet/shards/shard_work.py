@@ -105,15 +105,7 @@ class ShardWork(RowsTask):
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
         ended = self._folder.record_part(stats, self._context.queue_name)
-        return {
-            "run": stats.run,
-            "shard": stats.shard,
-            "rows": stats.rows,
-            "errors": stats.errors,
-            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
-            "tokens": stats.completion_tokens,
-            "run_finished": ended,
-        }
+        return {**self.told(stats, ended), "tokens": stats.completion_tokens}
 
     def close(self) -> None:
         self._let_go()

@@ -46,7 +46,9 @@ def time_left(
     """
     if not shards or rows is None:
         return None
-    work = json.loads(shares_text or "[]") or [1] * shards
+    work = json.loads(shares_text or "[]")
+    if len(work) < shards:
+        work = [1] * shards  # as if all were equal
     spans = [
         Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
         for shard, part in parts.latest.items()
