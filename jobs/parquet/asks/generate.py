@@ -28,10 +28,11 @@ class Generate(Ask):
         self.inspects = spec.repairs.check is not None
 
     def is_greedy(self, row: Row) -> bool:
-        return self._values(row).get("temperature") == 0
+        values = row.own_sampling if row.sampling else self._shared
+        return values.get("temperature", self._shared.get("temperature")) == 0
 
     def begin(self, row: Row, number: int) -> Asked:
-        values = self._values(row)
+        values = {**self._shared, **row.own_sampling}
         if values.get("temperature") != 0:
             values = {"seed": row_seed(self._seed, number), **values}
         request = request_of(row, self._is_chat, values, self._chat.template)
@@ -42,9 +43,6 @@ class Generate(Ask):
 
     def failed(self, reason: str) -> Answer:
         return failed_answer(reason, self._n)
-
-    def _values(self, row: Row) -> dict[str, Any]:
-        return {**self._shared, **row.own_sampling}
 
     def _answer(self, completions: Sequence[Completion]) -> Answer:
         return answer_of(completions, self._n, self._chat.has_tools)

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def own_sampling(self) -> dict[str, Any]:
-        return dict(json.loads(self.sampling or "{}"))
+        return dict(json.loads(self.sampling)) if self.sampling else {}
 
     @property
     def num_bytes(self) -> int:
@@ -245,6 +245,10 @@ class RowSource:
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             prompts = self._prompts.rendered(part)
+            if not self._read and not problems:
+                for prompt in prompts:
+                    yield Row(prompt) if isinstance(prompt, str) else prompt
+                continue
             for number, each in enumerate(zip(prompts, python_rows(self._read, part), strict=True), start):
                 problem = problems[number] if problems else None
                 yield RowProblem(problem) if problem is not None else self._row(*each)

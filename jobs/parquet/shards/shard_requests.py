@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 
 from jobs.context.answers import Answer, AnswerMemo
 from jobs.parquet.asks.ask import Ask, Asked
@@ -24,15 +25,6 @@ class _Group:
     key: bytes | None
     asked: Asked | None = None
     num_sent: int = 0
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request under way. place: among those of its rows. num_continued: tokens that it goes on behind."""
-
-    group: _Group
-    place: int
-    num_continued: int
 
 
 class ShardRequests:
@@ -63,7 +55,8 @@ class ShardRequests:
         self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
         self._answers = [ask.failed(str(row)) if isinstance(row, RowProblem) else None for row in rows]
-        self._sent: list[_Sent | None] = []
+        # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
+        self._sent: list[tuple[_Group, int, int] | None] = []
         self._following: deque[tuple[_Group, Request]] = deque()
         self._begun: set[bytes] = set()
         self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
@@ -96,7 +89,7 @@ class ShardRequests:
         while self._following or self._unsent or postponed:
             if self._following:
                 group, request = self._following.popleft()
-                self._sent.append(_Sent(group, group.num_sent, len(request.continued)))
+                self._sent.append((group, group.num_sent, len(request.continued)))
                 group.num_sent += 1
                 yield request
             elif self._unsent:
@@ -117,15 +110,16 @@ class ShardRequests:
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
         """See OpenTask: in any thread."""
         sent = self._sent[index]
-        asked = sent and sent.group.asked
-        if sent and asked:
-            asked.inspect(sent.place, completions)
+        assert sent is not None, "inspected once delivered"
+        group, place, _ = sent
+        if (asked := group.asked) is not None:
+            asked.inspect(place, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         sent = self._sent[index]
         assert sent is not None, "delivered twice"
-        group = sent.group
+        group, place, num_continued = sent
         if not group.rows:
             self._ask.take_before(completions)
             self._awaits_before = False
@@ -137,10 +131,10 @@ class ShardRequests:
             return
         self._sent[index] = None
         self.prompt_tokens += completions[0].num_prompt_tokens
-        self.generated_tokens += sum(max(0, len(each.token_ids) - sent.num_continued) for each in completions)
+        self.generated_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
         if group.asked is None:  # it has failed by another of its requests
             return
-        found = group.asked.then(sent.place, completions)
+        found = group.asked.then(place, completions)
         if not isinstance(found, Answer):
             self._following += [(group, request) for request in found]
             return
@@ -173,7 +167,7 @@ class ShardRequests:
             return
         self.rows_open += len(group.rows)
         requests, group.asked.requests = group.asked.requests, ()  # the engine has them from here on
-        self._following += [(group, request) for request in requests]
+        self._following.extend((group, request) for request in requests)
 
     def _taken(self, group: _Group) -> Row:
         row, group.row = group.row, None
@@ -212,7 +206,7 @@ class ShardRequests:
 def _groups(rows: Sequence[Row | RowProblem], run: bytes, is_greedy: Callable[[Row], bool]) -> list[_Group]:
     """Return equal rows with equal answers together, and each other row by itself, the last one first."""
     together: dict[Row, _Group] = {}
-    groups: list[tuple[Row, _Group]] = []
+    groups = []
     for number, row in enumerate(rows):
         if isinstance(row, RowProblem):
             continue
@@ -220,8 +214,8 @@ def _groups(rows: Sequence[Row | RowProblem], run: bytes, is_greedy: Callable[[R
             known.rows.append(number)
         elif is_greedy(row):
             key = blake2b("\n".join(row).encode(), digest_size=16, key=run).digest()  # JSON has no such break
-            groups.append((row, together.setdefault(row, _Group(row, [number], key))))
+            groups.append(together.setdefault(row, _Group(row, [number], key)))
         else:
-            groups.append((row, _Group(row, [number], None)))
-    groups.sort(key=lambda each: (each[0], each[1].rows[0]), reverse=True)
-    return [group for _, group in groups]
+            groups.append(_Group(row, [number], None))
+    groups.reverse()  # of equal rows the last one first, too
+    return sorted(groups, key=attrgetter("row"), reverse=True)
