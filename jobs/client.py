@@ -9,7 +9,6 @@ Nothing here is a job: no worker calls it, whoever enqueues its name.
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +30,7 @@ from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import WISHES
 from jobs.runs.refusals import RunFailed, RunNotHere
 from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
@@ -277,9 +277,8 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_names(given: Iterable[str]) -> None:
     """Raise InvalidValue for a name that is no argument of `submit`, with the one that is like it."""
-    wishes = inspect.signature(submit_run).parameters.keys() - {"connection", "queue_name", "arguments"}
     of_run = {field.name for field in fields(RunSpec)}
-    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *wishes, *of_run} - {"check_run"}
+    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *WISHES, *of_run}
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1) or sorted(known)

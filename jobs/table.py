@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
-from jobs.parquet.shards.shard_task import VerifyTask, shard_task
+from jobs.parquet.shards.shard_task import ShardTask, VerifyTask
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
@@ -25,7 +25,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.classify": classify_task,
     "jobs.loglikelihood": loglikelihood_task,
     "jobs.rerank": rerank_task,
-    "jobs.score_shard": shard_task,
+    "jobs.score_shard": ShardTask,
     "jobs.verify_rows": VerifyTask,
 }
 

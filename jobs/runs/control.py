@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
-from jobs.context.served_model import parse_model
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_cancelled
 from jobs.runs.output import RunOutput, named_run
 from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
-from jobs.runs.plans.option_checks import check_extend
 from jobs.runs.plans.paths import run_path
-from jobs.runs.plans.plan import MAX_SHARDS
-from jobs.runs.plans.spec import RunSpec, check_queue_name
+from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
-from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit
+from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit, Submission
 from jobs.runs.redis_state.executions import Holder, holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
@@ -61,65 +58,48 @@ def accept_any_run(spec: RunSpec) -> None:
 def submit_run(
     connection: Redis,
     queue_name: str,
-    *,
-    model: str | None = None,
-    redo_damaged: bool = False,
-    extend: bool = False,
-    max_errors: int | str | None = None,
-    webhook: str | None = None,
-    on_end: str | None = None,
     check_run: Callable[[RunSpec], None] = accept_any_run,
     **arguments: Any,
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
-    model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
-    are not what the run has written are removed and computed again. extend: what the input has gained is
-    added to the run in the output's folder. max_errors: see jobs.score_parquet.
-    webhook, on_end: a URL and a function that are told of the end of this submission, see jobs.score_parquet.
     check_run: raises what the planning would, as far as that can be known on this machine.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
-    spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
-    limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
-    check_queue_name(queue_name)
-    check_extend(spec, extend)
+    submission, own = Submission.split(queue_name, arguments)
+    spec = RunSpec.from_arguments(**own)
+    submission.check_with(spec)
     check_run(spec)
-    run = _run_to_extend(connection, spec) if extend else spec.run
-    plan_job = plan_job_id(run)
-    state = RunState(connection, run)
+    run = _run_to_extend(connection, spec) if submission.extend else spec.run
+    plan_job, state = plan_job_id(run), RunState(connection, run)
+    planning = {name: value for name, value in spec.to_json().items() if value is not None}
     # The output as it was named: which real path it has is for the worker to say.
-    own = {
-        "output": run_path(arguments["output"]),
-        "queue": queue_name,
-        "model": model,
-        "redo_damaged": redo_damaged,
-        **({"extend": True} if extend else {}),
-        "max_errors": max_errors,
-        **calls.to_fields(),
-    }
-    planning = {**_planning_arguments(spec), **own}
+    planning |= {"output": run_path(own["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
         under_way = _planning_under_way(connection, state, plan_job)
         renewed = None if under_way is None else _renewed(connection, run, under_way, planning)
-        state.submit(pipe, plan_job, spec.output, queue_name, model, limit, calls, anew=under_way is None)
+        state.submit(pipe, plan_job, spec.output, submission, anew=under_way is None)
         if under_way is None:
-            _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
+            _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
             pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
-    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(connection, run)
+    _enter(state, plan_job, enter)
     return run
 
 
+def _enter(state: RunState, plan_job: str, enter: Callable[[Pipeline], None]) -> None:
+    """Submit and enqueue all at once: a submission that nobody plans would wait for ever."""
+    with state.lock() as lock:
+        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    list_in_index(state.connection, state.run)
+
+
 def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
-    """Return the id of the run in the output's folder, whose input may have been named otherwise; that of the
-    arguments where neither the folder nor Redis tells of one."""
+    """Return the id of the run in the output's folder, whose input may have been named otherwise."""
     try:
         return named_run(connection, spec.output)[0]
     except UnknownRun:
@@ -133,20 +113,18 @@ def retry_run(connection: Redis, run: str) -> None:
     """
     state, plan_job = RunState(connection, run), plan_job_id(run)
     facts = state.facts()
-    arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN), "model": facts.get("model")}
+    arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN)}
+    calls = EndCalls(facts.get(WEBHOOK), facts.get(ON_END))
+    submission = Submission(facts["queue"], facts.get("model"), ErrorLimit(share=1.0), calls)
 
     def enter(pipe: Pipeline) -> None:
         if _planning_under_way(connection, state, plan_job) is not None:
             raise PlanningUnderWay(run, "and its failed rows are not tried again with that")
-        output, queue = facts["output"], facts["queue"]
-        calls = EndCalls(facts.get(WEBHOOK), facts.get(ON_END))
-        state.submit(pipe, plan_job, output, queue, facts.get("model"), ErrorLimit(share=1.0), calls)
-        _enqueue_planning(pipe, connection, queue, plan_job, arguments, RETRYING)
+        state.submit(pipe, plan_job, facts["output"], submission)
+        _enqueue_planning(pipe, connection, submission, plan_job, arguments, RETRYING)
         pipe.execute()
 
-    with state.lock() as lock:
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(connection, run)
+    _enter(state, plan_job, enter)
 
 
 def describe_again(connection: Redis, output: RunOutput) -> bool:
@@ -176,8 +154,8 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
     with state.lock(wait_s) as lock:  # a planner is either done enqueueing, or will see the mark
         state.cancel(lock, submission)
     done = state.parts()
-    num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
-    ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
+    shards = range(int(facts.get("shards", 0)))
+    ids = [shard_job_id(run, shard) for shard in shards if shard not in done]
     if "plan_job" in facts:
         ids.append(facts["plan_job"])
     from_end = _is_nearer_to_end(connection, queue_keys(facts["queue"]).waiting, ids)
@@ -194,10 +172,7 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether fewer jobs stand behind these than before them: Redis finds each by going through those.
-
-    Judged by one in the middle, or the last one where that waits no longer.
-    """
+    """Whether fewer jobs stand behind these than before them, judged by one: Redis goes through those."""
     for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:
@@ -224,7 +199,7 @@ def remove_waiting(
 def _enqueue_planning(
     pipe: Pipeline,
     connection: Redis,
-    queue_name: str,
+    submission: Submission,
     plan_job: str,
     arguments: dict[str, Any],
     function: str = PLANNING,
@@ -232,23 +207,18 @@ def _enqueue_planning(
     """Put a planning job into the place of any earlier one."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
-    JobQueue(connection, queue_name).enqueue(
+    JobQueue(connection, submission.queue).enqueue(
         pipe,
         function,
-        kwargs=arguments if function == PLANNING else {k: arguments[k] for k in ("run", "plan")},
+        kwargs=arguments,
         timeout=PLAN_TIMEOUT_S,
         result_ttl=PLAN_RESULT_TTL_S,
         failure_ttl=PLAN_RESULT_TTL_S,
         description=f"plan run {plan_job.removesuffix('-plan')}",
         job_id=plan_job,
     )
-    if arguments["model"] is not None:
-        pipe.hset(job_key(plan_job), MODEL_FIELD, arguments["model"])
-
-
-def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
-    """Return the keyword arguments of jobs.score_parquet that give this spec."""
-    return {name: value for name, value in spec.to_json().items() if value is not None}
+    if submission.model is not None:
+        pipe.hset(job_key(plan_job), MODEL_FIELD, submission.model)
 
 
 def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> str | None:
@@ -263,25 +233,23 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments for a planning that waits, and with wishes to redo damaged
-    parts or to extend the run kept.
+    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way.
 
-    None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
-    not redo damaged parts, or extend the run, as is asked now.
+    Raises PlanningUnderWay when that asks for another model, or would not do what is asked now.
     """
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
-    if (asked_for and stored.text(asked_for)) != arguments["model"]:
+    if (asked_for and stored.text(asked_for)) != arguments.get("model"):
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
     function, waiting = planned_by(connection, plan_job)
     if function == RETRYING:
         raise PlanningUnderWay(run, "to try its failed rows again")
     if not connection.exists(executions_key(plan_job)):
-        kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or bool(waiting.get("redo_damaged"))}
-        if waiting.get("extend") and "extend" not in arguments:
-            kwargs |= {"extend": True, "input": waiting["input"]}
-        return json.dumps((PLANNING, None, (), kwargs)).encode()
-    if arguments["redo_damaged"] and not waiting.get("redo_damaged"):
+        kept = {name: True for name in ("redo_damaged", "extend") if waiting.get(name)}
+        if "extend" in kept and "extend" not in arguments:
+            kept["input"] = waiting["input"]
+        return json.dumps((PLANNING, None, (), {**arguments, **kept})).encode()
+    if "redo_damaged" in arguments and not waiting.get("redo_damaged"):
         raise PlanningUnderWay(run, "without redoing damaged parts")
     if "extend" in arguments and not waiting.get("extend"):
         raise PlanningUnderWay(run, "without a look for new rows")
@@ -320,8 +288,7 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
 
 
 def _stop_command(holder: Holder) -> dict[str, str]:
-    """The one execution is named to a worker that knows such a command: whenever it hears of it, a later
-    execution of the same job is not meant. RQ's own workers know jobs alone."""
+    """Return a command that names the one execution to a worker of ours; RQ's own know jobs alone."""
     if holder.is_ours:
         return {"command": "stop-execution", "job_id": holder.job_id, "execution_id": holder.execution_id}
     return {"command": "stop-job", "job_id": holder.job_id}

@@ -1,12 +1,9 @@
 """Tells of a run's end: an HTTP call, or a function of the user's, as jobs on the run's queue.
 
-Each submission that asks for it is told of once its run has finished, was stopped or was cancelled. The jobs
-are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a worker
-that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
-did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
-
-It is told, too, that a submission has failed: its planning has, or what is left of its shards, or whoever was
-to write its end. Enqueued again by hand, these may finish the run yet, which is told as any end is.
+Each submission that asks for it is told of once its run has finished, was stopped, cancelled, or has failed.
+The jobs are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a
+worker that was killed in between the shard runs again, which enqueues them. A job may run twice, as any may
+whose worker dies. What has failed and is enqueued again by hand may finish yet, which is told as any end is.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import InvalidValue, RunBusy, UnknownRun
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
-from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.end_calls import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
@@ -48,23 +44,20 @@ TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
 RETRIES = 3
 
 
-def tell_end(state: RunState, plan: Plan, verdict: Verdict | None = None) -> None:
+def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
     """Enqueue what the last submission asks for, unless it was told of.
 
     verdict: why the run is stopped, and which submission that is of; None where the run has finished.
     """
-    submission = state.submission() if verdict is None else verdict.submission
-    word, reason = ("finished", None) if verdict is None else ("stopped", verdict.reason)
-    size = {"output": plan.spec.output, "rows": plan.rows, "shards": len(plan.shards)}
-    _tell_of(state, submission, word, reason, size)
+    if verdict is None:
+        _tell_of(state, state.submission(), "finished", None)
+    else:
+        _tell_of(state, verdict.submission, "stopped", verdict.reason)
 
 
 def tell_cancelled(state: RunState, submission: int) -> None:
-    """Enqueue what a submission asks for that was cancelled by a person, unless it was told of.
-
-    Raises UnknownRun.
-    """
-    _tell_of(state, submission, "cancelled", None, _size(state.facts()))
+    """Enqueue what a submission asks for that was cancelled by a person, unless it was told of."""
+    _tell_of(state, submission, "cancelled", None)
 
 
 def tells_of(job_id: str) -> bool:
@@ -87,19 +80,17 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
-        if shard is None and facts.get("plan_job") == job_id:
-            state.refuse_plan(error)
-        if not facts.keys() & set(ASKED_FOR):
-            return
-        if shard is not None:
+        if shard is None:
+            if facts.get("plan_job") == job_id:
+                state.refuse_plan(error)
+                _tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
+        elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
                 tell_shards_failed(state, count, f", the last one: {error}")
             elif not state.end().finished:
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
-                _tell_of(state, state.submission(), "failed", reason, _size(facts))
-        elif facts.get("plan_job") == job_id:
-            _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))
+                _tell_of(state, state.submission(), "failed", reason)
 
 
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
@@ -108,9 +99,7 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
     more: what is known of that.
     """
     if count.has_failed:
-        reason = f"{count.failed} of {count.total} shards failed{more}"
-        with suppress(UnknownRun):  # whom to tell is lost with the rest, which is no fault of the shard's
-            _tell_of(state, state.submission(), "failed", reason, _size(state.facts()))
+        _tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
 def _job_of(job_id: str) -> tuple[str, int | None] | None:
@@ -119,18 +108,11 @@ def _job_of(job_id: str) -> tuple[str, int | None] | None:
     return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
 
 
-def _size(facts: Mapping[str, str]) -> dict[str, Any]:
-    rows, shards = (stored.count(facts.get(name)) for name in ("rows", "shards"))
-    return {"output": facts["output"], "rows": rows, "shards": shards}
-
-
-def _tell_of(
-    state: RunState, submission: int, word: str, reason: str | None, size: Mapping[str, Any]
-) -> None:
-    """Enqueue what tells of one end. size: output, rows and shards, or None for a run without a plan."""
+def _tell_of(state: RunState, submission: int, word: str, reason: str | None) -> None:
+    """Enqueue what tells of one end."""
     key = run_key(state.run)
-    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors")
-    *asked_for, limit = found
+    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors", "output", "rows", "shards")
+    *asked_for, limit, output, rows, shards = (each and stored.text(each) for each in found)
     if not any(asked_for):
         return
     is_end = word != "failed"
@@ -139,18 +121,17 @@ def _tell_of(
         rows_done += part.rows
         errors += part.errors
     if word == "finished":
-        limit_text = stored.text(limit) if limit else None
-        told = ErrorLimit.parse(limit_text).told(rows_done, errors, is_whole=True)
+        told = ErrorLimit.parse(limit).told(rows_done, errors, is_whole=True)
         if told is not None and errors == rows_done:
             word, reason = "failed", told
     content = {
         "run": state.run,
         "state": word,
-        "output": size["output"],
-        "rows": size["rows"],
+        "output": output,
+        "rows": rows and int(rows),
         "rows_done": rows_done,
         "errors": errors,
-        "shards": size["shards"],
+        "shards": shards and int(shards),
         "reason": reason,
     }
     transact(state.connection, lambda pipe: _tell(pipe, state, submission, content, is_end), key)

@@ -22,12 +22,9 @@ class CannotExtend(RunError):
 
 
 class InputBeingWritten(InputChanged):
-    """Raised when an input file is another one after each look at it than before: (path, looks)."""
+    """Raised when an input file is another one after a look at it than before: (path)."""
 
-    message = (
-        "{0} is being written to: each of {1} looks found it changed meanwhile; submit once it is whole, or "
-        "submit a copy"
-    )
+    message = "{0} is being written to: submit once it is whole, or submit a copy"
 
 
 class WebhookFailed(RunError):

@@ -221,7 +221,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     for shard, (name, status), each in zip(numbers, seen, progress, strict=True):
         worker = safe_name(name or b"")
         if (part := parts.get(shard)) is not None:
-            seconds = sum(max(0.0, end - start) for start, end, _ in part.worked)
+            seconds = part.seconds
             counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
             found.append(ShardSeen(shard, "done", *counts, worker))
         elif shard in started:

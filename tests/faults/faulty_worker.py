@@ -53,7 +53,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "output opened": (Storage, "reopen_output"),
     "manifest text": (run_folder, "write_text"),
     "manifest renamed": (Storage, "replace"),
-    "leftover deleted": (Storage, "delete"),
+    "leftover deleted": (Storage, "remove"),
     "command sent": (AbstractConnection, "send_packed_command"),
     "engine step": (FakeEngine, "step"),
 }

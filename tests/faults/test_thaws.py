@@ -15,15 +15,16 @@ from redis import Redis
 
 from jobs.common.keys import run_key, run_lock_key
 from jobs.context import JobContext
-from jobs.context.shared_files import SharedFiles
 from jobs.errors import JobsError
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.planning.planner import Submission, plan_run
-from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
+from jobs.parquet.planning.planner import plan_run
+from jobs.parquet.shards.rows_task import trusted_plan
+from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import MODEL, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
@@ -81,7 +82,7 @@ class Scene:
 
     def score(self, shard: int, fuse: Fuse) -> None:
         context, storage = self._fused(fuse)
-        plan = trusted_plan(storage, f"{self.spec.output}/{PLAN}", self.spec.run, SharedFiles())
+        plan = trusted_plan(context, storage, f"{self.spec.output}/{PLAN}", self.spec.run)
         folder = RunFolder(storage, plan, RunState(context.connection, plan.run), context.execution_id)
         work = ShardWork(context, folder, shard)
         for index, request in enumerate(work.requests()):

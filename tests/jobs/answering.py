@@ -1,6 +1,6 @@
 """Stands in for the engine: `answer` maps a request to its completion, and `drive` runs a task to its end."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,13 @@ from rq.serializers import JSONSerializer
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.check_processes import Checks
 from jobs.context.served_model import ServedModel
+from jobs.parquet.asks.generate import Generate
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.tables.row_values import RowProblem
+from jobs.runs.plans.spec import RunSpec
 from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Request
 
@@ -69,6 +75,15 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
             task.deliver(index, samples[::-1])
         if not task.has_more:
             return requests
+
+
+def shard_of(
+    prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any
+) -> ShardRequests:
+    """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of ShardRequests."""
+    ask = Generate(RunSpec.from_arguments("in", "out", sampling=dict(sampling)), 0, Checks())
+    rows = [Row(each) if isinstance(each, str) else each for each in prompts]
+    return ShardRequests(rows, ask, lambda row: 1000 + row, **others)
 
 
 def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:

@@ -10,13 +10,14 @@ from redis import Redis
 
 from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
-from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.planning.planner import Submission, plan_run
-from jobs.parquet.shards.shard_work import ShardWork, trusted_plan
+from jobs.parquet.planning.planner import plan_run
+from jobs.parquet.shards.rows_task import trusted_plan
+from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import queued_jobs, shout
 from tests.jobs.local_runs import Runs
@@ -126,7 +127,7 @@ class FusedRedis(Redis):
 
 
 def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
-    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run, SharedFiles())
+    plan = trusted_plan(context, storage, f"{spec.output}/{PLAN}", spec.run)
     state = RunState(context.connection, spec.run)
     return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
 

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.children import CHILDREN
 from jobs.context.shared_files import NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
@@ -111,33 +113,47 @@ def test_a_footer_of_gigabytes_fails_its_plan(context: JobContext, tmp_path: Pat
         score_parquet(context, str(path), str(tmp_path / "out"))
 
 
-def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path) -> None:
+@pytest.fixture
+def kill_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Kills the child that was lent last."""
+    lend, lent = CHILDREN.lent, []
+
+    @contextmanager
+    def noted() -> Iterator[Any]:
+        with lend() as child:
+            lent.append(child)
+            yield child
+
+    monkeypatch.setattr(CHILDREN, "lent", noted)
+    return lambda: os.kill(lent[-1].pid, signal.SIGKILL)
+
+
+def test_a_child_that_is_killed_costs_a_retry_and_no_row(
+    tmp_path: Path, kill_child: Callable[[], None]
+) -> None:
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
     batches = reading.batches()
     found = next(batches)["n"].to_pylist()
-    kill_child(reading)
+    kill_child()
     found += [n for batch in batches for n in batch["n"].to_pylist()]
     reading.close()
     assert found == list(range(3000, rows))
 
 
-def test_a_file_whose_children_are_killed_one_after_the_other_is_named(tmp_path: Path) -> None:
+def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
+    tmp_path: Path, kill_child: Callable[[], None]
+) -> None:
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"n": range(20_000)}), path)
     reading = TableReading(Storage([str(tmp_path)]), str(path))
-    kill_child(reading)
+    kill_child()
     batches = reading.batches()
     next(batches)
-    kill_child(reading)
+    kill_child()
     with pytest.raises(errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"):
         next(batches)
-
-
-def kill_child(reading: TableReading) -> None:
-    assert reading._file is not None
-    os.kill(reading._file._child.pid, signal.SIGKILL)
 
 
 def test_nested_rows_of_ordinary_size_are_read_however_large_their_row_group_is(

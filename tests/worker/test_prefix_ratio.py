@@ -5,8 +5,8 @@ import random
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from jobs.parquet.shards.shard_requests import ShardRequests
 from tests.e2e.conftest import MODEL
+from tests.jobs.answering import shard_of
 from tests.worker.test_urgent_prompts import BLOCK_SIZE, DrawingRunner
 
 ROWS, SLOTS = 300, 32
@@ -42,7 +42,7 @@ def test_prefill_computes_each_shared_block_once(blocks_per_slot: int, as_shard:
     """In any order while the pool holds the whole tree; a shard sorts its rows, and needs no such pool."""
     texts = rows()
     if as_shard:
-        shard = ShardRequests(texts, {"temperature": 0}, lambda row: row, is_chat=False)
+        shard = shard_of(texts, {"temperature": 0})
         texts = [str(request.prompt) for request in shard.requests()]
     config = EngineConfig(
         str(MODEL), device="cpu", max_num_seqs=SLOTS, block_size=BLOCK_SIZE, max_num_batched_tokens=512

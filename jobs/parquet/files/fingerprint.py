@@ -25,11 +25,10 @@ Fingerprint = Callable[[FileStat], str]
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
     """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
 
-    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB, evenly spaced, are read. The
-    footer holds row counts, offsets and sizes of all column chunks, and their statistics: what a writer
-    changes shows there, or shifts what comes after it. An edit in place that keeps every size and every
-    minimum and maximum, outside of the samples, is not found. Any other file has nothing that tells of the
-    rest of it, and is read whole. Raises CorruptParquet or InputNotFound.
+    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: what a writer changes
+    shows in the footer, or shifts what comes after it. An edit in place that keeps sizes and statistics,
+    outside of the samples, is not found. Any other file is read whole. Raises CorruptParquet or
+    InputNotFound.
     """
     digest = blake2b(digest_size=16)
     if input_format != PARQUET:

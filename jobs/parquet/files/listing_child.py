@@ -1,22 +1,14 @@
-"""What a child does that lists prefixes of object stores.
-
-A listing is as long as a store makes it, and obstore keeps all of it.
-"""
+"""What a child does that lists prefixes of object stores: obstore keeps all of a listing, however long."""
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError
+from obstore.exceptions import BaseError
 
 from jobs.parquet.files.object_requests import opened_store
 from sandbox.child import Worker
-
-#: Objects that a listing tells of at a time; and those below a folder that it passes over to list the folder.
-_LISTED, _MAX_BELOW = 1000, 20_000
-
 
 _environment: dict[str, str] = {}
 
@@ -39,7 +31,7 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def listing(store: Any, kind: str, key: str) -> Any:
-    """Return what a listing tells of a prefix: the "level" right in it, the "names" there, or "has_any"."""
+    """Return what a listing tells of a prefix: the "level" right in it, or "has_any"."""
     return _KINDS[kind](store, key)
 
 
@@ -50,25 +42,8 @@ def _level(store: Any, key: str) -> dict[str, Any]:
     return {"folders": list(found["common_prefixes"]), "objects": objects}
 
 
-def _names(store: Any, key: str) -> list[str] | None:
-    """Return the names in a prefix; None where they must be listed at once: where more is in its folders than
-    is to be listed, or an object's path is one that obstore does not take, such as `a//b`."""
-    start, names, below = len(key) + 1 if key else 0, set(), 0
-    with suppress(InvalidPathError):
-        for found in obstore.list(store, key or None, chunk_size=_LISTED):
-            for each in found:
-                name, _, rest = each["path"][start:].partition("/")
-                if name:  # else it stands for the folder itself, as consoles make one
-                    names.add(name)
-                below += rest != ""
-            if below > _MAX_BELOW:
-                return None
-        return list(names)
-    return None
-
-
 def _has_any(store: Any, key: str) -> bool:
     return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
 
 
-_KINDS: dict[str, Callable[[Any, str], Any]] = {"level": _level, "names": _names, "has_any": _has_any}
+_KINDS: dict[str, Callable[[Any, str], Any]] = {"level": _level, "has_any": _has_any}

@@ -13,7 +13,7 @@ import pyarrow as pa
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.confined import entered, is_link, links_refused, root_of
-from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem, NotExclusive
+from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
 #: Of linux/fs.h.
@@ -39,8 +39,8 @@ def rename_exclusively(source: str, target: str, *, src_dir_fd: int, dst_dir_fd:
 _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-class LocalFiles(Filesystem):
-    """Local files. Every method takes real paths: what `resolve` returned, or names in such a folder.
+class LocalFiles:
+    """Local files; see Storage for its methods.
 
     What is opened, listed, written or removed is reached without following a link (confined.py): a folder or
     file that was swapped for one since `resolve` raises PathSwapped.
@@ -61,7 +61,6 @@ class LocalFiles(Filesystem):
         return real
 
     def stat(self, path: str) -> FileStat | None:
-        """Return the state of a regular file, None for anything else: a FIFO would block its reader."""
         self.check_interrupted()
         try:
             with self._parent(path) as (folder, name):
@@ -70,23 +69,13 @@ class LocalFiles(Filesystem):
             return None
         return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
 
-    def what_is_there(self, path: str) -> str:
-        """Say what stands where a regular file was."""
-        return "it is no regular file any more" if os.path.lexists(path) else "it is gone"
-
-    def is_folder(self, path: str) -> bool:
-        """Whether a path, real or not, leads to a folder."""
-        return os.path.isdir(path)
-
     def look(self, path: str) -> Entry | None:
-        """Return what has this path, a link as what it leads to."""
         if not os.path.lexists(path):
             return None
         return Entry(os.path.basename(path), os.path.isdir(path), os.path.islink(path))
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
-        """Lend what a folder holds, which is read from it little by little."""
         self.check_interrupted()
         with (
             entered(folder, self._roots) as descriptor,
@@ -96,24 +85,20 @@ class LocalFiles(Filesystem):
             yield (Entry(each.name, _leads_to_folder(each), each.is_symlink()) for each in entries)
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each regular file in a folder was written."""
         with self.scan(folder) as entries:
             names = [entry.name for entry in entries]
         stats = {name: self.stat(os.path.join(folder, name)) for name in names}
         return {name: found.mtime_ns for name, found in stats.items() if found is not None}
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and what is missing above it."""
         with entered(path, self._roots, create=True):
             pass
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder, if nothing is in it."""
         with suppress(OSError), self._parent(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
 
     def open_input(self, path: str) -> Any:
-        """Open a regular file as pyarrow reads it. Raises InputNotFound for anything else."""
         self.check_interrupted()
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
         with self._parent(path) as (folder, name), links_refused(name, folder, path):
@@ -124,7 +109,6 @@ class LocalFiles(Filesystem):
         return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
 
     def open_output(self, path: str) -> Any:
-        """Open a new file for pyarrow to write; what had its name is removed."""
         self.check_interrupted()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name):
@@ -133,20 +117,7 @@ class LocalFiles(Filesystem):
             descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
-    def rewrite(self, path: str, contents: bytes) -> bool:
-        """Write a file that is there anew; return False if someone removed it."""
-        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
-        try:
-            with self._parent(path) as (folder, name):
-                descriptor = os.open(name, flags, dir_fd=folder)
-        except FileNotFoundError:
-            return False
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(contents)
-        return True
-
     def reopen_output(self, path: str) -> Any:
-        """Open a file that is there to be written anew by pyarrow; return None if someone removed it."""
         self.check_interrupted()
         flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
         try:
@@ -157,7 +128,6 @@ class LocalFiles(Filesystem):
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
     def make_void(self, path: str, text: str) -> None:
-        """Make a name that leads to no file, and tells whoever lists the folder why."""
         with self._parent(path) as (folder, name), suppress(FileExistsError):
             try:
                 os.symlink(text, name, dir_fd=folder)
@@ -168,11 +138,9 @@ class LocalFiles(Filesystem):
                     sink.write(text.encode())
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, without replacing; return False if the place
-        was taken.
+        """Raise PathSwapped, and take the name back, if the folder was moved away meanwhile.
 
-        The contents reach the disk before the name does: a part that is there is whole. Raises PathSwapped,
-        and takes the name back, if the folder was moved away meanwhile.
+        The contents reach the disk before the name does: a part that is there is whole.
         """
         with self._parent(target) as (folder, name):
             try:
@@ -195,8 +163,6 @@ class LocalFiles(Filesystem):
         return True
 
     def replace(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, over what was there; return False if someone
-        removed it first. Raises PathSwapped if the folder was moved away meanwhile."""
         with self._parent(target) as (folder, name):
             try:
                 self._place(temporary, name, folder, os.replace)
@@ -206,8 +172,7 @@ class LocalFiles(Filesystem):
         return True
 
     def rename(self, path: str, target: str) -> bool:
-        """As `replace`, for what is no file with contents. A void that is no link, on a filesystem without
-        them, takes the target away as a store does (jobs.parquet.files.object_files)."""
+        """A void that is no link, on a filesystem without them, takes the target away as a store does."""
         with self._parent(target) as (folder, name):
             if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
                 self.remove(target)
@@ -221,7 +186,6 @@ class LocalFiles(Filesystem):
         return True
 
     def remove(self, path: str) -> bool:
-        """Remove a file; return False if someone else did before."""
         try:
             with self._parent(path) as (folder, name):
                 os.unlink(name, dir_fd=folder)

@@ -10,7 +10,7 @@ finds its claim gone then, looks again, and the run is ended once more by whoeve
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from obstore import exceptions
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
-from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem, StoreRefused, StoreUnfit
+from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.object_requests import Requests, opened_store
 from jobs.parquet.files.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
 from jobs.runs.plans.names import temporary_name
@@ -72,8 +72,8 @@ _CONCURRENCY = 2
 _fit: set[tuple[str, str]] = set()
 
 
-class ObjectFiles(Filesystem):
-    """Objects below the data roots that are prefixes in stores."""
+class ObjectFiles:
+    """Objects below the data roots that are prefixes in stores; see Storage for its methods."""
 
     def __init__(
         self,
@@ -94,14 +94,6 @@ class ObjectFiles(Filesystem):
         found = self._head(path)
         return found and FileStat(found["size"], _nanoseconds(found), found["e_tag"] or "")
 
-    def what_is_there(self, path: str) -> str:
-        return "it is gone"
-
-    def is_folder(self, path: str) -> bool:
-        """Whether it is a prefix of objects, and none itself."""
-        found = self.look(path)
-        return found is not None and found.is_folder
-
     def look(self, path: str) -> Entry | None:
         key, name = self._place(path)[1], os.path.basename(path)
         if key and self._head(path) is not None:
@@ -118,15 +110,7 @@ class ObjectFiles(Filesystem):
         entries += (Entry(name, False, False) for name in files - folders)
         yield iter(entries)
 
-    def names(self, folder: str) -> Collection[str]:
-        """Return the names in a prefix, listed in pieces: what a store tells of ten thousand parts takes 10
-        MiB at once. Only a listing of all that is below comes so: where that is much, or cannot be told, the
-        other kind is made."""
-        names: list[str] | None = self._list("names", folder)
-        return super().names(folder) if names is None else names
-
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each object of a prefix was written, by one listing."""
         objects = self._list("level", folder)["objects"]
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
@@ -171,23 +155,15 @@ class ObjectFiles(Filesystem):
 
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
-        return ObjectSink(
-            ObjectWriter(
-                lambda contents: self._put(path, contents),
-                lambda chunks: self._make_once(path, lambda: _put_chunks(store, key, chunks)),
-                self._requests.check_interrupted,
-            ),
-            "w",
+        writer = ObjectWriter(
+            lambda contents: self._put(path, contents),
+            lambda: obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY),
+            lambda request: self._make_once(path, request),
         )
+        return ObjectSink(writer, "w")
 
     def reopen_output(self, path: str) -> Any:
         return None if self._head(path) is None else self.open_output(path)
-
-    def rewrite(self, path: str, contents: bytes) -> bool:
-        if self._head(path) is None:
-            return False
-        self._put(path, contents)
-        return True
 
     def make_void(self, path: str, text: str) -> None:
         self._put(path, text.encode())
@@ -266,6 +242,7 @@ class ObjectFiles(Filesystem):
 
     def _make_once(self, path: str, request: Callable[[], Any]) -> None:
         """Make a request that cannot be made again: obstore alone tries its parts again."""
+        self._requests.check_interrupted()
         Requests(never_interrupted, 0.0).make(path, request)
 
     def _place(self, path: str) -> tuple[Any, str]:

@@ -53,10 +53,7 @@ _CREDENTIAL_URLS = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT
 
 @lru_cache(maxsize=64)
 def opened_store(scheme: str, bucket: str, timeout_s: float) -> Any:
-    """Return a client of a bucket, which all threads share, with what the environment says of the store.
-
-    timeout_s: in which it has to serve.
-    """
+    """Return a client of a bucket for all threads. timeout_s: in which it has to serve."""
     share, first = timedelta(seconds=timeout_s * _SHARE), timedelta(seconds=FIRST_WAIT_S)
     options: Any = {
         "retry_config": {

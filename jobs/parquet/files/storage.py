@@ -1,4 +1,4 @@
-"""The few file operations a run needs, below the data roots, and names for what goes wrong with them."""
+"""The few file operations that a run needs, below the data roots, and names for what goes wrong with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jobs.errors import (
     OutputNotWritable,
     PathOutsideRoots,
 )
-from jobs.parquet.files.filesystem import Entry, FileStat, Filesystem
+from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.runs.plans.names import is_temporary
 from jobs.runs.plans.paths import is_stored, run_path
@@ -48,7 +48,13 @@ _NOT_WRITABLE = {
 
 
 class Storage:
-    """All the places where a run's files may lie. See Filesystem, of which each path has one."""
+    """All the places where a run's files may lie: each path leads to local files, or to objects.
+
+    Every method but `resolve`, `look` and `is_folder` takes paths that `resolve` has returned, or names in
+    such a folder, and raises PathOutsideRoots for others. What two executions of a run may do at once rests
+    on `publish`, of which one alone succeeds, and on `replace`, `rename` and `rewrite`, which fail where the
+    file that they take was removed.
+    """
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class Storage:
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
         stored = [root for root in roots if is_stored(root)]
-        self._stored: Filesystem | None = None
+        self._stored: ObjectFiles | None = None
         if stored and ObjectFiles is not None:
             self._stored = ObjectFiles(stored, check_interrupted, timeout_s)
 
@@ -75,7 +81,7 @@ class Storage:
         """Return a storage that has one root more."""
         return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
 
-    def _of(self, path: str) -> Filesystem:
+    def _of(self, path: str) -> LocalFiles | ObjectFiles:
         """Return what holds a path, resolved or not."""
         if not is_stored(path.lower()):
             return self._local
@@ -84,65 +90,87 @@ class Storage:
         return self._stored
 
     def resolve(self, path: str) -> str:
+        """Return the one name of what a path leads to. Raises PathOutsideRoots."""
         return self._of(path).resolve(path)
 
     def stat(self, path: str) -> FileStat | None:
+        """Return the state of a regular file, None for anything else."""
         return self._of(path).stat(path)
 
-    def what_is_there(self, path: str) -> str:
-        return self._of(path).what_is_there(path)
+    def look(self, path: str) -> Entry | None:
+        """Return what has this path, a link as what it leads to; None where nothing has."""
+        return self._of(path).look(path)
 
     def is_folder(self, path: str) -> bool:
-        return self._of(path).is_folder(path)
+        found = self.look(path)
+        return found is not None and found.is_folder
 
-    def look(self, path: str) -> Entry | None:
-        return self._of(path).look(path)
+    def what_is_there(self, path: str) -> str:
+        """Say what stands where a file was."""
+        return "it is gone" if self.look(path) is None else "it is no regular file any more"
+
+    def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
+        """Lend what a folder holds, in any order, read from it little by little."""
+        return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""
-        return sorted(self._of(folder).names(folder))
-
-    def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
-        return self._of(folder).scan(folder)
+        with self.scan(folder) as entries:
+            return sorted(entry.name for entry in entries)
 
     def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each file in a folder was written, in Unix nanoseconds."""
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
+        """Make a folder, and what is missing above it."""
         self._of(path).make_folder(path)
 
     def remove_folder(self, path: str) -> None:
+        """Remove a folder, if nothing is in it."""
         self._of(path).remove_folder(path)
 
     def open_input(self, path: str) -> Any:
+        """Open a file as pyarrow reads it, at any place. Raises InputNotFound for anything else."""
         return self._of(path).open_input(path)
 
     def open_output(self, path: str) -> Any:
+        """Open a new file for pyarrow to write; what had its name is removed."""
         return self._of(path).open_output(path)
 
     def reopen_output(self, path: str) -> Any:
+        """Open a file that is there to be written anew by pyarrow; return None if someone removed it."""
         return self._of(path).reopen_output(path)
 
     def rewrite(self, path: str, contents: bytes) -> bool:
-        return self._of(path).rewrite(path, contents)
+        """Write a file that is there anew; return False if someone removed it."""
+        sink = self.reopen_output(path)
+        if sink is None:
+            return False
+        with sink:
+            sink.write(contents)
+        return True
 
     def make_void(self, path: str, text: str) -> None:
+        """Make a name that `stat` does not see, and that tells whoever lists the folder why."""
         self._of(path).make_void(path, text)
 
     def publish(self, temporary: str, target: str) -> bool:
+        """Put a written file in its place, in the same folder, without replacing; return False if the place
+        was taken. A file that is there is whole."""
         return self._of(target).publish(temporary, target)
 
     def replace(self, temporary: str, target: str) -> bool:
+        """Put a written file in its place, in the same folder, over what was there; return False if someone
+        removed it first."""
         return self._of(target).replace(temporary, target)
 
     def rename(self, path: str, target: str) -> bool:
+        """As `replace`, for what `make_void` has made: `stat` finds nothing in that place any more."""
         return self._of(target).rename(path, target)
 
-    def delete(self, path: str) -> None:
-        """Remove a file that may already be gone."""
-        self.remove(path)
-
     def remove(self, path: str) -> bool:
+        """Remove a file; return False if it was gone."""
         return self._of(path).remove(path)
 
 
@@ -222,4 +250,4 @@ def remove_replacements(storage: Storage, folder: str, of: str, but: str = "") -
     """Remove what executions have written to replace a file, so that none of them does. but: this one's."""
     for name in storage.names(folder):
         if is_temporary(name, of) and name != os.path.basename(but):
-            storage.delete(os.path.join(folder, name))
+            storage.remove(os.path.join(folder, name))

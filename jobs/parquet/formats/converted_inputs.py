@@ -16,7 +16,7 @@ from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.kinds import Kind
-from jobs.parquet.tables.table_reading import OpenTable, asked_again, read_schema
+from jobs.parquet.tables.table_reading import asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.plan import Plan, PlannedFile
@@ -50,8 +50,8 @@ def scan(
 
     def ask() -> Scanned:
         names = bytearray()
-        with OpenTable(storage, path, limit, input_format, CHILD_SHARE) as file:
-            for message, body in file.replies(f"{_TASKS}:scan", {"rows": rows}):
+        with open_table(storage, path, limit, input_format, CHILD_SHARE) as ask_child:
+            for message, body in ask_child(f"{_TASKS}:scan", {"rows": rows}):
                 if "names" in message:
                     names += body
         groups = [(rows, size) for rows, size in message["groups"]]
@@ -84,9 +84,9 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
     question = {"kinds": plan.columns, "rows": file.rows}
 
     def write() -> None:
-        opened = OpenTable(storage, source, limit, plan.input_format, CHILD_SHARE)
-        with opened as table, writing(target), storage.open_output(temporary) as sink:
-            for _, body in table.replies(f"{_TASKS}:convert", question):
+        opened = open_table(storage, source, limit, plan.input_format, CHILD_SHARE)
+        with opened as ask, writing(target), storage.open_output(temporary) as sink:
+            for _, body in ask(f"{_TASKS}:convert", question):
                 sink.write(body)
 
     def check() -> None:
@@ -101,7 +101,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
         with writing(target):
             storage.publish(temporary, target)
     finally:
-        storage.delete(temporary)
+        storage.remove(temporary)
 
 
 @contextmanager
@@ -131,5 +131,5 @@ def remove_converted(storage: Storage, plan: Plan) -> None:
         except FileNotFoundError:
             return
         for name in names:
-            storage.delete(os.path.join(folder, name))
+            storage.remove(os.path.join(folder, name))
         storage.remove_folder(folder)

@@ -27,7 +27,7 @@ from jobs.parquet.formats.kinds import (
     text_array,
 )
 from jobs.parquet.formats.records import Record, records
-from jobs.parquet.tables.line_problems import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.table_child import Replies, named, serialized
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
 from sandbox.child import Worker

@@ -17,7 +17,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import OWN_KEYS
 from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.row_values import RowProblem, row_values
-from jobs.parquet.tables.table_reading import TableReading, look_at
+from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.plan import Plan
@@ -85,29 +85,15 @@ def _schema(storage: Storage, plan: Plan) -> pa.Schema:
     return schema.with_metadata(kept or None)
 
 
-class PartRows:
-    """A part that is there. schema: with its statistics."""
-
-    def __init__(self, storage: Storage, path: str) -> None:
-        self._storage, self._path = storage, path
-        self.schema = look_at(storage, path).schema
-
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield its rows in batches. columns: only these."""
-        choice = ALL_COLUMNS if columns is None else ColumnChoice(tuple(columns))
-        reading = TableReading(self._storage, self._path, choice)
-        try:
-            yield from reading.batches()
-        finally:
-            reading.close()
-
-
 @contextmanager
-def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[PartRows]:
-    """Lend a part. Raises PartDamaged, also for what the body cannot read."""
+def open_part(
+    storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS
+) -> Iterator[TableReading]:
+    """Lend a part to be read once. Raises PartDamaged, also for what the body cannot read."""
     path = plan.part_path(shard)
     try:
-        yield PartRows(storage, path)
+        with closing(TableReading(storage, path, columns)) as reading:
+            yield reading
     except (CorruptParquet, TableNotRead) as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
 
@@ -117,10 +103,10 @@ def part_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
     start = plan.first_row(shard)
-    with open_part(storage, plan, shard) as file:
+    with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         if absent := set(columns) - set(file.schema.names):
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
-        for batch in file.batches(columns):
+        for batch in file.batches():
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows

@@ -1,7 +1,6 @@
 """A part: the output file of one shard, with statistics in its footer."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.row_values import NUMBER
-from jobs.parquet.tables.table_reading import Contents, look_at
+from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
@@ -64,10 +63,7 @@ FRAME_BYTES = 12
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
 
-#: That of the statistics that came later. Apart, as versions before them refuse the others beside them.
-LATER_KEY = "tokenmill_more"
-
-OWN_KEYS = {METADATA_KEY.encode(), LATER_KEY.encode()}
+OWN_KEYS = {METADATA_KEY.encode()}
 
 
 def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
@@ -159,7 +155,7 @@ def write_part(
     with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-        writer.add_key_value_metadata({METADATA_KEY: stats.to_text(), LATER_KEY: stats.later_text()})
+        writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
 
 
 def part_stats(
@@ -227,8 +223,10 @@ def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | N
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (InputNotFound, PathSwapped):  # its name is there
         raise PartDamaged(path, "it is a link, or no regular file") from None
-    _check_holds_its_data(found, path, stat.size if stat else 0)
-    stats = _parse(path, found.metadata.get(METADATA_KEY), found.metadata.get(LATER_KEY, b"{}"))
+    size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
+    if size < needed:  # data was cut out of a file whose footer is whole
+        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
+    stats = _parse(path, found.metadata.get(METADATA_KEY))
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
@@ -237,17 +235,10 @@ def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | N
     return stats
 
 
-def _check_holds_its_data(found: Contents, path: str, size: int) -> None:
-    """Raise PartDamaged when data was cut out of a file whose footer is whole. size: the file's, in bytes."""
-    needed = found.stored_bytes + FRAME_BYTES
-    if size < needed:
-        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
-
-
-def _parse(path: str, text: Any, later: bytes) -> PartStats:
+def _parse(path: str, text: bytes | None) -> PartStats:
     if text is None:
         raise PartDamaged(path, "Tokenmill did not write it")
     try:
-        return PartStats.from_text(text, later)
+        return PartStats.from_text(text)
     except ValueError as error:
         raise PartDamaged(path, f"its statistics are unreadable: {error}") from None

@@ -70,7 +70,7 @@ def replace_plan(
             write_text(storage, temporary, plan.to_text())
         return replace_file(storage, temporary, path, _REPLACEMENT, may)
     finally:
-        storage.delete(temporary)
+        storage.remove(temporary)
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
@@ -116,7 +116,7 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
             write_text(storage, temporary, plan.to_text())
             return storage.publish(temporary, os.path.join(folder, PLAN))
         finally:
-            storage.delete(temporary)
+            storage.remove(temporary)
 
 
 def write_text(storage: Storage, path: str, text: str) -> None:
@@ -131,10 +131,8 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tuple[dict[str, Any], str]:
     """Sum up a finished run; return the manifest without its list of parts, and all of its text, JSON.
 
-    Times are Unix seconds; `seconds` runs from the first shard's start to the last's end, a pause between
-    them included, which `statistics.working_seconds` has not. parts: taken one by one, so that a run of ten
-    thousand parts needs no more memory than their names. reasons: why rows have an error, as far as that is
-    kept.
+    `seconds` runs from the first shard's start to the last's end, pauses included. parts: taken one by one,
+    so that many need little memory. reasons: why rows have an error, as far as that is kept.
     """
     counts = dict.fromkeys(COUNTED, 0)
     started_at, ended_at = math.inf, -math.inf
@@ -161,7 +159,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
-        "inputs": [file.to_json() for file in plan.files],
+        "inputs": [asdict(file) for file in plan.files],
         **({"extensions": [asdict(each) for each in plan.extensions]} if plan.extensions else {}),
     }
     summary = json.dumps(content, indent=2)

@@ -11,7 +11,8 @@ from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan, write_text
-from jobs.parquet.prompts.sources import read_source
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.tables.columns import ColumnChoice
 from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
@@ -102,7 +103,7 @@ class FolderReader:
     @property
     def prompt_columns(self) -> list[str]:
         """The input's columns that the prompts are made of."""
-        return list(read_source(self.plan.spec).columns)
+        return list(row_source(self.plan.spec).columns)
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in the input's order, with the input's metadata, such as pandas'.
@@ -147,9 +148,8 @@ class FolderReader:
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""
         row = self.plan.first_row(shard)
-        with open_part(self._storage, self.plan, shard) as file:
-            present = [name for name in columns if name in file.schema.names]
-            for batch in file.batches(present):
+        with open_part(self._storage, self.plan, shard, ColumnChoice(tuple(columns))) as file:
+            for batch in file.batches():
                 for values in batch.to_pylist():
                     yield {"row": row, **values}
                     row += 1

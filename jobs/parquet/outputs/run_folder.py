@@ -1,16 +1,15 @@
 """A planned run on disk: its plan, its parts, and the check that ends it.
 
-Files know no transactions, and whoever is about to rename or remove one may have been frozen since it
-looked. So nothing here takes a whole part away, and the mark of the end changes only by renames of files that
-each execution names for itself, its claims: who ends the run makes one, removes all claims to withdraw its
-end, looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing makes one, removes all
-claims to end, looks, and renames its own. Of two that meet, the later look is the newer, and has removed the
-claim of the other, whose rename fails, and who looks again. So does who replaces a part: it writes one of a
-name of its own, removes those of all others, looks whether the part is the one that it has read, and renames
-its own over it. A mark that is withdrawn is a link to nowhere: to
-remove it could hit the one that comes after it.
+Files know no transactions, and whoever is about to rename or remove one may have been frozen since it looked.
+So nothing here takes a whole part away, and the mark of the end changes only by renames of files that each
+execution names for itself, its claims. Who ends the run makes one, removes all claims to withdraw its end,
+looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing does the reverse. Of two
+that meet, the later look is the newer, and has removed the other's claim, whose rename fails: it looks again.
+Who replaces a part does likewise. A mark that is withdrawn is a link to nowhere: to remove it could hit the
+one that comes after it.
 """
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -81,9 +80,6 @@ class RunFolder:
         """Return where this execution writes `name`, so that no two executions share a file."""
         return self.path(temporary_name(self._execution_id, name))
 
-    def part_path(self, shard: int) -> str:
-        return self.plan.part_path(shard)
-
     def temporary_part(self, shard: int) -> str:
         """Return where this execution writes a part: in the folder in which it is published."""
         return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
@@ -100,7 +96,7 @@ class RunFolder:
                 self.storage.make_folder(self._parts_path)
 
     def has_part(self, shard: int) -> bool:
-        return self.storage.stat(self.part_path(shard)) is not None
+        return self.storage.stat(self.plan.part_path(shard)) is not None
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
@@ -124,12 +120,12 @@ class RunFolder:
             return []  # no part was written yet
 
     def _part_of_no_shard(self, number: int) -> PartDamaged:
-        return PartDamaged(self.part_path(number), f"this run has {len(self.plan.shards)} shards")
+        return PartDamaged(self.plan.part_path(number), f"this run has {len(self.plan.shards)} shards")
 
     def part_stats(self, shard: int) -> PartStats:
         """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
         rows = self.plan.shards[shard].rows
-        return read_part_stats(self.storage, self.part_path(shard), self.plan.run, shard, rows)
+        return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
 
     def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
         """Look into every part that is there; return, by number, what is wrong with those not this run's.
@@ -150,21 +146,21 @@ class RunFolder:
     def has_empty_part(self) -> bool:
         """Whether the first part is the one of this run without rows, which none of its shards writes."""
         try:
-            read_part_stats(self.storage, self.part_path(0), self.plan.run, 0, rows=0)
+            read_part_stats(self.storage, self.plan.part_path(0), self.plan.run, 0, rows=0)
         except PartDamaged:
             return False
         return True
 
     def delete_surplus(self, shards: Iterable[int]) -> None:
         """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
-        for path in (self.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
+        for path in (self.plan.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
             with writing(path):
-                self.storage.delete(path)
+                self.storage.remove(path)
 
     def publish(self, temporary: str, shard: int) -> bool:
         """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
-        with writing(self.part_path(shard)):
-            return self.storage.publish(temporary, self.part_path(shard))
+        with writing(self.plan.part_path(shard)):
+            return self.storage.publish(temporary, self.plan.part_path(shard))
 
     def publish_over_damaged(self, temporary: str, shard: int) -> bool:
         """Put a part in place, also of one that is damaged; return False as `replace_part` does.
@@ -178,7 +174,7 @@ class RunFolder:
     def replace_part(self, temporary: str, shard: int, may: Callable[[], bool]) -> bool:
         """Put a written part over the one that is there; see jobs.parquet.files.storage. temporary: this
         execution's temporary_replacement."""
-        path, of = self.part_path(shard), replacement_name(part_name(shard))
+        path, of = self.plan.part_path(shard), replacement_name(part_name(shard))
         return replace_file(self.storage, temporary, path, of, may)
 
     def has_whole_part(self, shard: int) -> bool:
@@ -235,7 +231,7 @@ class RunFolder:
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_end(self.state, self.plan, verdict)  # first: a run that is stopped tells nothing
+            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
@@ -248,7 +244,7 @@ class RunFolder:
         """
         self.refresh()
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
-        size["sizes"] = self.plan.sizes.to_text()
+        size["sizes"] = json.dumps(self.plan.shares)
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain
@@ -298,7 +294,7 @@ class RunFolder:
             for name in (SUCCESS, MANIFEST, REPORT, *self._outputs):
                 self._delete_temporary(name)
             if self._is_whole(suspects) and not anyway:
-                self.storage.delete(claim)
+                self.storage.remove(claim)
                 return False
             if self.has_success():
                 return self.storage.rename(claim, mark)
@@ -308,7 +304,7 @@ class RunFolder:
         """Remove what executions have written of a file and not published."""
         for name in self.storage.names(self._path):
             if is_temporary(name, of):
-                self.storage.delete(self.path(name))
+                self.storage.remove(self.path(name))
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.
@@ -319,7 +315,7 @@ class RunFolder:
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
                 self.state.count_anew()
-                tell_end(self.state, self.plan)
+                tell_end(self.state)
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
                     self._remove_leftovers()
@@ -362,7 +358,7 @@ class RunFolder:
                 )
         finally:
             for claim in claims:
-                self.storage.delete(claim)
+                self.storage.remove(claim)
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
@@ -373,4 +369,4 @@ class RunFolder:
     def _delete_leftovers(self, folder: str, names: Iterable[str]) -> None:
         for path in (os.path.join(folder, name) for name in names if name.startswith(TEMPORARY_PREFIX)):
             with writing(path):
-                self.storage.delete(path)
+                self.storage.remove(path)

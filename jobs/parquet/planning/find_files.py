@@ -15,7 +15,7 @@ from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, 
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, glob_chars, reading
 from jobs.runs.plans.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
-from jobs.runs.plans.partitions import FoundFile, Keys, folder_key, joined_keys
+from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_num_files
 
@@ -154,14 +154,13 @@ def find_files(
     """Return the files that a run reads, in order.
 
     input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the
-    files of the one other format that it has; those of its folders named key=value too, at any depth. A glob
-    gives what it matches, files and, unless it holds **, folders, with the key=value of the folders that it
-    searches. Both come sorted, without names that start with a dot or an underscore (unless a glob spells one
-    out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
-    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
-    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or
-    NestedFolders for one that holds such files deeper down in folders of plain names: whether they belong to
-    it is for the caller to say.
+    files of the one other format that it has; those of its folders named key=value too. A glob gives what it
+    matches, files and, unless it holds **, folders. Both come sorted, without names that start with a dot or
+    an underscore (unless a glob spells one out). Several inputs have the key=value of the folders below the
+    one that holds them all: a shell expands a glob to such a list. Files below the output are never input.
+    Raises InputNotFound, SearchTooLong, PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give
+    too many columns, MixedFormats, or NestedFolders for a folder that holds such files in folders of plain
+    names.
     """
     walk = Walk(storage)
     found: list[FoundFile] = []
@@ -225,10 +224,10 @@ class _Search:
         ):
             segments = match.named.split("/")[fixed:]
             if not match.is_folder:
-                keys = joined_keys(above, _keys(segments[:-1]), match.path)
+                keys = (*above, *_keys(segments[:-1]))
                 yield FoundFile(match.path, keys, match.named)
             elif "**" not in searched and match.path != self.output:  # which finds a folder's files by itself
-                yield from self._folder_files(match.path, joined_keys(above, _keys(segments), match.path))
+                yield from self._folder_files(match.path, (*above, *_keys(segments)))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
         """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
@@ -261,7 +260,7 @@ class _Search:
             else:
                 child = folder.child(entry, walk.storage)
                 if child is not None and child.path != self.output:
-                    below = joined_keys(keys, (key,), child.path)
+                    below = (*keys, key)
                     waiting.append((child, below, iter(walk.entries(child.path))))
 
 
@@ -282,8 +281,7 @@ class _Seen(NamedTuple):
 
 
 def _format_of(names: Sequence[str]) -> str | None:
-    """Return the format of a folder's files: Parquet where it has some, as what lies beside them, a list of
-    columns for example, is none of the rows; None where there are no files."""
+    """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
     found: dict[str, str] = {}
     for name in names:
         found.setdefault(named_format(name) or PARQUET, name)
@@ -313,10 +311,7 @@ def _keys(names: Sequence[str]) -> Keys:
 
 
 def _first_nested(walk: Walk, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
-    """Return a file that lies below one of these folders, at any depth, but not below the output.
-
-    wanted: its format, None for any. Enters no links, and passes by what is not readable.
-    """
+    """Return a file of a wanted format, None for any, that lies below a folder, but not below the output."""
     waiting = list(reversed(folders))
     while waiting:
         folder = waiting.pop()

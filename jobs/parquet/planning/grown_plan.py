@@ -1,9 +1,8 @@
 """A run whose input has gained rows: what its plan becomes (`--extend`).
 
-What is planned stays: files with their order, shards with their numbers, rows with theirs, so that parts and
-seeds are as they were. What is new comes behind it: files that were not there, in the order in which they are
-found, and rows behind the end of a file of lines, as another file of the same path. Of a run without any row
-nothing but its seed is kept: what columns hold is told by rows.
+What is planned stays, so that parts and seeds are as they were. What is new comes behind it: files that were
+not there, and rows behind the end of a file of lines, as another file of the same path. Of a run without any
+row nothing but its seed is kept: what columns hold is told by rows.
 """
 
 import json

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import ColumnConflict, CorruptTable, InputNotFound, RunError, SchemaMismatch
+from jobs.errors import ColumnConflict, CorruptTable, InputNotFound, SchemaMismatch
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -24,9 +24,6 @@ from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
 from jobs.runs.plans.plan import Plan, PlannedFile
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.refusals import InputBeingWritten
-
-#: Of a file to which others write, before it is told.
-MAX_LOOKS = 3
 
 #: Lines that repeat a custom_id, each of which the plan lists.
 MAX_REPEATED = 100_000
@@ -209,27 +206,17 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
 
 
 def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
-    """Return what a look at a file tells, all of it of the state that the look is given: a plan that has the
-    size of one state and the rows of another fits no file ever.
+    """Return what a look at a file tells, all of it of the state that the look is given.
 
-    Raises InputNotFound, or InputBeingWritten where each of several looks found another file behind it. Where
-    none is left, what a look has raised says more: that a link has taken its place.
+    Raises InputNotFound, or InputBeingWritten where another file is there after the look.
     """
-    refused: RunError | None = None
-    for _ in range(MAX_LOOKS):
-        stat = storage.stat(path)
-        if stat is None:
-            raise refused or InputNotFound(path)
-        try:
-            found = look(stat)
-        except RunError as error:
-            refused = error
-            if storage.stat(path) == stat:
-                raise
-        else:
-            if storage.stat(path) == stat:
-                return found
-    raise InputBeingWritten(path, MAX_LOOKS)
+    stat = storage.stat(path)
+    if stat is None:
+        raise InputNotFound(path)
+    found = look(stat)
+    if storage.stat(path) != stat:
+        raise InputBeingWritten(path)
+    return found
 
 
 def _added_columns(

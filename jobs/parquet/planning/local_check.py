@@ -14,11 +14,9 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict where the input's first file shows it.
+    """Raise what planning would, where the input's first file shows it, if that is on this machine.
 
-    Raises SearchTooLong and MixedFormats too, which is said before a worker tries.
-
-    Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
+    MissingColumn, WrongColumnType, ColumnConflict, SearchTooLong or MixedFormats.
     """
     try:
         from jobs.parquet.files.storage import Storage

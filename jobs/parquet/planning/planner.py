@@ -4,7 +4,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel, parse_model
-from jobs.errors import InvalidValue, MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.context.served_model import ServedModel
+from jobs.errors import MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
@@ -30,14 +31,12 @@ from jobs.parquet.planning.grown_plan import (
 )
 from jobs.parquet.planning.inputs import Inputs, read_inputs
 from jobs.parquet.planning.shard_lengths import shard_lengths
-from jobs.parquet.prompts.sources import read_source
-from jobs.parquet.shards.shard_labels import content_free
+from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, plan_job_id
-from jobs.runs.plans.option_checks import check_extend
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
-from jobs.runs.plans.spec import RunSpec, check_queue_name
-from jobs.runs.redis_state.end_calls import DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -51,71 +50,28 @@ def score_parquet(
     prompt_column: str = "prompt",
     messages_column: str | None = None,
     template: str | list[dict[str, str]] | None = None,
-    sampling: dict[str, Any] | None = None,
-    rows_per_shard: int = 1000,
-    queue: str | None = None,
-    model: str | None = None,
-    filename_column: str | None = None,
-    redo_damaged: bool = False,
-    max_errors: int | str | None = None,
-    webhook: str | None = None,
-    on_end: str | None = None,
-    extend: bool = False,
-    **options: Any,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input: a file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
-    key=value below it are read too, and give columns.
-    output: a new or empty folder, or that of the same run.
-    prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of structs
-    with role and content or as their JSON. template instead: a text with {column} fields, completed as it
-    stands, or a list of {'role', 'content'} with such texts, which makes a chat.
-    sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
-    queue: for the shards; by default the queue this job came from.
-    model: by a name of it; the run is that of the model served here, and another name is refused.
-    filename_column: adds a column of this name with each row's file.
-    redo_damaged: removes parts that are not what this run has written, and computes their rows again.
+    input to template, and others that say what is asked: see RunSpec.from_arguments.
+    queue: for the shards; by default the queue this job came from. model, redo_damaged, extend: see
+    Submission. webhook, on_end: a URL that is called, and a function, at the run's end.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%"
     alone.
-    extend: files that the input has gained since the run was planned, and rows behind the end of a file of
-    lines, are added to the run, whose other arguments are as they were; without it they are refused.
-    webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.end_notices.
-    options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
-    prompt = (prompt_column, messages_column, template)
-    spec = RunSpec.from_arguments(
-        input, output, *prompt, sampling, rows_per_shard, filename_column, **options
-    )
-    for name, value in (("redo_damaged", redo_damaged), ("extend", extend)):
-        if not isinstance(value, bool):
-            raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
-    check_extend(spec, extend)
-    if queue is not None:
-        check_queue_name(queue)
+    queue = arguments.pop("queue", None)
+    submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
+    prompt = {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
+    spec = RunSpec.from_arguments(input, output, **prompt, **own)
+    submission.check_with(spec)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
-    limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
-    calls.check_allowed(context.webhook_hosts, context.allowed_functions)
-    submission = Submission(
-        queue or context.queue_name, parse_model(model), redo_damaged, limit, calls, extend
-    )
+    submission.calls.check_allowed(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What one submission of a run says beside the run's arguments. See score_parquet."""
-
-    queue: str
-    model: str | None = None
-    redo_damaged: bool = False
-    limit: ErrorLimit = DEFAULT_LIMIT
-    calls: EndCalls = NO_CALLS
-    extend: bool = False
 
 
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
@@ -125,9 +81,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     if submission.extend:
         spec = _spec_to_extend(context, storage, spec)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
-    state.open_submission(
-        context.job_id, spec.output, queue, submission.model, submission.limit, submission.calls
-    )
+    state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, asked, spec.output, spec.input_format)
     before = _planned_before(storage, spec)
@@ -174,9 +128,9 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
     schema: the added columns included. path: of one of the files, for the error.
     """
-    source = read_source(spec)
+    source = row_source(spec)
     if spec.calibrate:
-        content_free(source)  # raises once, and not in every shard
+        content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
@@ -185,10 +139,9 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
 
 def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
-    """Look into every part that is there; raise PartDamaged for one that this run has not written so.
+    """Raise PartDamaged for a part that this run has not written so, whose end is taken back then.
 
-    redo: return such parts' shards instead, whose jobs will replace them. Replaced anyway is the one part of
-    a run that had no row and was extended. Either way the run has not finished any more.
+    redo: return such parts' shards instead. Replaced anyway is the one part of a run without rows.
     """
     recorded = folder.state.records()
     found = folder.damaged_parts(check_interrupted)
@@ -205,8 +158,7 @@ def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], 
 
 
 def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> RunSpec:
-    """Return the arguments of the run that is in the folder, whatever input they name; those given where none
-    is. Raises PlanDamaged, OutputHoldsAnotherRun or CannotExtend."""
+    """Return the arguments of the run in the folder, whatever input they name; those given where none is."""
     plan = find_plan(storage, spec.output)
     if plan is None or plan.run == spec.run:
         return spec
@@ -242,11 +194,7 @@ def _agreed_plan(
     model: str | None,
     before: Plan | None,
 ) -> Plan:
-    """Return the plan on disk, or write a new one; of two planners at once both return the first one's.
-
-    model: the one that is asked for, if any; a plan on disk is resumed whichever model is served here.
-    before: the plan that was there.
-    """
+    """Return the plan on disk, or write a new one. model: that is asked for. before: the plan there was."""
     plan = before
     if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
@@ -264,8 +212,7 @@ def _agreed_plan(
 def _extended(
     context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, asked: list[str], state: RunState
 ) -> Plan:
-    """Return the plan with what the input has gained, written over the one on disk; as it is where that is
-    nothing. asked: how the input is named. Raises what `extended` does, or RunBusy."""
+    """Return the plan with what the input has gained, written over the old one. asked: the input's names."""
     longer = extended(plan, inputs, asked, partial(begins_as_planned, storage), time.time())
     if longer is None:
         return plan
@@ -276,7 +223,7 @@ def _extended(
 
 
 def _with_sizes(context: JobContext, storage: Storage, plan: Plan, inputs: Inputs) -> Plan:
-    return replace(plan, sizes=shard_lengths(context, storage, plan, inputs, read_source(plan.spec)))
+    return replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(plan.spec)))
 
 
 def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
@@ -316,4 +263,4 @@ def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -
         write_part(folder.storage, temporary, schema, [], stats)
         folder.publish(temporary, 0)
     finally:
-        folder.storage.delete(temporary)
+        folder.storage.remove(temporary)

@@ -10,10 +10,10 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.plan_file import remove_extensions
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.shards.shard_work import check_model, trusted_plan
+from jobs.parquet.shards.rows_task import check_model, trusted_plan
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.redis_state.end_calls import ErrorLimit
+from jobs.runs.redis_state.end_calls import ErrorLimit, Submission
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import CannotRetry
@@ -31,8 +31,8 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     if not is_run_id(run) or not isinstance(plan, str):
         raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", brief(run))
     storage = Storage.of(context)
-    remove_extensions(storage, trusted_plan(storage, plan, run, context.files).spec.output)
-    found = trusted_plan(storage, plan, run, context.files)
+    remove_extensions(storage, trusted_plan(context, storage, plan, run).spec.output)
+    found = trusted_plan(context, storage, plan, run)
     spec = found.spec
     if found.input_format == OPENAI_BATCH:
         raise CannotRetry(run, "its lines are jobs of their own: submit those of errors.jsonl as a file")
@@ -48,7 +48,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
             failed.append(shard)
             rows += errors
     _prepare_inputs(context, storage, folder, failed)
-    state.open_submission(context.job_id, spec.output, context.queue_name, None, NO_LIMIT)
+    state.open_submission(context.job_id, spec.output, Submission(context.queue_name, limit=NO_LIMIT))
     finished = folder.recount(context.queue_name)
     missing = folder.missing_shards()
     enqueued = 0

@@ -12,17 +12,16 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
+from jobs.parquet.asks.ask import row_seed
+from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.planning.planner import check_columns, new_plan
-from jobs.parquet.prompts.prompt_source import PromptSource
-from jobs.parquet.prompts.row_sampling import split
-from jobs.parquet.prompts.sources import prompt_source
-from jobs.parquet.shards.shard_labels import content_free
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.parquet.shards.shard_work import row_seed
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
@@ -81,7 +80,7 @@ def survey_parquet(
 class _Survey:
     def __init__(self, context: JobContext, storage: Storage, plan: Plan, meter: PromptMeter) -> None:
         self._context, self._storage, self._plan, self._meter = context, storage, plan, meter
-        self._source: PromptSource = prompt_source(plan.spec, context.check_sampling)
+        self._source = row_source(plan.spec, context.check_sampling)
         self._sampling, self._chat = plan.spec.chat
         self._requests: list[Asked] = []
         self._known: dict[bytes, int] = {}
@@ -123,24 +122,24 @@ class _Survey:
             "picked": self._picked(picks),
         }
 
-    def _look_at(self, rows: dict[int, str | RowProblem]) -> None:
+    def _look_at(self, rows: dict[int, Row | RowProblem]) -> None:
         """Take rows of one shard: their prompts are computed in the order of their texts."""
-        asked: dict[str, list[int]] = {}
-        for row, text in rows.items():
+        asked: dict[Row, list[int]] = {}
+        for number, row in rows.items():
             self._rows += 1
-            if isinstance(text, RowProblem):
-                self._reasons.add(str(text), [row])
+            if isinstance(row, RowProblem):
+                self._reasons.add(str(row), [number])
             else:
-                asked.setdefault(text, []).append(row)
-        for text in sorted(asked):
+                asked.setdefault(row, []).append(number)
+        for row in sorted(asked):
             self._context.check_interrupted()
-            self._ask(text, asked[text])
+            self._ask(row, asked[row])
 
-    def _ask(self, text: str, rows: list[int]) -> None:
-        prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
+    def _ask(self, row: Row, rows: list[int]) -> None:
+        own = row.own_sampling
         sampling = {**self._sampling, **own}
         is_greedy = sampling.get("temperature") == 0 or self._plan.spec.labels is not None
-        key = blake2b(text.encode(), digest_size=16).digest()
+        key = blake2b("\n".join(row).encode(), digest_size=16).digest()
         known = self._known.get(key)
         if known is not None and self._requests[known].is_greedy:
             self._requests[known].rows += len(rows)
@@ -148,7 +147,7 @@ class _Survey:
             self._tokens += len(rows) * self._requests[known].tokens
             return
         try:
-            token_ids = self._token_ids(prompt, sampling.get(TRUNCATION))
+            token_ids = self._token_ids(row.prompt, sampling.get(TRUNCATION))
         except InvalidJob as error:
             self._reasons.add(str(error), rows)
             return
@@ -163,7 +162,7 @@ class _Survey:
 
     def _token_ids(self, prompt: str, most: int | None) -> Sequence[int]:
         options = {} if most is None else {TRUNCATION: most}
-        if self._source.is_chat:
+        if self._plan.spec.is_chat:
             return self._meter.token_ids(None, json.loads(prompt), {**self._chat.template, **options})
         return self._meter.token_ids(prompt, None, options)
 
@@ -173,21 +172,21 @@ class _Survey:
         found: dict[int, dict[str, Any]] = {}
         left = MAX_PICKED_CHARS
         for start, rows in self._rendered(wanted.keys()):
-            for row in wanted.keys() & set(range(start, start + len(rows))):
-                text = rows[row - start]
-                if isinstance(text, str) and (left := left - len(text)) >= 0:
-                    found[row] = self._told(text, *wanted[row])
+            for number in wanted.keys() & set(range(start, start + len(rows))):
+                row = rows[number - start]
+                if isinstance(row, Row) and (left := left - len(row.prompt)) >= 0:
+                    found[number] = self._told(row, *wanted[number])
         return [found[row] for row in wanted if row in found]
 
-    def _told(self, text: str, asked: Asked, weight: float) -> dict[str, Any]:
-        prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
+    def _told(self, row: Row, asked: Asked, weight: float) -> dict[str, Any]:
+        prompt, own = row.prompt, row.own_sampling
         sampling = {**self._plan.spec.sampling, **own}
         if "seed" in self._plan.spec.sampling and "seed" not in own:
             sampling["seed"] = row_seed(self._plan.seed, asked.row)
         return {
             "row": asked.row,
-            "prompt": json.loads(prompt) if self._source.is_chat else prompt,
-            "is_chat": self._source.is_chat,
+            "prompt": json.loads(prompt) if self._plan.spec.is_chat else prompt,
+            "is_chat": self._plan.spec.is_chat,
             "sampling": sampling,
             "prompt_tokens": asked.tokens,
             "rows": asked.rows,
@@ -198,10 +197,10 @@ class _Survey:
         """The prompt, or the messages, that labels are calibrated with."""
         if not self._plan.spec.calibrate:
             return False
-        text = content_free(self._source)
-        return json.loads(text) if self._source.is_chat else text
+        text = content_free(self._plan.spec, self._source).prompt
+        return json.loads(text) if self._plan.spec.is_chat else text
 
-    def _rendered(self, only: Set[int] | None) -> Iterator[tuple[int, list[str | RowProblem]]]:
+    def _rendered(self, only: Set[int] | None) -> Iterator[tuple[int, list[Row | RowProblem]]]:
         return rendered_shards(self._context, self._storage, self._plan, self._source, only)
 
 
@@ -218,8 +217,7 @@ class Asked:
 def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
     """Choose at most `count` requests that stand for all, and tell for how many each does.
 
-    Large ones are likelier to be chosen, by as much as prompt, limit and rows are above the average, and
-    count for fewer: what a few rows of a skewed file hold is seen. No chance is drawn.
+    Large ones are likelier to be chosen, and count for fewer: what a few rows of a skewed file hold is seen.
     """
     order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
     if len(order) <= count:

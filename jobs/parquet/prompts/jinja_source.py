@@ -7,15 +7,15 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context.children import CHILDREN
-from jobs.errors import InvalidJob, WrongColumnType
+from jobs.errors import InvalidJob
 from jobs.parquet.prompts.prompt_source import (
-    TEXT_FORMS,
     PromptSource,
     check_defaults,
+    check_texts,
     checked_chat,
     checked_text,
 )
-from jobs.parquet.tables.row_values import RowProblem, holds_bytes
+from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, template_texts
 from sandbox import ChildFailed, Limits
 
@@ -32,7 +32,6 @@ class JinjaSource(PromptSource):
     def __init__(self, template: Any, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raises InvalidJob for what is no template, or names no column."""
         texts, self._roles = template_texts(template)
-        self.is_chat = self._roles is not None
         self._template, self._defaults = JinjaTexts(texts), dict(defaults)
         self.columns = tuple(sorted(self._template.names))
         if not self.columns:
@@ -43,9 +42,7 @@ class JinjaSource(PromptSource):
         check_defaults(defaults, self.columns)
 
     def check(self, schema: pa.Schema) -> None:
-        for column in self.columns:
-            if holds_bytes(kind := schema.field(column).type):
-                raise WrongColumnType(column, kind, TEXT_FORMS)
+        check_texts(schema, self.columns)
 
     def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
         """A child that fails is asked again, row by row: what it fails with then is the row's."""

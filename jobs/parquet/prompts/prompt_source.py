@@ -1,10 +1,13 @@
-"""How a row becomes a prompt: from a column, from a template, or from a column of messages."""
+"""How rows of a file become what is asked: a prompt, and what stands beside it."""
+
+from __future__ import annotations
 
 import abc
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -16,6 +19,9 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import UnusableMessages, normal_messages
 from jobs.runs.plans.prompt_steps import Template
 
+if TYPE_CHECKING:
+    from jobs.parquet.prompts.row_sampling import RowSampling
+
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
 
@@ -23,14 +29,31 @@ SLICE_ROWS = 128
 TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these"
 
 
+class Row(NamedTuple):
+    """What a row asks. Equal rows ask the same, and those that are neighbours in order share a prefix.
+
+    prompt: a text, or the JSON of a chat's messages. sampling: its own sampling values, and values: those of
+    columns that its check or its later prompts read; both as JSON, "" for none.
+    """
+
+    prompt: str
+    sampling: str = ""
+    values: str = ""
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        return dict(json.loads(self.sampling)) if self.sampling else {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values)
+
+
 class PromptSource(abc.ABC):
-    """Renders rows to texts. A text identifies its prompt: equal texts are equal prompts, and texts that
-    start alike share a prefix, so that sorting them brings shared prefixes together."""
+    """Renders rows to prompts: texts, or the JSON of a chat's messages."""
 
     #: The input columns that are read.
     columns: tuple[str, ...]
-    #: Whether a rendered text is the JSON of a chat's messages and not a prompt.
-    is_chat: bool
 
     @abc.abstractmethod
     def check(self, schema: pa.Schema) -> None:
@@ -38,25 +61,29 @@ class PromptSource(abc.ABC):
 
     @abc.abstractmethod
     def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        """Yield each row's text, or why it has none."""
+        """Yield each row's prompt, or why it has none."""
 
 
-class RowSource(PromptSource):
+class ValuesSource(PromptSource):
     """Renders row by row, in this process."""
 
     @abc.abstractmethod
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text for one row. Raises RowProblem."""
+        """Return the prompt of one row. Raises RowProblem."""
 
     def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
         for values in python_rows(self.columns, rows):
-            yield values if isinstance(values, RowProblem) else _outcome(self.render, values)
+            if isinstance(values, RowProblem):
+                yield values
+                continue
+            try:
+                yield self.render(values)
+            except RowProblem as problem:
+                yield problem
 
 
-class PromptColumn(RowSource):
+class PromptColumn(ValuesSource):
     """A column of texts."""
-
-    is_chat = False
 
     def __init__(self, column: str) -> None:
         self.columns = (column,)
@@ -71,10 +98,8 @@ class PromptColumn(RowSource):
         return checked_text(text, "prompt")
 
 
-class MessagesColumn(RowSource):
+class MessagesColumn(ValuesSource):
     """A column of chats: lists of structs with role and content, or the same as JSON text."""
-
-    is_chat = True
 
     def __init__(self, column: str) -> None:
         self.columns = (column,)
@@ -97,7 +122,7 @@ class MessagesColumn(RowSource):
         return checked_chat(messages)
 
 
-class TemplateSource(RowSource):
+class TemplateSource(ValuesSource):
     """A template over any columns that have a text form; lists, structs and maps stand there as JSON.
 
     defaults: for columns the text that stands for null; without one the row has no prompt.
@@ -106,15 +131,11 @@ class TemplateSource(RowSource):
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raises InvalidJob for a default of a column that the template does not name."""
         self.columns = template.columns
-        self.is_chat = template.roles is not None
-        self._template, self._defaults = template, defaults
+        self._template, self.defaults = template, defaults
         check_defaults(defaults, self.columns)
 
     def check(self, schema: pa.Schema) -> None:
-        for column in self.columns:
-            kind = schema.field(column).type
-            if holds_bytes(kind):
-                raise WrongColumnType(column, kind, TEXT_FORMS)
+        check_texts(schema, self.columns)
 
     def render(self, values: Mapping[str, Any]) -> str:
         values = {column: self._text(column, values[column]) for column in self.columns}
@@ -127,10 +148,19 @@ class TemplateSource(RowSource):
 
     def _text(self, column: str, value: Any) -> Any:
         if value is None:
-            value = self._defaults.get(column)
+            value = self.defaults.get(column)
             if value is None:
                 raise RowProblem(f"column {column!r} is null")
         return to_json(value) if isinstance(value, list | dict) else value
+
+
+def written_as_texts(values: Mapping[str, Any]) -> str:
+    """Return the JSON of what TemplateSource writes for values."""
+    texts = {
+        name: to_json(value) if isinstance(value, list | dict) else None if value is None else f"{value}"
+        for name, value in values.items()
+    }
+    return json.dumps(texts, ensure_ascii=False)
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
@@ -142,42 +172,11 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
             )
 
 
-def render_rows(
-    source: PromptSource, batch: pa.RecordBatch, problems: Sequence[str | None] = ()
-) -> Iterator[str | RowProblem]:
-    """Render each row of a batch to its text, or to the reason why it has none.
-
-    problems: of each row why its line is none, None where it is one; empty where no row has such.
-    """
-    if problems:
-        texts = render_rows(source, batch)
-        for problem, text in zip(problems, texts, strict=True):
-            yield text if problem is None else RowProblem(problem)
-        return
-    for start in range(0, batch.num_rows, SLICE_ROWS):
-        yield from source.rendered(batch.slice(start, SLICE_ROWS))
-
-
-def render_behind(
-    source: PromptSource,
-    columns: Sequence[str],
-    rows: pa.RecordBatch,
-    behind: Callable[[Mapping[str, Any]], str],
-) -> Iterator[str | RowProblem]:
-    """Yield what a source renders with a line behind it, which is made of values of the row.
-
-    behind: raises RowProblem for values of which none can be made.
-    """
-    for text, values in zip(source.rendered(rows), python_rows(columns, rows), strict=True):
-        problem = next((each for each in (text, values) if isinstance(each, RowProblem)), None)
-        yield problem or _outcome(lambda found, text=text: f"{text}\n{behind(found)}", values)  # type: ignore[misc]
-
-
-def _outcome(render: Callable[[Any], str], values: Any) -> str | RowProblem:
-    try:
-        return render(values)
-    except RowProblem as problem:
-        return problem
+def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
+    """Raise WrongColumnType for a column whose values have no text form."""
+    for column in columns:
+        if holds_bytes(kind := schema.field(column).type):
+            raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
 def checked_text(text: Any, what: str) -> str:
@@ -197,23 +196,71 @@ def checked_chat(messages: Any) -> str:
         raise RowProblem(str(problem)) from None
 
 
-class CheckedSource(PromptSource):
-    """Another source's prompts with the rows' values behind them, so that a text still identifies what is
-    asked. `row_sampling.split` takes them apart.
+class BatchLine(ValuesSource):
+    """Lines of a batch file: each is its own JSON."""
 
-    columns: what the function gets beside the columns that the prompt is made of.
-    """
-
-    def __init__(self, source: PromptSource, columns: Sequence[str]) -> None:
-        self.columns = tuple(dict.fromkeys((*source.columns, *columns)))
-        self.is_chat = source.is_chat
-        self._source = source
+    columns = ("request",)
 
     def check(self, schema: pa.Schema) -> None:
-        self._source.check(schema)
-        for column in self.columns:
-            if holds_bytes(schema.field(column).type):
-                raise WrongColumnType(column, schema.field(column).type, TEXT_FORMS)
+        """Any line may be read."""
 
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        return render_behind(self._source, self.columns, rows, to_json)
+    def render(self, values: Mapping[str, Any]) -> str:
+        (text,) = values.values()
+        if not isinstance(text, str):
+            raise RowProblem("there is no request")
+        return text
+
+
+class RowSource:
+    """Makes rows: prompts, with what stands beside them.
+
+    sampling: values that rows bring, if they do. beside: columns whose values are kept, as `write` does it.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        sampling: RowSampling | None = None,
+        beside: Sequence[str] = (),
+        write: Callable[[Mapping[str, Any]], str] = to_json,
+    ) -> None:
+        self._prompts, self._sampling = prompts, sampling
+        self._beside, self._write = tuple(beside), write
+        own = () if sampling is None else sampling.columns
+        self._read = tuple(dict.fromkeys((*beside, *own)))
+        self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType or ColumnConflict where no row could be made of such columns."""
+        self._prompts.check(schema)
+        check_texts(schema, self._beside)
+        if self._sampling is not None:
+            self._sampling.check(schema)
+
+    def rows(self, batch: pa.RecordBatch, problems: Sequence[str | None] = ()) -> Iterator[Row | RowProblem]:
+        """Yield each row of a batch, or why it asks nothing.
+
+        problems: why a row's line is none, None where it is one; empty where no row has such.
+        """
+        for start in range(0, batch.num_rows, SLICE_ROWS):
+            part = batch.slice(start, SLICE_ROWS)
+            prompts = self._prompts.rendered(part)
+            if not self._read and not problems:
+                for prompt in prompts:
+                    yield Row(prompt) if isinstance(prompt, str) else prompt
+                continue
+            for number, each in enumerate(zip(prompts, python_rows(self._read, part), strict=True), start):
+                problem = problems[number] if problems else None
+                yield RowProblem(problem) if problem is not None else self._row(*each)
+
+    def _row(self, prompt: str | RowProblem, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
+        if isinstance(prompt, RowProblem):
+            return prompt
+        if isinstance(values, RowProblem):
+            return values
+        try:
+            sampling = "" if self._sampling is None else self._sampling.of(values)
+        except RowProblem as problem:
+            return problem
+        beside = self._write({name: values[name] for name in self._beside}) if self._beside else ""
+        return Row(prompt, sampling, beside)

@@ -1,7 +1,7 @@
 """Sampling values that each row brings in columns of its own."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.parquet.prompts.prompt_source import PromptSource, render_behind
 from jobs.parquet.tables.columns import is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.arguments import NOT_TEXT
@@ -17,45 +16,36 @@ from jobs.prompts.arguments import NOT_TEXT
 #: Sets of values whose check is remembered: rows of few kinds are common.
 CHECKS_REMEMBERED = 1024
 
-#: Between a row's prompt and the JSON of its values, which holds no line break.
-_BREAK = "\n"
 
+class RowSampling:
+    """Sampling values from columns.
 
-class SampledSource(PromptSource):
-    """Another source's prompts with the rows' sampling values behind them, so that a text still identifies
-    what is asked. `split` takes them apart.
-
-    columns: for the names of sampling values the columns that hold them; null leaves the run's own. sampling:
+    by_name: for the names of sampling values the columns that hold them; null leaves the run's own. sampling:
     the run's. check: raises InvalidJob for values that no request could use.
     """
 
     def __init__(
         self,
-        source: PromptSource,
-        columns: Mapping[str, str],
+        by_name: Mapping[str, str],
         sampling: Mapping[str, Any],
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.columns = tuple(dict.fromkeys((*source.columns, *columns.values())))
-        self.is_chat = source.is_chat
-        self._source, self._columns = source, dict(columns)
-        self._sampling, self._check_sampling = dict(sampling), check
+        self.columns = tuple(by_name.values())
+        self._by_name, self._sampling, self._check_sampling = dict(by_name), dict(sampling), check
         # What null stands for is written out, so that equal values are equal texts; a run's seed is no row's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
-        self._source.check(schema)
-        for name, column in self._columns.items():
+        """Raise WrongColumnType for a column of which no value could be the sampling value."""
+        for name, column in self._by_name.items():
             _check_type(name, column, schema.field(column).type)
 
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        return render_behind(self._source, tuple(self._columns.values()), rows, self._own)
-
-    def _own(self, values: Mapping[str, Any]) -> str:
+    def of(self, values: Mapping[str, Any]) -> str:
+        """Return a row's sampling values as JSON. Raises RowProblem."""
         found = {
             name: self._shared.get(name) if values[column] is None else values[column]
-            for name, column in self._columns.items()
+            for name, column in self._by_name.items()
         }
         own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
         if (problem := self._problem(own)) is not None:
@@ -69,7 +59,7 @@ class SampledSource(PromptSource):
             try:
                 self._check_sampling({name: value})
             except InvalidJob as error:
-                return f"column {self._columns[name]!r}: {error}"
+                return f"column {self._by_name[name]!r}: {error}"
         try:
             self._check_sampling({**self._sampling, **values})
         except InvalidJob as error:
@@ -77,14 +67,7 @@ class SampledSource(PromptSource):
         return None
 
 
-def split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the prompt and the sampling values of what a SampledSource has rendered."""
-    prompt, _, own = text.rpartition(_BREAK)
-    return prompt, json.loads(own)
-
-
 def _check_type(name: str, column: str, kind: pa.DataType) -> None:
-    """Raise WrongColumnType for a column of which no value could be the sampling value."""
     inner = kind.value_type if is_list(kind) else kind
     number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_decimal(inner)
     if pa.types.is_null(inner) or number or pa.types.is_boolean(inner):
@@ -95,8 +78,7 @@ def _check_type(name: str, column: str, kind: pa.DataType) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a column's value as JSON has it. A column of integers with a null among them is one of floating
-    point numbers where pandas has written it."""
+    """Return a value as JSON has it: pandas makes integers beside a null floating point numbers."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, float) and value.is_integer():

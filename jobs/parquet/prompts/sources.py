@@ -1,53 +1,54 @@
-"""Which source of prompts a run's arguments name."""
+"""Which source of rows a run's arguments name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.context import accept_any_sampling
-from jobs.parquet.prompts.batch_requests import BatchSource
+from jobs.errors import ColumnConflict
 from jobs.parquet.prompts.jinja_source import JinjaSource
-from jobs.parquet.prompts.prompt_chain import ChainSource
 from jobs.parquet.prompts.prompt_source import (
-    CheckedSource,
+    BatchLine,
     MessagesColumn,
     PromptColumn,
     PromptSource,
+    RowSource,
     TemplateSource,
+    check_defaults,
+    written_as_texts,
 )
-from jobs.parquet.prompts.row_sampling import SampledSource
+from jobs.parquet.prompts.row_sampling import RowSampling
+from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.formats import OPENAI_BATCH
-from jobs.runs.plans.prompt_steps import Template
+from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
 
 
-def prompt_source(
+def row_source(
     spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
-) -> PromptSource:
-    """Return the source that a run's arguments name. Raises InvalidJob, as a plan may be made by hand.
+) -> RowSource:
+    """Return the source that a run's arguments name. Raises InvalidJob.
 
     check_sampling: see JobContext; asked of the values that rows bring.
     """
     if spec.input_format == OPENAI_BATCH:
-        return BatchSource()
-    source = _of_prompts(spec)
-    if not spec.sampling_columns:
-        return source
-    return SampledSource(source, spec.sampling_columns, spec.chat[0], check_sampling)
-
-
-def read_source(
-    spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
-) -> PromptSource:
-    """Return the same with what a function that checks gets of each row."""
-    source = prompt_source(spec, check_sampling)
-    if spec.repairs.function is None:
-        return source
-    return CheckedSource(source, spec.check_columns or ())
-
-
-def _of_prompts(spec: RunSpec) -> PromptSource:
+        return RowSource(BatchLine())
+    sampling = None
+    if spec.sampling_columns:
+        sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
-        return ChainSource(spec.steps, spec.defaults)
+        first = _FirstStep(spec)
+        return RowSource(first, sampling, first.later, written_as_texts)
+    prompts = _prompts(spec)
+    if spec.repairs.function is None:
+        return RowSource(prompts, sampling)
+    own = spec.sampling_columns.values()
+    given = dict.fromkeys((*prompts.columns, *own, *(spec.check_columns or ())))
+    return RowSource(prompts, sampling, tuple(given))
+
+
+def _prompts(spec: RunSpec) -> PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(spec.template, spec.defaults)
     if spec.template is not None:
@@ -58,3 +59,34 @@ def _of_prompts(spec: RunSpec) -> PromptSource:
         return MessagesColumn(spec.messages_column)
     assert spec.prompt_column is not None
     return PromptColumn(spec.prompt_column)
+
+
+def step_source(step: PromptStep, defaults: Mapping[str, str]) -> TemplateSource:
+    """Return the source of one of a row's prompts."""
+    own = {name: text for name, text in defaults.items() if name in step.template.columns}
+    return TemplateSource(step.template, own)
+
+
+class _FirstStep(TemplateSource):
+    """The first of a row's prompts. later: the columns that the others name."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        """Raises InvalidJob for a default of a column that no template names."""
+        first, *others = spec.steps
+        self._names = [step.name for step in spec.steps]
+        named = dict.fromkeys(column for step in others for column in step.template.columns)
+        self.later = tuple(column for column in named if column not in self._names)
+        check_defaults(spec.defaults, (*first.template.columns, *self.later))
+        super().__init__(first.template, step_source(first, spec.defaults).defaults)
+
+    def check(self, schema: pa.Schema) -> None:
+        for name in self._names:
+            if name in schema.names:
+                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
+        super().check(schema)
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        try:
+            return super().render(values)
+        except RowProblem as problem:
+            raise RowProblem(f"prompt {self._names[0]!r}: {problem}") from None

@@ -1,10 +1,8 @@
 """One shard's rows that have an error, asked once more: their answers take the errors' place in its part.
 
-A part that is there is replaced by a rename, so that readers see the one or the other, and each row once. It
-holds all that the one before held, however long whoever replaces it was frozen (see run_folder.py); an answer
-is never given up for an error. Whoever puts a part in place takes back the run's end, behind the
-rename: what an execution that ended the run meanwhile has read of the parts is then not published, or is
-written anew by this one, which counts the part last.
+A part is replaced by a rename, and an answer never given up for an error. Whoever puts a part in place takes
+back the run's end behind the rename: what an execution that ended the run meanwhile has read of the parts is
+then not published, or is written anew by this one, which counts the part last.
 """
 
 from __future__ import annotations
@@ -21,20 +19,19 @@ from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
-from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.output_file import PartRows, failed_rows, open_part
+from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.shards.rows_task import RowsTask
-from jobs.parquet.shards.shard_work import trusted_plan
-from jobs.runs.redis_state.state import RunState
+from jobs.parquet.shards.rows_task import AgainTask, opened_folder
+from jobs.parquet.tables.columns import ColumnChoice
+from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.statistics.part_stats import PartStats
 
 #: Of a part's columns, what its statistics are the sums of.
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
-class RetryWork(RowsTask):
+class RetryWork(AgainTask):
     """The failed rows of a shard between open and close."""
 
     def __init__(
@@ -54,12 +51,9 @@ class RetryWork(RowsTask):
     @classmethod
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
         """Find the shard in its plan. Raises PlanDamaged or PartDamaged."""
-        storage = Storage.of(context)
-        plan = trusted_plan(storage, plan_path, run, context.files)
-        state = RunState(context.connection, run)
-        folder = RunFolder(storage, plan, state, context.execution_id)
-        if shard >= len(plan.shards) or not folder.has_part(shard):
-            raise PartDamaged(plan.part_path(shard), "it is gone")
+        folder = opened_folder(context, plan_path, run)
+        if shard >= len(folder.plan.shards) or not folder.has_part(shard):
+            raise PartDamaged(folder.plan.part_path(shard), "it is gone")
         return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:
@@ -67,8 +61,8 @@ class RetryWork(RowsTask):
         kept = self._old.rows - len(self._rows)
         return {
             "rows": self._old.rows,
-            "rows_done": kept + self._requests.rows_done,
-            "tokens": self._requests.generated_tokens,
+            "rows_done": kept + self.asked.rows_done,
+            "tokens": self.asked.generated_tokens,
         }
 
     def result(self) -> dict[str, Any]:
@@ -76,33 +70,21 @@ class RetryWork(RowsTask):
 
         Raises RunError.
         """
-        answers = dict(zip(self._rows, self._requests.answers(), strict=True))
+        answers = dict(zip(self._rows, self.asked.answers(), strict=True))
         while answers and not self._publish(answers):
             self._context.check_interrupted()  # another execution's part is there: what it lacks is put in
         self._folder.withdraw_end(anyway=True)
         ended = self._folder.record_replaced_part(self._number, self._context.queue_name)
         stats = self._folder.part_stats(self._number)
-        return {
-            "run": stats.run,
-            "shard": stats.shard,
-            "rows": stats.rows,
-            "errors": stats.errors,
-            "rows_unasked": self._requests.rows_unasked,
-            "rows_retried": len(self._rows),
-            "run_finished": ended,
-        }
+        return {**self.told(stats, ended), "rows_retried": len(self._rows)}
 
     def close(self) -> None:
         super().close()
-        self._storage.delete(self._temporary)
+        self._storage.remove(self._temporary)
 
     def _publish(self, answers: dict[int, Answer]) -> bool:
-        """Write the part that is there with answers for its errors, and put it in place.
-
-        Returns False where another was put in place meanwhile. Raises RunBusy where the job is another
-        worker's by now.
-        """
-        path = self._folder.part_path(self._number)
+        """Put the part with answers for its errors in place; return False where another came there first."""
+        path = self._folder.plan.part_path(self._number)
         before = self._storage.stat(path)
         try:
             self._write_merged(answers)
@@ -117,12 +99,10 @@ class RetryWork(RowsTask):
 
     def _write_merged(self, answers: dict[int, Answer]) -> None:
         """Write the part that is there with answers for its errors, beside it."""
-        plan, old = self._folder.plan, self._folder.part_stats(self._number)
-        with open_part(self._storage, plan, self._number) as file:
-            schema = file.schema
-            kept = {k: v for k, v in (schema.metadata or {}).items() if k not in OWN_KEYS}
-            schema = schema.with_metadata(kept or None)
-            stats = self._stats(file, old, answers)
+        stats = self._stats(self._folder.part_stats(self._number), answers)
+        with open_part(self._storage, self._folder.plan, self._number) as file:
+            kept = {k: v for k, v in (file.schema.metadata or {}).items() if k not in OWN_KEYS}
+            schema = file.schema.with_metadata(kept or None)
             batches = (each.replace_schema_metadata(kept) for each in self._merged(file, answers))
             write_part(self._storage, self._temporary, schema, batches, stats)
 
@@ -131,20 +111,22 @@ class RetryWork(RowsTask):
         if lease is not None and self._context.connection.zscore(lease.key, lease.member) is None:
             raise RunBusy(self._folder.plan.run)
 
-    def _stats(self, file: PartRows, old: PartStats, answers: dict[int, Answer]) -> PartStats:
+    def _stats(self, old: PartStats, answers: dict[int, Answer]) -> PartStats:
         """Return what the part has with the answers put in."""
         sums, errors, rows = dict.fromkeys(_COUNTS, 0), 0, 0
         names = {name: self._name(name) for name in ("error", *_COUNTS)}
-        for batch in self._merged(file, answers, list(names.values())):
-            rows += batch.num_rows
-            errors += batch.num_rows - batch.column(names["error"]).null_count
-            for name in _COUNTS:
-                column = batch.column(names[name])
-                values = column.flatten() if pa.types.is_list(column.type) else column
-                sums[name] += pc.sum(values).as_py() or 0
+        columns = ColumnChoice(tuple(names.values()))
+        with open_part(self._storage, self._folder.plan, self._number, columns) as file:
+            for batch in self._merged(file, answers):
+                rows += batch.num_rows
+                errors += batch.num_rows - batch.column(names["error"]).null_count
+                for name in _COUNTS:
+                    column = batch.column(names[name])
+                    values = column.flatten() if pa.types.is_list(column.type) else column
+                    sums[name] += pc.sum(values).as_py() or 0
         model = self._context.model
         return replace(
-            old.retried(self._began_at, self._clock(), self._requests.generated_tokens),
+            old.retried(self._clock() - self._began_at, self.asked.generated_tokens),
             rows=rows,
             errors=errors,
             prompt_tokens=sums["prompt_tokens"],
@@ -154,14 +136,12 @@ class RetryWork(RowsTask):
             version=code_version(),
         )
 
-    def _merged(
-        self, file: PartRows, answers: dict[int, Answer], columns: list[str] | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield a part's rows, with an answer where there was an error. columns: only these."""
+    def _merged(self, file: TableReading, answers: dict[int, Answer]) -> Iterator[pa.RecordBatch]:
+        """Yield a part's rows, with an answer where there was an error."""
         plan = self._folder.plan
         row = plan.first_row(self._number)
         ours = {self._name(field.name): field.name for field in answer_fields(plan.spec)}
-        for batch in file.batches(columns):
+        for batch in file.batches():
             self._context.check_interrupted()
             errors = batch.column(self._name("error"))
             places = [n for n in range(batch.num_rows) if row + n in answers and errors[n].is_valid]

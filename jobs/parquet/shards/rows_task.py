@@ -1,27 +1,83 @@
-"""A task that asks rows of a run again: its requests, and their deliveries."""
+"""A task that asks rows of a run: its requests, their deliveries, and what they hold."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from jobs.context import JobContext
-from jobs.context.answers import AnswerMemo
+from jobs.context.served_model import ServedModel, model_text
+from jobs.errors import PlanDamaged, RunOfAnotherModel
+from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
-from jobs.parquet.prompts.sources import read_source
+from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.parquet.shards.shard_work import check_model, shard_requests
+from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.part_stats import PartStats
 from jobs.tasks import Completion, OpenTask, Request
 
 
 class RowsTask(OpenTask):
-    """What a subclass makes of the answers is its own; it calls `ask` when it is made."""
+    """Asks what its subclass has put into `_requests`, or nothing, and lets go of `_texts`."""
 
-    _requests: ShardRequests
-    _texts: ShardTexts
+    _requests: ShardRequests | None = None
+    _texts: ShardTexts | None = None
+
+    def requests(self) -> Iterator[Request]:
+        return iter(()) if self._requests is None else self._requests.requests()
+
+    @property
+    def num_requests(self) -> int | None:
+        return 0 if self._requests is None else self._requests.num_requests
+
+    @property
+    def has_more(self) -> bool:
+        return self._requests is not None and self._requests.has_more
+
+    @property
+    def inspects(self) -> bool:
+        return self._requests is not None and self._requests.inspects
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        self.asked.inspect(index, completions)
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        self.asked.deliver(index, completions)
+
+    @property
+    def asked(self) -> ShardRequests:
+        """What is asked, where something is."""
+        assert self._requests is not None, "nothing was asked"
+        return self._requests
+
+    def told(self, stats: PartStats, ended: bool) -> dict[str, Any]:
+        """Return what a shard's job gives, whose part is recorded."""
+        return {
+            "run": stats.run,
+            "shard": stats.shard,
+            "rows": stats.rows,
+            "errors": stats.errors,
+            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
+            "run_finished": ended,
+        }
+
+    def close(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        if self._texts is not None:
+            self._texts.close()
+
+
+class AgainTask(RowsTask):
+    """Asks rows of a run again; a subclass calls `ask` when it is made."""
 
     def ask(self, context: JobContext, storage: Storage, plan: Plan, rows: Sequence[int]) -> None:
         """Read rows of a run, in their order, to ask them as the run has.
@@ -30,9 +86,11 @@ class RowsTask(OpenTask):
         """
         check_model(plan, context.model)
         context.checks.admit(plan.spec.repairs)
-        wanted, source = set(rows), read_source(plan.spec, context.check_sampling)
+        wanted, source = set(rows), row_source(plan.spec, context.check_sampling)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
+        self._texts = texts = ShardTexts(
+            plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows"
+        )
         try:
             with ExitStack() as stack:
                 limit = context.shard_bytes.limit
@@ -42,36 +100,34 @@ class RowsTask(OpenTask):
                     file = replace(file, path=storage.resolve(file.path))
                     stack.enter_context(unchanged(storage, plan, file))
                 for start, rendered in rendered_shards(context, storage, plan, source, wanted):
-                    self._texts.add(row for number, row in enumerate(rendered, start) if number in wanted)
-            texts, let_go, nothing_known = self._texts.gathered(), self._texts.let_go, AnswerMemo(0)
-            self._requests = shard_requests(
-                context, plan, source, texts, rows.__getitem__, nothing_known, let_go
-            )
+                    texts.add(row for number, row in enumerate(rendered, start) if number in wanted)
+            ask = ask_of(plan, source, context)
+            self._requests = ShardRequests(texts.gathered(), ask, rows.__getitem__, let_go=texts.let_go)
         except BaseException:
-            self._texts.close()
+            texts.close()
             raise
 
-    def requests(self) -> Iterator[Request]:
-        return self._requests.requests()
 
-    @property
-    def num_requests(self) -> int | None:
-        return self._requests.num_requests
+def opened_folder(context: JobContext, plan_path: str, run: str) -> RunFolder:
+    """Return the folder of the run that a shard's job names. Raises what trusted_plan does."""
+    storage = Storage.of(context)
+    plan = trusted_plan(context, storage, plan_path, run)
+    return RunFolder(storage, plan, RunState(context.connection, run), context.execution_id)
 
-    @property
-    def has_more(self) -> bool:
-        return self._requests.has_more
 
-    @property
-    def inspects(self) -> bool:
-        return self._requests.inspects
+def check_model(plan: Plan, served: ServedModel) -> None:
+    """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
+    if plan.model.fingerprint != served.fingerprint:
+        found = model_text(served.name, served.dtype, served.fingerprint)
+        raise RunOfAnotherModel(plan.run, str(plan.model), f"{found}, which is served here")
 
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.inspect(index, completions)
 
-    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.deliver(index, completions)
-
-    def close(self) -> None:
-        self._requests.close()
-        self._texts.close()
+def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
+    """Read the plan that a job names. Raises PathOutsideRoots or PlanDamaged when it is not this run's."""
+    path = storage.resolve(plan_path)
+    plan = context.files.plan((path, storage.stat(path)), lambda: load_plan(storage, path))
+    if plan.run != run:
+        raise PlanDamaged(path, f"it belongs to run {plan.run}, the job to {run}")
+    if path != os.path.join(plan.spec.output, PLAN):
+        raise PlanDamaged(path, f"it was written for {plan.spec.output}")
+    return plan

@@ -1,113 +1,83 @@
-"""From a shard's rendered rows to the requests they need, and from completions back to rows."""
+"""From a shard's rows to the requests they need, and from completions back to rows."""
 
-import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from types import MappingProxyType
-from typing import Any
+from operator import attrgetter
 
-from jobs.context.answers import Answer, AnswerMemo, failed_answer
-from jobs.context.check_options import NO_REPAIRS, RepairOptions
-from jobs.context.check_processes import Checks
-from jobs.parquet.prompts.prompt_chain import Chain
-from jobs.parquet.prompts.row_sampling import split
-from jobs.parquet.shards.shard_embeddings import ShardEmbeddings
-from jobs.parquet.shards.shard_labels import ShardLabels
+from jobs.context.answers import Answer, AnswerMemo
+from jobs.parquet.asks.ask import Ask, Asked
+from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.attempts import Attempted, Attempts, num_generated
-from jobs.prompts.responses import parse_tool_calls, with_ids
 from jobs.tasks import Completion, Request
-
-#: What is asked of prompts for which nothing is generated.
-Measure = ShardLabels | ShardEmbeddings
 
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that one request answers, or one for each of several prompts. text: empty once it is not needed
-    any more. key: names the prompt in the memo; None where tokens are drawn. answers: to those before.
-    attempts: its way to an answer, where answers are tried again."""
+    """Rows that are asked together. key: names the row in the memo; None where equal rows may differ.
 
-    text: str
+    row, asked: until and while it is asked. num_sent: requests so far.
+    """
+
+    row: Row | None
     rows: list[int]
     key: bytes | None
-    answers: tuple[Answer, ...] = ()
-    attempts: Attempts | None = None
+    asked: Asked | None = None
+    num_sent: int = 0
 
 
 class ShardRequests:
     """Holds one answer for each row.
 
-    rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
-    counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
-    let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
-    Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
-    for in the answers. chain: where each row has several prompts; the texts are those of a ChainSource.
-    measure: where labels or embeddings are asked for; then nothing is drawn.
-    repairs, checks: what is asked of the answers, and what checks them; where a function does, the texts are
-    those of a CheckedSource.
+    number_of: gives the number in the run of a row, counted within the shard. run, memo: where the answers of
+    other shards are. let_go: told of each row whose texts are not held here any more.
 
-    Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
-    have equal answers: they are one request, and none where another shard of the run, on the same worker,
-    has the answer. A prompt that another shard is at comes last, when its answer may be there; if it is not,
-    it is computed here too, so that no shard waits for another. A row's next prompt comes before other rows.
+    Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are
+    asked once, and not at all where another shard of the run, on the same worker, has the answer. A row that
+    another shard is at comes last, when its answer may be there; if it is not, it is computed here too, so
+    that no shard waits for another. What a row asks next comes before other rows.
 
-    rows_unasked: how many have no text.
+    rows_unasked: how many ask nothing.
 
-    Made in any thread; then all methods belong to one, but `close`, which comes last.
+    Made in any thread; then all methods belong to one, but `inspect`, and `close`, which comes last.
     """
 
     def __init__(
         self,
-        rows: Sequence[str | RowProblem],
-        sampling: Mapping[str, Any],
-        row_seed: Callable[[int], int],
-        is_chat: bool,
+        rows: Sequence[Row | RowProblem],
+        ask: Ask,
+        number_of: Callable[[int], int],
         run: str = "",
         memo: AnswerMemo | None = None,
-        let_go: Callable[[str], None] = lambda text: None,
-        n: int = 1,
-        chat_options: Mapping[str, Any] = MappingProxyType({}),
-        has_own_sampling: bool = False,
-        has_tools: bool = False,
-        chain: Chain | None = None,
-        measure: Measure | None = None,
-        repairs: RepairOptions = NO_REPAIRS,
-        checks: Checks | None = None,
+        let_go: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        self._repairs, self._checks = repairs, checks or Checks()
-        self._n, self._has_tools, self._chain, self._measure = n, has_tools, chain, measure
-        self._answers: list[Answer | None] = [
-            self._failed(row) if isinstance(row, RowProblem) else None for row in rows
-        ]
-        # A run's own seed is where the rows' seeds come from; one in a column is the row's.
-        self._shared = {name: value for name, value in sampling.items() if name != "seed"}
-        self._has_own_sampling = has_own_sampling
-        self._row_seed = row_seed
-        self._is_chat, self._chat_options = is_chat, chat_options
+        self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
-        self._let_go = let_go
-        self._sent: list[_Group] = []
+        self._answers = [ask.failed(str(row)) if isinstance(row, RowProblem) else None for row in rows]
+        # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
+        self._sent: list[tuple[_Group, int, int] | None] = []
         self._following: deque[tuple[_Group, Request]] = deque()
         self._begun: set[bytes] = set()
         self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
         self.rows_open = 0
         self.generated_tokens = self.prompt_tokens = 0
-        groups = _groups(rows, run.encode(), self._is_greedy)
+        groups = _groups(rows, run.encode(), ask.is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
-        self._before_prior: list[tuple[int, Sequence[Completion]]] = []
-        if measure is not None and measure.prior is not None and self._unsent:
-            self._unsent.append(_Group(measure.prior, [], None))  # goes first, and is no row's
+        self._awaits_before = ask.before is not None and bool(self._unsent)
+        self._waiting: list[tuple[int, Sequence[Completion]]] = []
+        if ask.before is not None and self._unsent:
+            self._following.append((_Group(None, [], None), ask.before))
 
     @property
     def num_rows(self) -> int:
         return len(self._answers)
 
     @property
-    def num_requests(self) -> int:
-        """Requests that were pulled, and at most so many more."""
+    def num_requests(self) -> int | None:
+        """Requests that were pulled, and at most so many more; None where rows may begin with several."""
+        if self._unsent and not self._ask.is_single:
+            return None
         return len(self._sent) + len(self._following) + len(self._unsent)
 
     @property
@@ -119,57 +89,61 @@ class ShardRequests:
         while self._following or self._unsent or postponed:
             if self._following:
                 group, request = self._following.popleft()
-                self._sent.append(group)
+                self._sent.append((group, group.num_sent, len(request.continued)))
+                group.num_sent += 1
                 yield request
             elif self._unsent:
                 group = self._unsent.pop()
                 if self._take_known(group):
                     continue
-                if self._begin(group):
-                    yield self._send(group)
+                if self._take_on(group):
+                    self._begin(group)
                 else:
                     postponed.append(group)
             elif not self._take_known(group := postponed.popleft()):
-                yield self._send(group)
+                self._begin(group)
 
     @property
     def inspects(self) -> bool:
-        return self._repairs.check is not None
+        return self._ask.inspects
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
         """See OpenTask: in any thread."""
-        attempts = self._sent[index].attempts
-        assert attempts is not None, "inspected without a check"
-        attempts.inspect(completions[0])
+        sent = self._sent[index]
+        assert sent is not None, "inspected once delivered"
+        group, place, _ = sent
+        if (asked := group.asked) is not None:
+            asked.inspect(place, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
-        group = self._sent[index]
-        if self._measure is not None and self._measure.awaits_prior:
-            self._await_prior(index, completions, self._measure)
+        sent = self._sent[index]
+        assert sent is not None, "delivered twice"
+        group, place, num_continued = sent
+        if not group.rows:
+            self._ask.take_before(completions)
+            self._awaits_before = False
+            for each in self._waiting:
+                self.deliver(*each)
             return
-        if group.attempts is not None:
-            following = group.attempts.deliver(completions[0])
-            if following is not None:
-                self._following.append((group, following))
-                return
-            completions, group.attempts = [group.attempts.outcome], None
-        has_tools = self._has_tools if self._chain is None else self._chain.has_tools(len(group.answers))
-        answer = (
-            _answer_of(completions, self._n, has_tools)
-            if self._measure is None
-            else self._measure.answer(completions)
-        )
-        self.generated_tokens += answer.all_completion_tokens
+        if self._awaits_before:
+            self._waiting.append((index, completions))
+            return
+        self._sent[index] = None
         self.prompt_tokens += completions[0].num_prompt_tokens
-        whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
-        if whole is None:
+        self.generated_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
+        if group.asked is None:  # it has failed by another of its requests
             return
+        found = group.asked.then(place, completions)
+        if not isinstance(found, Answer):
+            self._following += [(group, request) for request in found]
+            return
+        group.asked = None
         self.rows_open -= len(group.rows)
-        self._answer(group, whole)
+        self._answer(group, found)
         if group.key is not None:
-            if whole.error is None:
-                self._memo.put(group.key, whole)
+            if found.error is None:
+                self._memo.put(group.key, found)
             self._end(group.key)
 
     def answers(self) -> list[Answer]:
@@ -183,79 +157,23 @@ class ShardRequests:
         for key in list(self._begun):
             self._end(key)
 
-    def _send(self, group: _Group) -> Request:
-        self._sent.append(group)
-        self.rows_open += len(group.rows)
-        prompt, own = self._split(group.text)
-        if self._measure is not None:
-            self._drop_text(group)
-            return self._request(prompt, self._measure.values, kind=self._measure.kind)
-        seed = self._row_seed(group.rows[0])
-        if self._chain is not None:
-            return self._chain.request(prompt, own, (), seed)
-        row = split(group.text)[1] if self._repairs.function is not None else None
-        self._drop_text(group)  # the engine has it from here on
-        sampling = {**self._shared, **own}
-        if not _is_greedy(sampling):
-            sampling = {"seed": seed, **sampling}
-        request = self._request(prompt, sampling)
-        if self._repairs.is_asked_for:
-            group.attempts = Attempts(request, row, self._repairs, self._checks)
-        return request
-
-    def _request(self, prompt: str, values: Mapping[str, Any], kind: str = "generate") -> Request:
-        if self._is_chat:
-            return Request(None, json.loads(prompt), values, self._chat_options, kind)
-        return Request(prompt, None, values, kind=kind)
-
-    def _await_prior(self, index: int, completions: Sequence[Completion], measure: Measure) -> None:
-        """Keep what came before the prompt without content; deliver it when that has come."""
-        if self._sent[index].rows:
-            self._before_prior.append((index, completions))
+    def _begin(self, group: _Group) -> None:
+        """Have a group's requests sent next."""
+        row = self._taken(group)
+        try:
+            group.asked = self._ask.begin(row, self._number_of(group.rows[0]))
+        except RowProblem as problem:
+            self._answer(group, self._ask.failed(str(problem)))
             return
-        measure.take_prior(completions)
-        waiting, self._before_prior = self._before_prior, []
-        for each in waiting:
-            self.deliver(*each)
+        self.rows_open += len(group.rows)
+        requests, group.asked.requests = group.asked.requests, ()  # the engine has them from here on
+        self._following.extend((group, request) for request in requests)
 
-    def _go_on(self, group: _Group, answer: Answer, chain: Chain) -> Answer | None:
-        """Return what comes of a row all in all; None where it has another prompt, which then follows."""
-        group.answers = (*group.answers, answer)
-        problem = None
-        if not chain.is_over(group.answers):
-            prompt, own = self._split(group.text)
-            try:
-                request = chain.request(prompt, own, group.answers, self._row_seed(group.rows[0]))
-            except RowProblem as found:
-                problem = str(found)
-            else:
-                self._following.append((group, request))
-                return None
-        self._drop_text(group)
-        return chain.answer(group.answers, problem)
-
-    def _failed(self, problem: RowProblem) -> Answer:
-        if self._chain is not None:
-            return self._chain.answer((), str(problem))
-        if self._measure is not None:
-            return self._measure.failed(str(problem))
-        return failed_answer(str(problem), self._n)
-
-    def _drop_text(self, group: _Group) -> None:
-        self._let_go(group.text)
-        group.text = ""
-
-    def _split(self, text: str) -> tuple[str, Mapping[str, Any]]:
-        """Return what a row's source has rendered, and the sampling values that the row brings."""
-        if self._repairs.function is not None:
-            text, _ = split(text)
-        return split(text) if self._has_own_sampling else (text, {})
-
-    def _is_greedy(self, text: str) -> bool:
-        if self._measure is not None:
-            return True
-        own = self._split(text)[1] if self._has_own_sampling else {}
-        return _is_greedy({**self._shared, **own}) if self._chain is None else self._chain.is_greedy(own)
+    def _taken(self, group: _Group) -> Row:
+        row, group.row = group.row, None
+        assert row is not None, "asked twice"
+        self._let_go(row)
+        return row
 
     def _take_known(self, group: _Group) -> bool:
         """Answer a group with what another shard has computed; return whether there was such."""
@@ -263,7 +181,7 @@ class ShardRequests:
         if answer is None:
             return False
         self._answer(group, answer)
-        self._drop_text(group)
+        self._taken(group)
         return True
 
     def _answer(self, group: _Group, answer: Answer) -> None:
@@ -271,7 +189,7 @@ class ShardRequests:
             self._answers[row] = answer
         self.rows_done += len(group.rows)
 
-    def _begin(self, group: _Group) -> bool:
+    def _take_on(self, group: _Group) -> bool:
         """Take a group on; return False where another shard is at its prompt."""
         if group.key is not None:
             if not self._memo.begin(group.key):
@@ -285,55 +203,19 @@ class ShardRequests:
             self._memo.end(key)
 
 
-def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> Answer:
-    """Return what a row has of its samples. With one of them the row fails."""
-    samples = sorted(completions, key=lambda sample: sample.index)
-    first = samples[0]
-    failed = next((each for each in samples if each.finish_reason == "error"), None)
-    if failed is not None:
-        reason = failed.error or "the engine gave no reason"
-        answer = failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens)
-        return replace(answer, attempts=1)
-    prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
-    parts = [_texts_of(each, has_tools) for each in samples]
-    if n == 1:
-        ((text, reason, calls),) = parts
-        tokens = num_generated(first)
-        answer = Answer(text, reason, prompt, tokens, cached, first.error, first.reasoning, calls)
-        if not isinstance(first, Attempted):
-            return answer
-        return replace(answer, attempts=first.attempts, check_error=first.check_error)
-    texts, reasons, all_calls = zip(*parts, strict=True)
-    counts = tuple(len(each.token_ids) for each in samples)
-    reasonings = tuple(each.reasoning for each in samples)
-    return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls)
-
-
-def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
-    """Return a sample's content, why it ended, and its calls of tools as JSON."""
-    calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
-    if not calls:
-        return sample.text, sample.finish_reason, None
-    reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
-    return content, reason, json.dumps(with_ids(calls, sample.text), ensure_ascii=False)
-
-
-def _is_greedy(sampling: Mapping[str, Any]) -> bool:
-    return sampling.get("temperature") == 0
-
-
-def _groups(rows: Sequence[str | RowProblem], run: bytes, is_greedy: Callable[[str], bool]) -> list[_Group]:
-    """Return the rows of each greedy text together, and each other row by itself, the last text first."""
-    together: dict[str, _Group] = {}
+def _groups(rows: Sequence[Row | RowProblem], run: bytes, is_greedy: Callable[[Row], bool]) -> list[_Group]:
+    """Return equal rows with equal answers together, and each other row by itself, the last one first."""
+    together: dict[Row, _Group] = {}
     groups = []
     for number, row in enumerate(rows):
-        if not isinstance(row, str):
+        if isinstance(row, RowProblem):
             continue
         if (known := together.get(row)) is not None:
             known.rows.append(number)
         elif is_greedy(row):
-            key = blake2b(row.encode(), digest_size=16, key=run).digest()
+            key = blake2b("\n".join(row).encode(), digest_size=16, key=run).digest()  # JSON has no such break
             groups.append(together.setdefault(row, _Group(row, [number], key)))
         else:
             groups.append(_Group(row, [number], None))
-    return sorted(groups, key=lambda group: (group.text, group.rows[0]), reverse=True)
+    groups.reverse()  # of equal rows the last one first, too
+    return sorted(groups, key=attrgetter("row"), reverse=True)

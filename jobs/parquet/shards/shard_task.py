@@ -1,7 +1,4 @@
-"""The tasks of `jobs.score_shard` (rows of one shard in, one part out) and `jobs.verify_rows` (a comparison).
-
-What touches files needs pyarrow and is imported when a task is opened.
-"""
+"""The tasks of `jobs.score_shard` and `jobs.verify_rows`; what needs pyarrow is imported when they open."""
 
 from __future__ import annotations
 
@@ -24,9 +21,15 @@ class ShardTask(Task):
 
     blocking = reads_rows = True
 
-    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool, retry_errors: bool) -> None:
+    def __init__(
+        self, run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
+    ) -> None:
+        """Check the arguments. Raises InvalidJob."""
+        _check_run(run, plan)
+        if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
+            raise InvalidValue("shard is {}, expected the number of a shard", brief(shard))
         self._run, self._plan, self._shard = run, plan, shard
-        self._redo, self._retry = redo_damaged, retry_errors
+        self._redo, self._retry = redo_damaged is True, retry_errors is True
 
     def open(self, context: JobContext) -> ShardWork | RetryWork:
         """Read the shard's rows, or find its part there already. Raises RunError."""
@@ -54,21 +57,6 @@ class VerifyTask(Task):
         from jobs.parquet.shards.verify_work import VerifyWork
 
         return VerifyWork(context, self._run, self._plan, self._sample, self._seed)
-
-
-def shard_task(
-    run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
-) -> ShardTask:
-    """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
-    _check_run(run, plan)
-    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
-        raise InvalidValue("shard is {}, expected the number of a shard", brief(shard))
-    for name, value in (("redo_damaged", redo_damaged), ("retry_errors", retry_errors)):
-        if not isinstance(value, bool):
-            raise InvalidValue(f"{name} is {{}}, expected true or false", brief(value))
-    if redo_damaged and retry_errors:
-        raise InvalidJob("redo_damaged and retry_errors: a damaged part has no rows to try again")
-    return ShardTask(run, plan, shard, redo_damaged, retry_errors)
 
 
 def _check_run(run: object, plan: object) -> None:

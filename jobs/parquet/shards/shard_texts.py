@@ -1,21 +1,21 @@
-"""The prompts of a shard's rows, rendered ahead of the engine."""
+"""The rows of a shard, rendered ahead of the engine."""
 
-import sys
 from collections.abc import Iterable, Iterator, Set
+
+import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.prompts.prompt_source import PromptSource, render_rows
-from jobs.parquet.tables.columns import ColumnChoice, with_added_values
-from jobs.parquet.tables.line_problems import split_problems
+from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.tables.columns import ColumnChoice, split_problems, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan
 
-#: What a row takes besides its prompt, at least: its places in lists, or the reason why it has none.
-ROW_BYTES = 200
+#: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
+ROW_BYTES = 300
 
 #: Bytes that are counted together: the count is shared by threads.
 GRAIN_BYTES = 1 << 20
@@ -33,21 +33,21 @@ class ShardTexts:
     ) -> None:
         """path, columns, remedy: where the rows come from and what helps, for the error."""
         self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
-        self._texts: dict[str, str] = {}
+        self._known: dict[Row, Row] = {}
         self._bytes = self._gone = 0
-        self.rows: list[str | RowProblem] = []
+        self.rows: list[Row | RowProblem] = []
 
-    def add(self, rows: Iterable[str | RowProblem]) -> None:
+    def add(self, rows: Iterable[Row | RowProblem]) -> None:
         """Take more rows.
 
         Raises ShardTooLarge when their prompts take more than a shard may, NoRoomYet with those of others.
         """
-        texts, new = self._texts, 0
+        new = 0
         for row in rows:
-            if isinstance(row, str):
-                known = texts.setdefault(row, row)
+            if isinstance(row, Row):
+                known = self._known.setdefault(row, row)
                 if known is row:
-                    new += sys.getsizeof(row)
+                    new += row.num_bytes
                 row = known
             self.rows.append(row)
             new += ROW_BYTES
@@ -65,14 +65,14 @@ class ShardTexts:
         self._held.hold(num_bytes, self._bytes)
         self._bytes += num_bytes
 
-    def gathered(self) -> list[str | RowProblem]:
+    def gathered(self) -> list[Row | RowProblem]:
         """Return the rows, once all are there: they are the caller's from here on."""
-        rows, self.rows, self._texts = self.rows, [], {}
+        rows, self.rows, self._known = self.rows, [], {}
         return rows
 
-    def let_go(self, text: str) -> None:
-        """One of the texts was handed out."""
-        self._gone += len(text)
+    def let_go(self, row: Row) -> None:
+        """Count a row no more that was handed out."""
+        self._gone += row.num_bytes
         if self._gone > GRAIN_BYTES:
             self._release(self._gone)
             self._gone = 0
@@ -87,33 +87,41 @@ class ShardTexts:
         self._held.let_go(num_bytes)
 
 
-def rendered_shards(
-    context: JobContext, storage: Storage, plan: Plan, source: PromptSource, only: Set[int] | None = None
-) -> Iterator[tuple[int, list[str | RowProblem]]]:
-    """Yield the rows of each shard with the number of its first.
-
-    only: rows, counted over all files; shards that hold none of them are left out. Raises InputError.
-    """
+def shard_batches(
+    context: JobContext, storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
+) -> Iterator[tuple[int, Iterator[pa.RecordBatch]]]:
+    """Yield shards, which ascend, with what their rows hold of the columns that a source reads."""
     reader, file = None, -1
     added = {column.name for column in plan.added_columns}
     choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
     try:
-        for number in range(len(plan.shards)) if only is None else plan.shards_of(only):
-            shard, start = plan.shards[number], plan.first_row(number)
-            if shard.rows == 0:
-                continue
-            planned = plan.files[shard.file]
+        for number in shards:
+            shard = plan.shards[number]
             if reader is None or shard.file != file or not reader.reaches(shard):
                 if reader is not None:
                     reader.close()
-                reader = RowReader(storage, plan.rows_path(planned), shard, choice)
                 file = shard.file
-            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
-            for batch in reader.read(shard, context.check_interrupted):
-                batch, problems = split_problems(batch)
-                batch = with_added_values(batch, plan.added_columns, planned.values)
-                texts.add(render_rows(source, batch, problems))
-            yield start, texts.gathered()
+                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, choice)
+            yield number, reader.read(shard, context.check_interrupted)
     finally:
         if reader is not None:
             reader.close()
+
+
+def rendered_shards(
+    context: JobContext, storage: Storage, plan: Plan, source: RowSource, only: Set[int] | None = None
+) -> Iterator[tuple[int, list[Row | RowProblem]]]:
+    """Yield the rows of each shard with the number of its first.
+
+    only: rows, counted over all files; shards that hold none of them are left out. Raises InputError.
+    """
+    shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
+    shards = [shard for shard in shards if plan.shards[shard].rows]
+    for number, batches in shard_batches(context, storage, plan, source, shards):
+        planned = plan.files[plan.shards[number].file]
+        texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
+        for batch in batches:
+            batch, problems = split_problems(batch)
+            batch = with_added_values(batch, plan.added_columns, planned.values)
+            texts.add(source.rows(batch, problems))
+        yield plan.first_row(number), texts.gathered()

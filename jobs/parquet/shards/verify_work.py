@@ -12,8 +12,7 @@ from jobs.errors import CannotVerify, InvalidValue
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import answer_fields, read_part_stats
-from jobs.parquet.shards.rows_task import RowsTask
-from jobs.parquet.shards.shard_work import trusted_plan
+from jobs.parquet.shards.rows_task import AgainTask, trusted_plan
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
 
@@ -24,13 +23,13 @@ MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
 _NOT_COMPARED = {"cached_tokens", "probability", "probabilities", "margin"}
 
 
-class VerifyWork(RowsTask):
+class VerifyWork(AgainTask):
     """A sample of a run between open and close; rows that the run could not answer are left out."""
 
     def __init__(self, context: JobContext, run: str, plan_path: str, sample: str, seed: int) -> None:
         """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
         storage = Storage.of(context)
-        self._plan = plan = trusted_plan(storage, plan_path, run, context.files)
+        self._plan = plan = trusted_plan(context, storage, plan_path, run)
         if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
             raise CannotVerify(run, "lines of an openai-batch file, and embeddings, are not compared")
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
@@ -51,7 +50,7 @@ class VerifyWork(RowsTask):
         """Return how many rows are equal, and the first values that are not."""
         differences = [
             {"row": row, "column": name, "recorded": value, "computed": computed}
-            for (row, recorded), answer in zip(self._recorded.items(), self._requests.answers(), strict=True)
+            for (row, recorded), answer in zip(self._recorded.items(), self.asked.answers(), strict=True)
             for name, value in recorded.items()
             if (computed := _plain(answer.column(name))) != value
         ]

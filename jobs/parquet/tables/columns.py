@@ -5,9 +5,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jobs.parquet.tables.line_problems import PROBLEM
 from jobs.runs.plans.partitions import AddedColumn
 from jobs.runs.plans.spec import RunSpec
+
+#: Why a line of a file is no row: it goes with the rows in this column until they are answered or written. No
+#: column of a file: a header or key of this name is refused.
+PROBLEM = "\0problem"
+
+PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -81,3 +86,17 @@ def with_added_values(
         for column, value in zip(columns, values, strict=True)
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
+
+
+def split_problems(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str | None]]:
+    """Return the rows without that column, and what stood there; nothing for a file without lines."""
+    place = batch.schema.get_field_index(PROBLEM)
+    if place < 0:
+        return batch, []
+    return batch.remove_column(place), batch.column(place).to_pylist()
+
+
+def without_problems(schema: pa.Schema) -> pa.Schema:
+    """Return a file's columns without that one."""
+    place = schema.get_field_index(PROBLEM)
+    return schema if place < 0 else schema.remove(place)

@@ -22,11 +22,9 @@ READERS = 4
 class RowReader:
     """One pass over a file, from the row group of some shard to the end.
 
-    Parquet cannot be entered in the middle of a row group: a reader per shard would decode a group of a
-    million rows for each thousand of them. One that goes on where the last shard ended decodes each row once.
-
-    columns: that are read. held: where its memory is counted; NoRoomYet is raised
-    beside too many other readers. make_room: closes those that nobody uses. Raises as TableReading does.
+    Parquet cannot be entered in the middle of a row group: a reader that goes on where the last shard ended
+    decodes each row once. held: where its memory is counted; NoRoomYet is raised beside too many other
+    readers. make_room: closes those that nobody uses. Raises as TableReading does.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class RowReader:
     def read(
         self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead; of a text file with their problems (formats.problems).
+        """Yield the rows of a shard that lies ahead; of a text file with their problems (columns.py).
 
         check_interrupted: called before rows are decoded. Raises ShardTooLarge.
         """

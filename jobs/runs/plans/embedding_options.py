@@ -7,19 +7,12 @@ from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.embedding_task import pooling_values
-from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 
 GENERATE, EMBED = TASKS = ("generate", "embed")
 
 #: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
 MAX_NUMBERS = 1 << 26
-
-#: What has nothing to do with embeddings.
-_OTHERS = (
-    *("sampling_columns", "prompts", "labels", "calibrate"),
-    *("check", "check_columns", "continue_on_length", "repair_template"),
-)
 
 
 def task(value: Any) -> str:
@@ -39,24 +32,6 @@ def embedding_values(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidJob(f"{name} is for embeddings: give task 'embed' too")
     pooling_values(**named)
     return named
-
-
-def check_embeddings(
-    task: str, sampling: Mapping[str, Any], options: Mapping[str, Any], *, is_chat: bool
-) -> None:
-    """Raise InvalidJob for what a run of embeddings cannot have."""
-    if task != EMBED:
-        return
-    if is_chat:
-        raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
-    for name in sampling:
-        if name != "truncate_prompt_tokens":
-            raise InvalidValue(
-                "sampling has {}, and for embeddings nothing is generated: leave it out", brief(name)
-            )
-    for name in _OTHERS:
-        if options.get(name):
-            raise InvalidJob(f"{name} and task 'embed' do not go together: nothing is generated")
 
 
 def check_served(
@@ -90,13 +65,11 @@ def check_served(
 #: Of a shard's rows together, all held until its part is written: 88 bytes each.
 MAX_PROBABILITIES = 4_000_000
 
+#: What embeddings have not; of labels other checks say it.
+_OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_length", "repair_template")
+
 #: Sampling values that say how a prompt is read, and nothing of an answer.
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
-
-
-def labels(value: Any) -> list[str] | None:
-    """Return a run's labels. Raises InvalidJob."""
-    return None if value is None else parse_labels(value)
 
 
 def calibrate(value: Any, asks_labels: bool) -> bool:
@@ -110,22 +83,31 @@ def calibrate(value: Any, asks_labels: bool) -> bool:
     return True
 
 
-def check_labels(
-    asked: Sequence[str] | None, sampling: Mapping[str, Any], options: Mapping[str, Any], rows_per_shard: int
+def check_nothing_generated(
+    task: str, labels: Sequence[str] | None, options: Mapping[str, Any], *, is_chat: bool
 ) -> None:
-    """Raise InvalidJob for what a run cannot have that generates nothing. asked: its labels, if any."""
-    if asked is None:
+    """Raise InvalidJob for what a run cannot have that asks for labels or embeddings."""
+    if task == EMBED and is_chat:
+        raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
+    if task != EMBED and labels is None:
         return
-    if len(asked) * rows_per_shard > MAX_PROBABILITIES:
-        raise InvalidJob(
-            f"{len(asked)} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
-            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // len(asked)} rows_per_shard"
-        )
-    for name in sampling:
-        if name not in OF_PROMPTS:
+    what, read = ("embeddings", OF_PROMPTS[:1]) if task == EMBED else ("labels", OF_PROMPTS)
+    for name in options.get("sampling") or ():
+        if name not in read:
             raise InvalidValue(
-                "sampling has {}, and with labels nothing is generated: leave it out", brief(name)
+                f"sampling has {{}}, and for {what} nothing is generated: leave it out", brief(name)
             )
-    for name in ("sampling_columns", "prompts"):
+    excluded = ("sampling_columns", "prompts", *(_OF_ANSWERS if task == EMBED else ()))
+    for name in excluded:
         if options.get(name):
-            raise InvalidJob(f"{name} and labels do not go together: with labels nothing is generated")
+            kind = "task 'embed'" if task == EMBED else "labels"
+            raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")
+
+
+def check_num_labels(labels: Sequence[str] | None, rows_per_shard: int) -> None:
+    """Raise InvalidJob where a shard would hold too many probabilities."""
+    if labels is not None and len(labels) * rows_per_shard > MAX_PROBABILITIES:
+        raise InvalidJob(
+            f"{len(labels)} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
+            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // len(labels)} rows_per_shard"
+        )

@@ -8,12 +8,6 @@ from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.arguments import text_problem
 
-#: As many columns as one may name one by one; a footer's size bounds how many there are.
-MAX_COLUMNS = 10_000
-
-#: More rows than any run has: beyond it a number is a slip.
-MAX_LIMIT = 1 << 50
-
 
 def column_name(argument: str, value: Any) -> str:
     """Return what can be the name of a column. Raises InvalidValue."""
@@ -23,6 +17,11 @@ def column_name(argument: str, value: Any) -> str:
             brief(value),
         )
     return value
+
+
+def optional_column(argument: str, value: Any) -> str | None:
+    """Return what can be the name of a column; None stays None. Raises InvalidValue."""
+    return None if value is None else column_name(argument, value)
 
 
 def column_names(argument: str, value: Any) -> list[str] | None:
@@ -35,8 +34,6 @@ def column_names(argument: str, value: Any) -> list[str] | None:
             f"{argument}:='[\"id\"]'",
             brief(value),
         )
-    if len(value) > MAX_COLUMNS:
-        raise InvalidJob(f"{argument} names {len(value)} columns, more than the limit of {MAX_COLUMNS}")
     return sorted({column_name(f"a column of {argument}", each) for each in value})
 
 
@@ -55,35 +52,32 @@ def output_prefix(value: Any) -> str:
     return value
 
 
-def check_extend(spec: Any, extend: bool) -> None:
-    """Raise InvalidJob where a run cannot be extended. spec: the run's RunSpec."""
-    if extend and spec.limit is not None:
-        raise InvalidJob(
-            f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
-        )
+def whole_number(argument: str, value: Any, most: int | None = None) -> int:
+    """Return a number from 1 on. Raises InvalidValue."""
+    if isinstance(value, str):
+        raise InvalidValue(f"{argument} arrived as the text {{}}: write {argument}:=1000", brief(value))
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
+        until = "on" if most is None else f"to {most}"
+        raise InvalidValue(f"{argument} is {{}}, expected an integer from 1 {until}", brief(value))
+    return value
 
 
 def limit(value: Any) -> int | None:
     """Return how many rows a run has at most; None for all. Raises InvalidValue."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        raise InvalidValue("limit arrived as the text {}: write limit:=100", brief(value))
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
-        raise InvalidValue(
-            f"limit is {{}}, expected a number of rows, an integer from 1 to {MAX_LIMIT}", brief(value)
-        )
-    return value
+    return None if value is None else whole_number("limit", value)
 
 
-#: What a run of batch files may be given as well: what its own arguments are in their normal form.
+#: What a run of batch files may be given as well.
+_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "rows_per_shard")
+
+#: The same of what its own arguments are in their normal form.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
     for name, value in arguments.items():
-        if name in ("input_format", "limit", "model_alias") or value in (None, False, "", [], {}):
+        if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
             continue  # the run's, for the lines that name none
@@ -139,13 +133,18 @@ def defaults(value: Any, has_template: bool) -> dict[str, str]:
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
 
 
-def template_format(value: Any, template: Any) -> str:
+def template_format(options: Mapping[str, Any]) -> str:
     """Return how a template is written. Raises InvalidJob."""
+    value = options.get("template_format")
     if value is None:
         return "fields"
     if value not in ("fields", "jinja"):
         raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", brief(value))
-    if template is None and value == "jinja":
+    if value == "jinja" and options.get("prompts") is not None:
+        raise InvalidJob(
+            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
+        )
+    if value == "jinja" and options.get("template") is None:
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
     return str(value)
 

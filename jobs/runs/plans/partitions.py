@@ -14,9 +14,6 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 #: Name and text of each `key=value`, from the outside in; None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 
-#: Each is a column of the run, and a value of each of its files in the plan.
-MAX_KEYS = 100
-
 _INTEGER = re.compile(r"-?[0-9]+")
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -27,12 +24,6 @@ class AddedColumn:
 
     name: str
     type: Literal["int64", "string"]
-
-    def check(self, value: Any) -> None:
-        """Raise ValueError unless a value is null or of this column's type."""
-        is_right = type(value) is int and value in _INT64 if self.type == "int64" else isinstance(value, str)
-        if value is not None and not is_right:
-            raise ValueError(f"column {self.name!r} of a file is no {self.type}")
 
 
 @dataclass(frozen=True)
@@ -57,13 +48,6 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
     if not key or not equals:
         return None
     return unquote(key), None if value == NULL else unquote(value)
-
-
-def joined_keys(above: Keys, below: Keys, path: str) -> Keys:
-    """Return the keys of what lies at a path. Raises SchemaMismatch beyond MAX_KEYS."""
-    if len(above) + len(below) > MAX_KEYS:
-        raise SchemaMismatch(path, f"its folders give more columns than the limit of {MAX_KEYS}")
-    return (*above, *below)
 
 
 def partition_columns(

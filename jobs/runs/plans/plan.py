@@ -6,27 +6,25 @@ import json
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from jobs.common.display import brief
 from jobs.context.served_model import model_text
 from jobs.errors import InvalidJob
-from jobs.runs.plans.formats import PARQUET, SUFFIXES
+from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import INPUT, part_name
 from jobs.runs.plans.partitions import AddedColumn
-from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
 
-#: No field of a shard is as large: it is kept in 64 bits.
-MAX_COUNT = 1 << 63
+#: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
+MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 3
@@ -39,10 +37,6 @@ class PinnedModel:
     name: str
     fingerprint: str
     dtype: str
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(value, str) for value in (self.name, self.fingerprint, self.dtype)):
-            raise ValueError("its model is not named by three texts")
 
     def __str__(self) -> str:
         return model_text(self.name, self.dtype, self.fingerprint)
@@ -74,31 +68,15 @@ class PlannedFile:
         """How many of its rows the run has here."""
         return (self.rows if self.end is None else self.end) - self.begin
 
-    def to_json(self) -> dict[str, Any]:
-        content = asdict(self)
-        for name, value in (("etag", ""), ("begin", 0), ("end", None)):
-            if content[name] == value:
-                del content[name]
-        return content
-
 
 @dataclass(frozen=True)
 class Extension:
-    """What a run has gained: when, in Unix seconds, of which input, as it was named then, and what.
-
-    files: so many of the plan's files are of it, and rows. The first files and rows are those of the run as
-    it was planned, and the extensions' follow in turn.
-    """
+    """What a run has gained: when, in Unix seconds, of which input, and how many files and rows."""
 
     at: float
     input: list[str]
     files: int
     rows: int
-
-    def __post_init__(self) -> None:
-        counts = [type(value) is int and 0 <= value < MAX_COUNT for value in (self.files, self.rows)]
-        if not all(counts) or not all(isinstance(each, str) for each in self.input):
-            raise ValueError("an extension has a field that is none")
 
 
 class Shard(NamedTuple):
@@ -121,7 +99,6 @@ class Shards:
     """A plan's shards, in an array of 48 bytes each: as tuples, ten thousand of them would take 2.3 MiB."""
 
     def __init__(self, shards: Iterable[Sequence[int]] = ()) -> None:
-        """shards: fields from 0 to below MAX_COUNT. Raises TypeError when there are not as many as needed."""
         self._fields = array("q")
         for shard in shards:
             self._fields.extend(Shard(*shard))
@@ -152,7 +129,7 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: what shards ask, for telling when the run will end. extensions: what came since it was planned.
+    sizes: bytes of what each shard asks. extensions: what came since it was planned.
     file_state: of the file that it was read from, None for one that was not. input_folder: of what was made
     of inputs that are no Parquet; by default in the output.
     """
@@ -167,7 +144,7 @@ class Plan:
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
-    sizes: ShardSizes = field(default_factory=ShardSizes)
+    sizes: tuple[int, ...] = ()
     extensions: tuple[Extension, ...] = ()
     file_state: Any = field(default=None, compare=False)
     input_folder: str | None = field(default=None, compare=False)
@@ -185,6 +162,13 @@ class Plan:
     def rows(self) -> int:
         found = sum(file.own_rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
+
+    @property
+    def shares(self) -> list[int]:
+        """Each shard's share of the run's rows and bytes, in billionths; none of a very large run."""
+        if len(self.sizes) != len(self.shards) or len(self.shards) > MAX_SHARES:
+            return []
+        return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
         """Return where a shard's part is."""
@@ -229,9 +213,9 @@ class Plan:
             "input_format": self.input_format,
             "columns": self.columns,
             "repeated": self.repeated,
-            "sizes": self.sizes.to_value(),
-            **({"extensions": [asdict(each) for each in self.extensions]} if self.extensions else {}),
-            "files": [file.to_json() for file in self.files],
+            "sizes": self.sizes,
+            "extensions": [asdict(each) for each in self.extensions],
+            "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
         # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
@@ -241,68 +225,37 @@ class Plan:
     @classmethod
     def from_text(cls, text: str) -> Plan:
         """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"it is no plan of a run in format {FORMAT}, which this version reads")
         try:
-            content = json.loads(text)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        if not isinstance(content, dict) or "format" not in content:
-            raise ValueError("it is no plan of a run")
-        if content["format"] != FORMAT:
-            raise ValueError(
-                f"it has format {brief(content['format'])}, of another version of Tokenmill; "
-                f"this one reads format {FORMAT}"
+            plan = cls(
+                spec=RunSpec.from_json(content["arguments"]),
+                seed=content["seed"],
+                model=PinnedModel(**content["model"]),
+                version=content["version"],
+                files=tuple(
+                    PlannedFile(**{**file, "values": tuple(file["values"])}) for file in content["files"]
+                ),
+                shards=Shards(content["shards"]),
+                added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
+                input_format=content["input_format"],
+                columns=tuple((name, kind) for name, kind in content["columns"]),
+                repeated=tuple(content["repeated"]),
+                sizes=tuple(content["sizes"]),
+                extensions=tuple(Extension(**each) for each in content["extensions"]),
             )
-        try:
-            plan, run = cls._from_content(content), content["run"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None
-        if plan.run != run:
+        if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
-        if any(shard.file >= len(plan.files) for shard in plan.shards):
-            raise ValueError("a shard names a file that the plan does not list")
-        if any(shard.rows > plan.spec.rows_per_shard for shard in plan.shards):
-            raise ValueError("a shard holds more rows than its arguments allow")
         return plan
 
-    @classmethod
-    def _from_content(cls, content: Mapping[str, Any]) -> Plan:
-        columns = tuple(AddedColumn(**column) for column in content["added_columns"])
-        return cls(
-            spec=RunSpec.from_json(content["arguments"]),
-            seed=content["seed"],
-            model=PinnedModel(**content["model"]),
-            version=content["version"],
-            files=tuple(_planned_file(file, columns) for file in content["files"]),
-            shards=Shards(map(_counts, content["shards"])),
-            added_columns=columns,
-            input_format=_format(content.get("input_format", PARQUET)),
-            columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
-            repeated=tuple(_counts(content.get("repeated", ()))),
-            sizes=ShardSizes.from_value(content.get("sizes")),
-            extensions=tuple(Extension(**each) for each in content.get("extensions", ())),
-        )
 
-
-def _format(value: Any) -> str:
-    if value not in SUFFIXES:
-        raise ValueError(f"its input_format is {brief(value)}")
-    return str(value)
-
-
-def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) -> PlannedFile:
-    file = PlannedFile(**{**content, "values": tuple(content["values"])})
-    for column, value in zip(columns, file.values, strict=True):
-        column.check(value)
-    end = file.rows if file.end is None else file.end
-    if (file.begin or file.end is not None) and not 0 <= file.begin <= end <= file.rows:
-        raise ValueError("a file's rows are not within it")
-    return file
-
-
-def _counts(shard: Sequence[Any]) -> Sequence[int]:
-    if not all(type(value) is int and 0 <= value < MAX_COUNT for value in shard):
-        raise ValueError("a shard has a field that is no count")
-    return shard
+def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return what Plan.shares does, for shards of so many rows and bytes."""
+    scale, all_rows, all_bytes = 10**9, sum(rows) or 1, sum(sizes) or 1
+    return [round(scale * (a / all_rows + b / all_bytes)) for a, b in zip(rows, sizes, strict=True)]
 
 
 #: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end
@@ -317,19 +270,11 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
     row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
     No row at all gives one empty shard, so that every run has a part and readers find the schema.
-    Raises InvalidJob beyond MAX_SHARDS full ones.
+    Raises InvalidJob beyond MAX_SHARDS.
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)
-    left = sum(map(sum, row_groups))
-    num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
-    if num_shards > MAX_SHARDS:
-        raise InvalidJob(
-            f"{left} rows in {len(row_groups)} files make {num_shards} shards of at most "
-            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or "
-            "make several runs of it"
-        )
-    shards = Shards(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard)))
+    shards = cut_further(Shards(), 0, row_groups, [0] * len(row_groups), rows_per_shard)
     return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
 
 
@@ -343,14 +288,15 @@ def cut_further(
     """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
 
     first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
-    is in no earlier shard. Raises InvalidJob beyond MAX_SHARDS.
+    is in no earlier shard.
     """
     left = sum(map(sum, row_groups)) - sum(begins)
-    further = list(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard), begins, first_file))
-    if len(shards) + len(further) > MAX_SHARDS:
+    at_least = len(shards) + left // rows_per_shard
+    further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))
+    if max(at_least, len(shards) + len(further)) > MAX_SHARDS:
         raise InvalidJob(
-            f"{left} new rows make {len(further)} shards beside the {len(shards)} that there are, more than "
-            f"the limit of {MAX_SHARDS}: submit the new files with another output"
+            f"{left} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
+            f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
     return Shards([*shards, *further])
 
@@ -375,19 +321,13 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
 
 
 def _cut(
-    row_groups: Sequence[Sequence[int]],
-    most: int,
-    least: int,
-    begins: Sequence[int] = (),
-    first_file: int = 0,
+    row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int
 ) -> Iterator[Shard]:
-    """Yield shards of at most and, where a file does not end, at least so many rows.
-
-    begins: of each file the row to begin at; by default the first. first_file: how they are counted.
-    """
+    """Yield shards of at most and, where a file does not end, at least so many rows."""
     left = sum(map(sum, row_groups)) - sum(begins)
-    for number, groups in enumerate(row_groups, first_file):
-        ends, start = list(accumulate(groups)), begins[number - first_file] if begins else 0
+    least = _smallest(left, most)
+    for number, (groups, start) in enumerate(zip(row_groups, begins, strict=True), first_file):
+        ends = list(accumulate(groups))
         while ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start)

@@ -209,6 +209,7 @@ def make_steps(
     steps = []
     for prompt in prompts:
         template, name = Template.parse(prompt["template"]), prompt["name"]
+        template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
         own = parse_sampling(prompt.get("sampling") or {}, is_chat)  # by the names that the run's have
         if twice := sorted(own.keys() & from_columns):
@@ -220,12 +221,6 @@ def make_steps(
             raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
         steps.append(PromptStep(name, template, values, chat))
     _check_names(steps)
-    pieces = sum(len(text) for step in steps for text in step.template.texts)
-    if pieces * rows_per_shard > MAX_SHARD_PIECES:
-        raise InvalidJob(
-            f"the templates have {pieces} pieces, {pieces * rows_per_shard} in a shard of {rows_per_shard} "
-            f"rows, more than the limit of {MAX_SHARD_PIECES}: shorten them, or give fewer rows_per_shard"
-        )
     return tuple(steps)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -16,11 +16,13 @@ from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
+from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import refuse_response_options
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans import embedding_options, option_checks
-from jobs.runs.plans.embedding_options import GENERATE, check_embeddings, check_labels
+from jobs.runs.plans import embedding_options
+from jobs.runs.plans import option_checks as checks
+from jobs.runs.plans.embedding_options import GENERATE, check_nothing_generated, check_num_labels
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.option_checks import column_name
@@ -43,8 +45,7 @@ TemplateSpec = str | list[dict[str, str]]
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with a default is left out of the JSON, and of the run's id, where it has that value: a run that
-    was planned before there was such an option is the same run today.
+    A field with a default is left out of the JSON, and of the run's id, where it has that value.
     """
 
     input: list[str]
@@ -78,81 +79,92 @@ class RunSpec:
     model_alias: list[str] | None = None
 
     @classmethod
-    def from_arguments(
-        cls,
-        input: Any,
-        output: Any,
-        prompt_column: Any = DEFAULT_PROMPT_COLUMN,
-        messages_column: Any = None,
-        template: Any = None,
-        sampling: Any = None,
-        rows_per_shard: Any = 1000,
-        filename_column: Any = None,
-        **options: Any,
-    ) -> RunSpec:
-        """Check and normalise the arguments; see `score_parquet` of the planner for the first of them.
+    def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
+        """Check and normalise the arguments of jobs.score_parquet.
 
-        input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it; openai-batch
-        for OpenAI's batch files, whose lines say what is asked, and whose output is such files too.
+        input: a file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
+        key=value below it are read too, and give columns. output: a new or empty folder, or the same run's.
+        prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of
+        structs with role and content or as their JSON. template instead: a text with {column} fields, or a
+        list of {'role', 'content'} with such texts: a chat. template_format: "fields", or "jinja".
+        prompts instead: several for each row, one after the other, as mappings of name, template over columns
+        and earlier prompts' names, and sampling values of its own.
+        sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed. sampling_columns:
+        for names of sampling values the columns that hold each row's; null leaves that of `sampling`.
+        defaults: for columns of the template the text that stands for null.
+        filename_column: adds a column of this name with each row's file.
+        input_format: where the files' names do not tell it; openai-batch for OpenAI's batch files, whose
+        lines say what is asked, and whose output is such files too. model_alias: models that such lines name,
+        in whose place the run's answers; "*" for any.
         single_file: True, or csv, jsonl or arrow, for one output file of all rows in the end.
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
-        sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
-        `sampling`. defaults: for columns of the template the text that stands for null.
-        template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
-        after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
-        values of its own. labels: give the probability of each instead of generating; calibrate: less what
-        they have behind a prompt without content. check and the like: see `repairs`. task: "embed" gives
-        embeddings, of so many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
-        model_alias: models that lines of batch files name, in whose place the run's answers; "*" for any.
+        labels: give the probability of each instead of generating; calibrate: less what they have behind a
+        prompt without content. check and the like: see RepairOptions. task: "embed" gives embeddings, of so
+        many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
         Raises InvalidJob or UnsupportedScheme.
         """
-        has_prompts = options.get("prompts") is not None
-        _check_one_prompt(prompt_column, messages_column, template, has_prompts)
-        rows = _rows_per_shard(rows_per_shard)
-        if template is not None:
-            _check_template(
-                template, option_checks.template_format(options.get("template_format"), template), rows
+        known = [each.name for each in fields(cls)][2:]
+        if unknown := given.keys() - set(known):
+            raise InvalidValue(
+                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
+                brief(min(unknown)),
             )
-        is_batch = options.get("input_format") == OPENAI_BATCH
+        get = given.get
+        prompt_column = get("prompt_column", DEFAULT_PROMPT_COLUMN)
+        messages_column, template = get("messages_column"), get("template")
+        has_prompts, is_batch = get("prompts") is not None, get("input_format") == OPENAI_BATCH
+        _check_one_prompt(prompt_column, messages_column, template, has_prompts)
+        rows = checks.whole_number("rows_per_shard", get("rows_per_shard", 1000), MAX_ROWS_PER_SHARD)
+        form = checks.template_format(given)
+        if template is not None:
+            _check_template(template, form, rows)
         if is_batch:
-            named = {"messages_column": messages_column, "template": template, "sampling": sampling}
-            named |= {"prompt_column": prompt_column, "filename_column": filename_column}
-            option_checks.check_batch({**named, **options})
+            checks.check_batch(given)
+        if get("keep") is not None and get("drop") is not None:
+            raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
-        is_chat = messages_column is not None or isinstance(template, list)
+        is_chat = messages_column is not None or isinstance(template, list) or has_prompts
+        task = embedding_options.task(get("task"))
         spec = cls(
             input=_inputs(input),
             output=real_path(run_path(output)),
             prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
-            messages_column=None
-            if messages_column is None
-            else column_name("messages_column", messages_column),
+            messages_column=checks.optional_column("messages_column", messages_column),
             template=template,
-            sampling=_sampling(sampling, rows, is_chat=is_chat or has_prompts),
+            sampling=_sampling(get("sampling"), rows, is_chat=is_chat),
             rows_per_shard=rows,
-            filename_column=None
-            if filename_column is None
-            else column_name("filename_column", filename_column),
-            **_checked_options(options, template),
+            filename_column=checks.optional_column("filename_column", get("filename_column")),
+            input_format=parse_format(get("input_format")),
+            single_file=OPENAI_BATCH if is_batch else parse_single_file(get("single_file")),
+            keep=["custom_id"] if is_batch else checks.column_names("keep", get("keep")),
+            drop=checks.column_names("drop", get("drop")),
+            output_prefix=checks.output_prefix(get("output_prefix")),
+            limit=checks.limit(get("limit")),
+            sampling_columns=checks.sampling_columns(get("sampling_columns")),
+            defaults=checks.defaults(get("defaults"), template is not None or bool(get("prompts"))),
+            template_format=form,
+            prompts=parse_prompts(get("prompts")),
+            task=task,
+            **embedding_options.embedding_values(task, given),
+            model_alias=checks.model_alias(get("model_alias"), is_batch),
+            labels=None if get("labels") is None else parse_labels(get("labels")),
+            calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
+            **checks.repairs(given),
         )
-        _check_together(spec, options)
+        _check_together(spec, given)
         return spec
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
-        """Read what `to_json` wrote. Raises KeyError when a field is missing, ValueError for one too many."""
-        known = {each.name: each for each in fields(cls)}
-        if unknown := sorted(value.keys() - known.keys()):
-            raise ValueError(f"it has the argument {brief(unknown[0])}, of another version of Tokenmill")
-        return cls(
-            **{name: value[name] for name, each in known.items() if name in value or not _has_default(each)}
-        )
+        """Read what `to_json` wrote. Raises TypeError for a field that is missing, or one too many."""
+        return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
         for each in fields(self):
-            if _has_default(each) and content[each.name] == _default(each):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if content[each.name] == default:
                 del content[each.name]
         return content
 
@@ -162,10 +174,15 @@ class RunSpec:
         return self.output if self.single_file is None else os.path.join(self.output, PARTS)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether each row asks a chat's messages."""
+        return self.messages_column is not None or isinstance(self.template, list)
+
+    @property
     def n(self) -> int:
         """Completions of each row; the output has lists of them where that is more than one."""
         n = self.sampling.get("n", 1)
-        return n if type(n) is int and n > 0 else 1
+        return n if type(n) is int and n > 0 else 1  # a worker refuses others
 
     @cached_property
     def run(self) -> str:
@@ -181,14 +198,15 @@ class RunSpec:
     @cached_property
     def steps(self) -> tuple[PromptStep, ...]:
         """The prompts of each row where they are several, else none. Raises InvalidJob."""
-        prompts = parse_prompts(self.prompts)  # again, as a plan may be made by hand
-        if prompts is None:
+        if self.prompts is None:
             return ()
 
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
+        return make_steps(
+            self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard
+        )
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -215,61 +233,13 @@ class RunSpec:
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
     _ = spec.steps  # raises where they cannot be
-    check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
-    is_chat = spec.messages_column is not None or isinstance(spec.template, list)
-    check_embeddings(spec.task, spec.sampling, options, is_chat=is_chat)
+    check_num_labels(spec.labels, spec.rows_per_shard)
+    check_nothing_generated(
+        spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat
+    )
     check_run_repairs(
         spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
     )
-
-
-def _check_option_names(options: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for a name that is no option of a run."""
-    known = [each.name for each in fields(RunSpec) if _has_default(each)]
-    for name in options.keys() - set(known):
-        raise InvalidValue(
-            "{} is no argument of jobs.score_parquet; its further options are " + ", ".join(known),
-            brief(name),
-        )
-
-
-def _default(each: Field[Any]) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
-
-
-def _has_default(each: Field[Any]) -> bool:
-    return _default(each) is not MISSING
-
-
-def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any]:
-    """Return the further options in their normal form. Raises InvalidJob."""
-    _check_option_names(options)
-    given = options.get
-    is_batch = given("input_format") == OPENAI_BATCH
-    if given("prompts") is not None and given("template_format") == "jinja":
-        raise InvalidJob(
-            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
-        )
-    if given("keep") is not None and given("drop") is not None:
-        raise InvalidJob("keep and drop each say which columns the output has: give one of them")
-    return {
-        "input_format": parse_format(given("input_format")),
-        "single_file": OPENAI_BATCH if is_batch else parse_single_file(given("single_file")),
-        "keep": ["custom_id"] if is_batch else option_checks.column_names("keep", given("keep")),
-        "drop": option_checks.column_names("drop", given("drop")),
-        "output_prefix": option_checks.output_prefix(given("output_prefix")),
-        "limit": option_checks.limit(given("limit")),
-        "sampling_columns": option_checks.sampling_columns(given("sampling_columns")),
-        "defaults": option_checks.defaults(given("defaults"), template is not None or bool(given("prompts"))),
-        "template_format": option_checks.template_format(given("template_format"), template),
-        "prompts": parse_prompts(given("prompts")),
-        "task": (task := embedding_options.task(given("task"))),
-        **embedding_options.embedding_values(task, options),
-        "model_alias": option_checks.model_alias(given("model_alias"), is_batch),
-        "labels": embedding_options.labels(given("labels")),
-        "calibrate": embedding_options.calibrate(given("calibrate"), given("labels") is not None),
-        **option_checks.repairs(options),
-    }
 
 
 def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, has_prompts: bool) -> None:
@@ -286,10 +256,7 @@ def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, h
 
 
 def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
-    """Raise InvalidJob for what is no template, fits no row or costs too much.
-
-    form: of Jinja it says only what shows without Jinja.
-    """
+    """Raise InvalidJob for what is no template, fits no row or costs too much."""
     if form == "jinja":
         template_texts(template)
         return
@@ -351,13 +318,3 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
     if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
-
-
-def _rows_per_shard(value: Any) -> int:
-    if isinstance(value, str):
-        raise InvalidValue("rows_per_shard arrived as the text {}: write rows_per_shard:=1000", brief(value))
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"rows_per_shard is {{}}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}", brief(value)
-        )
-    return value

@@ -1,7 +1,4 @@
-"""A run's earlier jobs, read field by field, and which of its jobs stand on a queue.
-
-A few KB that anybody wrote there unpack to gigabytes, and one field that it cannot read hides all others.
-"""
+"""A run's earlier jobs, read field by field, and which of its jobs stand on a queue."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T
 
 
 class RunLock(Lock):
-    """redis-py's lock; `release`, `reacquire` and `extend` compare the token in a watched transaction."""
+    """redis-py's lock; `release` and `reacquire` compare the token in a watched transaction."""
 
     def register_scripts(self) -> None:
         """None are needed."""
@@ -47,25 +47,6 @@ class RunLock(Lock):
         assert self.timeout is not None
         milliseconds = int(self.timeout * 1000)
         self._if_owned(self.local.token, lambda pipe: pipe.pexpire(self.name, milliseconds))
-        return True
-
-    def do_extend(self, additional_time: float, replace_ttl: bool) -> Literal[True]:
-        """Hold it for so many seconds more; with replace_ttl for so many from now on.
-
-        Raises LockNotOwnedError where it has run out, or where somebody made it endless.
-        """
-        milliseconds, token = int(additional_time * 1000), self.local.token
-
-        def extend(pipe: Pipeline) -> None:
-            self._check(pipe, token)
-            left: Any = pipe.pttl(self.name)
-            if left < 0:
-                raise LockNotOwnedError("the lock has run out, or has no end", lock_name=self.name)
-            pipe.multi()
-            pipe.pexpire(self.name, milliseconds if replace_ttl else left + milliseconds)
-            pipe.execute()
-
-        transact(self.redis, extend, self.key)
         return True
 
     @property

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
 from jobs.runs.redis_state.lock import transact
-from jobs.runs.redis_state.totals import PARTS, TOTALS, add_part, store_totals
+from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
 
@@ -84,14 +82,8 @@ T = TypeVar("T")
 
 _TOTAL = b"total"
 
-#: Of a shard's number. Others may write into Redis, and Python refuses numbers of thousands of digits.
-MAX_DIGITS = 9
-
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
-
-#: Of a run's parts, for how many its totals may have too few or too many: those that are recorded now.
-TOLERATED = 0.01
 
 
 @dataclass(frozen=True)
@@ -122,12 +114,10 @@ class RecordedParts:
         self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, unless it is recorded: whoever is late knows the part perhaps as it was
-        before a retry. Add it to the run's totals.
+        """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
         Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves a part uncounted, until they are
-        counted anew.
+        is killed in between leaves a part uncounted, until they are counted anew.
         """
         with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
@@ -164,9 +154,7 @@ class RecordedParts:
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
 
-        Never replaces the whole record, nor one of a shard: it may finish, or be answered anew by a retry,
-        between the listing and this call. For the same reason `gone` has the records as they were before the
-        listing: another is of a part that came since.
+        gone: records as they were before the listing: another one is of a part that came since.
         """
         fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
@@ -190,14 +178,10 @@ class RecordedParts:
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        records = {}
-        for field, record in found.items():
-            with suppress(ValueError):  # `total` is none
-                records[int(field)] = record
-        return records
+        return {int(field): record for field, record in found.items() if field != _TOTAL}
 
     def parts(self) -> dict[int, PartStats]:
-        """Return the recorded parts by shard; what is no record of ours counts as none."""
+        """Return the recorded parts by shard."""
         return _read(self.records())
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
@@ -225,23 +209,18 @@ class RecordedParts:
     def look(self, running: Collection[int] = ()) -> SeenParts:
         """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
 
-        running: shards under way. Of more than MAX_LOOKED parts their totals are believed, which may lack a
-        part whose worker was killed as it recorded it, until planning or the run's end counts anew. Where
-        they lack many, as of workers that kept none or where somebody broke them, all parts are read.
+        running: shards under way. Of more than MAX_LOOKED parts their totals are told, which may lack a part
+        whose worker was killed as it recorded it, until planning or the run's end counts anew.
         """
         if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
             return SeenParts.of(self.parts())
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hkeys(self._parts_key)
-            pipe.hmget(self._key, PARTS, *TOTALS)
+            pipe.hmget(self._key, TOTALS)
             fields, totals = pipe.execute()
         shards = set(_shards(fields))
-        known = [stored.count(stored.text(each or b"")) for each in totals]
-        counted, *counts = [each for each in known if each is not None] or [0]
-        if len(counts) < len(COUNTED) or abs(counted - len(shards)) > TOLERATED * len(shards):
-            return SeenParts.of(self.parts())
         latest = self.parts_of(_latest(shards, running))
-        return SeenParts(shards, latest, dict(zip(COUNTED, counts, strict=True)))
+        return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
@@ -253,28 +232,22 @@ class RecordedParts:
 
 def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
     """Return what the replies to `RecordedParts._count` say."""
-    total = stored.count(stored.text(raw_total or b""))
-    return PartCount(length if raw_total is None else length - 1, total, failed)
+    if raw_total is None:
+        return PartCount(length, None, failed)
+    return PartCount(length - 1, int(raw_total), failed)
 
 
 def _shards(fields: Iterable[bytes]) -> list[int]:
-    """Return the shards among the fields of a record, whatever else was written there."""
-    return [int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS]
+    """Return the shards among the fields of a record."""
+    return [int(field) for field in fields if field != _TOTAL]
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:
-    """Return the shards that were done last, as far as numbers tell: those before the ones under way.
-
-    Of a run that is resumed or retried these are not the highest.
-    """
+    """Return the shards that were done last, as far as numbers tell: those before the ones under way."""
     ordered = sorted(shards)
     at = bisect(ordered, max(running, default=-1))
     return [*ordered[at:], *ordered[:at]][-MAX_LOOKED:]
 
 
 def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
-    parts = {}
-    for shard, record in records.items():
-        with suppress(ValueError):
-            parts[shard] = PartStats.from_text(record)
-    return parts
+    return {shard: PartStats.from_text(record) for shard, record in records.items()}

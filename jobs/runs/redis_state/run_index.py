@@ -1,7 +1,6 @@
 """Which runs Redis knows, without a look through its keys: an index that each submission writes.
 
-It only lists; what a run is stands in the run's own keys. So a write that fails costs no run, and an index
-that somebody replaced is begun anew.
+It only lists; what a run is stands in the run's own keys.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ResponseError
-
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, RUNS_KEY
-from jobs.runs.plans.names import is_run_id
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -29,17 +25,10 @@ def list_in_index(connection: Redis, run: str) -> None:
         pipe.zadd(RUNS_KEY, {run: now_ms})
         pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - KEPT_S * 1000)
         pipe.expire(RUNS_KEY, KEPT_S)
-        try:
-            pipe.execute()
-        except ResponseError as error:
-            if "WRONGTYPE" not in str(error):
-                raise
-            connection.delete(RUNS_KEY)
-            connection.zadd(RUNS_KEY, {run: now_ms})
+        pipe.execute()
 
 
 def newest_runs(connection: Redis, limit: int) -> dict[str, float]:
     """Return the runs that were submitted last, and when, in Unix seconds; the last one first."""
     found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
-    named = ((stored.text(run), score / 1000) for run, score in found)
-    return {run: submitted_at for run, submitted_at in named if is_run_id(run)}
+    return {stored.text(run): score / 1000 for run, score in found}

@@ -72,8 +72,8 @@ def _enqueue_chunk(
     submission = state.submission()
     ids = {shard: shard_job_id(plan.run, shard) for shard in shards}
     queue = on_queue.queue
-    look = _look(on_queue, list(ids.values()), state.cancelled_submission())
-    waiting = [shard for shard, job_id in ids.items() if not look.is_alive(job_id)]
+    seen = _look(on_queue, list(ids.values()), state.cancelled_submission())
+    waiting = [shard for shard, job_id in ids.items() if not seen[job_id].is_alive(queue.name)]
     old_jobs = read_earlier(queue.connection, [ids[shard] for shard in waiting])
     pipe.multi()
     for job in old_jobs:
@@ -90,88 +90,55 @@ def _enqueue_chunk(
             KIND_FIELD: FILE,
         }
         pipe.hset(job_key(ids[shard]), mapping=fields)
-    for job_id in look.reprieved:
-        pipe.hset(job_key(job_id), SUBMISSION_FIELD, str(submission))
+    for job_id, found in seen.items():
+        if found.was_cancelled and found.waits:  # it is the newest submission's from now on
+            pipe.hset(job_key(job_id), SUBMISSION_FIELD, str(submission))
     pipe.execute()
     return len(waiting)
 
 
 @dataclass(frozen=True)
 class _JobSeen:
-    """A shard's job at one moment. is_held: by a worker. submission: the one that enqueued it."""
+    """A shard's job at one moment. was_cancelled: it was enqueued before the run was, the last time."""
 
     status: str | None
     origin: str | None
-    submission: int
+    was_cancelled: bool
     is_held: bool
     in_queue: bool
 
-    @classmethod
-    def parse(cls, fields: Sequence[bytes | None], num_executions: int, in_queue: bool) -> _JobSeen:
-        status, origin, submission = (stored.text(field) if field else None for field in fields)
-        return cls(status, origin, stored.count(submission) or 0, num_executions > 0, in_queue)
+    @property
+    def waits(self) -> bool:
+        return self.status == JobStatus.QUEUED and self.in_queue and not self.is_held
 
-
-@dataclass(frozen=True)
-class _Look:
-    """The jobs of some shards at one moment.
-
-    queue: where they are enqueued. cancelled: the last submission of the run that was.
-    """
-
-    queue: str
-    cancelled: int
-    jobs: dict[str, _JobSeen]
-
-    def is_alive(self, job_id: str) -> bool:
-        """Whether the job will bring its shard to an end.
-
-        One that a worker holds since before the run was cancelled will not, even where the word to stop has
-        not reached that worker yet: enqueued again, it is taken from it.
-        """
-        job = self.jobs[job_id]
-        if self._was_cancelled(job):
-            return self._waits_here(job)
-        if job.is_held:
+    def is_alive(self, queue: str) -> bool:
+        """Whether the job will bring its shard to an end: one that is held since before a cancel will not."""
+        if self.was_cancelled:
+            return self.waits
+        if self.is_held:
             return True
         # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
-        is_lost = job.status == JobStatus.QUEUED and job.origin == self.queue and not job.in_queue
-        return job.status in _ALIVE and not is_lost
-
-    @property
-    def reprieved(self) -> list[str]:
-        """Jobs that still wait on the queue since before the run was cancelled: they are the newest
-        submission's from now on."""
-        return [
-            job_id for job_id, job in self.jobs.items() if self._was_cancelled(job) and self._waits_here(job)
-        ]
-
-    def _was_cancelled(self, job: _JobSeen) -> bool:
-        return 0 < self.cancelled >= job.submission
-
-    def _waits_here(self, job: _JobSeen) -> bool:
-        return job.status == JobStatus.QUEUED and job.in_queue and not job.is_held
+        is_lost = self.status == JobStatus.QUEUED and self.origin == queue and not self.in_queue
+        return self.status in _ALIVE and not is_lost
 
 
-def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> _Look:
+def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> dict[str, _JobSeen]:
     """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others.
 
-    A job that was on it when it was read through, and is queued now, is on it still: who takes it holds it.
-    One that was not may have come back since, so all of it is read in the same moment as the jobs.
+    One that was on it and is queued now is on it still. Another may have come back since, so all of it is
+    read in the same moment as the jobs. cancelled: the last submission of the run that was.
     """
-    queue = on_queue.queue
-    jobs = _read(queue, job_ids, with_queue=False)
+    jobs = _read(on_queue.queue, job_ids, cancelled, with_queue=False)
     queued = [job_id for job_id, job in jobs.items() if job.status == JobStatus.QUEUED]
     if not queued:
-        return _Look(queue.name, cancelled, jobs)
+        return jobs
     known = on_queue.among(queued)
     if all(job_id in known or jobs[job_id].is_held for job_id in queued):
-        found = {job_id: replace(job, in_queue=job_id in known) for job_id, job in jobs.items()}
-        return _Look(queue.name, cancelled, found)
-    return _Look(queue.name, cancelled, _read(queue, job_ids, with_queue=True))
+        return {job_id: replace(job, in_queue=job_id in known) for job_id, job in jobs.items()}
+    return _read(on_queue.queue, job_ids, cancelled, with_queue=True)
 
 
-def _read(queue: JobQueue, job_ids: Collection[str], with_queue: bool) -> dict[str, _JobSeen]:
+def _read(queue: JobQueue, job_ids: Collection[str], cancelled: int, with_queue: bool) -> dict[str, _JobSeen]:
     """Read the jobs, and whether they are on the queue, all of one moment."""
     keys = (queue.keys.waiting, queue.keys.popped) if with_queue else ()
     with queue.connection.pipeline() as pipe:
@@ -182,8 +149,13 @@ def _read(queue: JobQueue, job_ids: Collection[str], with_queue: bool) -> dict[s
             pipe.zcard(executions_key(job_id))
         replies = pipe.execute()
     in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
+    found = {}
     read = zip(job_ids, replies[len(keys) :: 2], replies[len(keys) + 1 :: 2], strict=True)
-    return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
+    for job_id, fields, held in read:
+        status, origin, submission = (stored.text(field) if field else None for field in fields)
+        was_cancelled = 0 < cancelled >= (stored.count(submission) or 0)
+        found[job_id] = _JobSeen(status, origin, was_cancelled, held > 0, job_id in in_queue)
+    return found
 
 
 def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool], meta: Mapping[str, str]) -> Any:

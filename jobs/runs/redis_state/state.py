@@ -22,7 +22,7 @@ from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.end_calls import ASKED_FOR, DEFAULT_LIMIT, NO_CALLS, EndCalls, ErrorLimit
+from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
@@ -51,27 +51,24 @@ class RunState(RecordedParts):
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
+        self._store(facts, PLAN_ERROR)
+
+    def refuse_plan(self, error: str) -> None:
+        """Note why the run's planning failed, for when its job is gone. Raises RunBusy."""
+        self._store({PLAN_ERROR: error})
+
+    def _store(self, facts: Mapping[str, str | int], *gone: str) -> None:
         fields: dict[Any, Any] = dict(facts)
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            pipe.hdel(self._key, PLAN_ERROR)
+            if gone:
+                pipe.hdel(self._key, *gone)
             pipe.hset(self._key, mapping=fields)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
 
         self._change(write)
-
-    def refuse_plan(self, error: str) -> None:
-        """Note why the run's planning failed, for when its job is gone. Raises RunBusy where the job that the
-        lease is of is another execution's."""
-
-        def note(pipe: Pipeline) -> None:
-            pipe.multi()
-            pipe.hset(self._key, PLAN_ERROR, error)
-            pipe.execute()
-
-        self._change(note)
 
     def facts(self) -> dict[str, str]:
         """Return what `describe` stored, and the marks `cancelled` and `finished`.
@@ -92,38 +89,31 @@ class RunState(RecordedParts):
         return self._submission(self._redis)
 
     def _submission(self, client: Redis) -> int:
-        return _number(client.hget(self._key, "submission"))
+        found: Any = client.hget(self._key, "submission")
+        return _number(found)
 
     def cancelled_submission(self) -> int:
         """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
         will be, whenever that reaches them."""
-        return _number(self._redis.hget(self._key, "cancelled_submission"))
+        found: Any = self._redis.hget(self._key, "cancelled_submission")
+        return _number(found)
 
     def submit(
-        self,
-        pipe: Pipeline,
-        plan_job: str,
-        output: str,
-        queue: str,
-        model: str | None = None,
-        limit: ErrorLimit = DEFAULT_LIMIT,
-        calls: EndCalls = NO_CALLS,
-        *,
-        anew: bool = True,
+        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
     ) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run.
 
         Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.
 
         An end stays until the planning finds that it is none: what is refused there changes no finished run.
-        model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
-        from now on. calls: what is told of its end. anew: False where the planning under way serves.
+        anew: False where the planning under way serves.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
-        facts = {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit)}
-        asked_for = {} if model is None else {"plan_model": model}
-        fields: dict[Any, Any] = {**facts, **asked_for, **calls.to_fields(), "submission": number}
+        model = {} if submission.model is None else {"plan_model": submission.model}
+        limit = {"max_errors": str(submission.limit)}
+        facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
+        fields: dict[Any, Any] = {**facts, **model, **limit, **submission.calls.to_fields()}
         pipe.multi()
         pipe.hdel(self._key, "cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
         pipe.hset(self._key, mapping=fields)
@@ -131,17 +121,16 @@ class RunState(RecordedParts):
         pipe.delete(self._failed_key)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
-    def open_submission(self, plan_job: str, output: str, queue: str, *wishes: Any) -> None:
+    def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
         """Submit the run with the job that plans it, unless that is what submitted it.
 
-        wishes: as of `submit`. Raises RunCancelled when the run was cancelled since: the job runs again
-        because its worker died, and that is no new submission; RunBusy when it is another execution's job.
+        Raises RunCancelled for a job that runs again and was cancelled since, or RunBusy.
         """
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
-                self.submit(pipe, plan_job, output, queue, *wishes)
+                self.submit(pipe, plan_job, output, submission)
                 pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
@@ -235,8 +224,11 @@ class RunState(RecordedParts):
         return self._change(record, self._parts_key)
 
     def end(self) -> End:
-        found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
-        return _end(found)
+        return self._end(self._redis)
+
+    def _end(self, client: Redis) -> End:
+        found: Any = client.hmget(self._key, "finished", "withdrawals")
+        return End(found[0] is not None, _number(found[1]))
 
     def mark_finished(self, seen: End) -> bool:
         """Mark the run finished, on the strength of a look at its parts after `seen` was read.
@@ -245,8 +237,7 @@ class RunState(RecordedParts):
         """
 
         def mark(pipe: Pipeline) -> bool:
-            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
-            if _end(found).withdrawals != seen.withdrawals:
+            if self._end(pipe).withdrawals != seen.withdrawals:
                 return False
             pipe.multi()
             pipe.hset(self._key, "finished", "1")
@@ -257,18 +248,14 @@ class RunState(RecordedParts):
         return self._transact(mark, self._key)
 
     def withdraw_finished(self, seen: End) -> bool:
-        """Take back an end that is no longer true, on the strength of a look after `seen` was read.
-
-        Returns False where the run has ended since: look again.
-        """
+        """Take back an end that is no longer true; return False where the run has ended since `seen`."""
 
         def withdraw(pipe: Pipeline) -> bool:
-            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
-            if _end(found) != seen:
+            if self._end(pipe) != seen:
                 return False
             pipe.multi()
             pipe.hdel(self._key, "finished")
-            pipe.hset(self._key, "withdrawals", str(seen.withdrawals + 1))
+            pipe.hincrby(self._key, "withdrawals")
             pipe.execute()
             return True
 
@@ -314,9 +301,8 @@ class RunState(RecordedParts):
     def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change while the lock is held, and return what `change` returns.
 
-        change: looks at what it rests on, calls `multi`, queues commands and executes them. It is called
-        again where one of the keys `watched` has changed meanwhile, or the lock ran out and was taken anew.
-        Raises as `keep` does, and RunBusy when the job that the lease is of is another's.
+        change: as of `transact`, also called again where the lock ran out and was taken anew. Raises as
+        `keep` does, and RunBusy when the job that the lease is of is another's.
         """
         while True:
             self.keep(lock)
@@ -337,13 +323,9 @@ class RunState(RecordedParts):
         return self._transact(checked, lease.key, *watched)
 
 
-def _number(raw: Any) -> int:
-    """Return a stored number; 0 for none, and for what is no number: others may write into Redis."""
-    return stored.count(stored.text(raw)) or 0 if isinstance(raw, bytes) else 0
-
-
-def _end(found: list[bytes | None]) -> End:
-    return End(found[0] is not None, _number(found[1]))
+def _number(raw: bytes | None) -> int:
+    """Return a stored number, 0 for none."""
+    return int(raw or 0)
 
 
 def _now_ms() -> int:

@@ -1,8 +1,7 @@
 """What a run's parts have together, kept beside them in Redis: a list of runs need not read every part.
 
 They are counts beside the record of parts, which is the truth: of a worker that is killed between the two
-writes a part stays uncounted, until planning or the run's end counts anew. Of older workers, which do not
-count how many parts they are, and where somebody broke them, too many are: see recorded_parts.look.
+writes a part stays uncounted, until planning or the run's end counts anew.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ResponseError
-
-from jobs.common import stored
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.run_statistics import working_s
 
@@ -30,11 +26,10 @@ OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
 #: Fields of what all parts have.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 
-#: How many parts those are: with parts that are not among them the totals are not to be believed.
-PARTS = "total_parts"
-
 #: For how long workers had shards of the run, whatever the submission, at the last count of all parts.
 WORKED = "worked_s"
+
+OF_TIME = ("began_at", "ended_at", WORKED)
 
 #: All fields that `Totals.read` looks at.
 FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
@@ -44,9 +39,7 @@ FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 class Totals:
     """What parts have together, by the names of PartStats, and what was recorded since the last submission.
 
-    began_at, ended_at: when work on that submission began and its last part ended, in Unix seconds; None for
-    none yet. worked_s: seconds while any worker had a shard, as of the last time that parts were counted
-    anew, such as at the run's end; None before.
+    Times are Unix seconds, None for none yet. worked_s: while any worker had a shard, at the last count anew.
     """
 
     rows: int
@@ -65,50 +58,31 @@ class Totals:
 
     @classmethod
     def read(cls, facts: Mapping[str, str]) -> Totals:
-        """Read them from a run's hash; what is no number there counts as none."""
-        counts = {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED}
-        return cls(
-            **counts,
-            judged_rows=stored.count(facts.get("judged_rows")) or 0,
-            judged_tokens=stored.count(facts.get("judged_tokens")) or 0,
-            began_at=_moment(facts.get("began_at")),
-            ended_at=_moment(facts.get("ended_at")),
-            worked_s=_moment(facts.get(WORKED)),
-        )
+        """Read them from a run's hash."""
+        counts = {name: int(facts.get(f"total_{name}", 0)) for name in COUNTED}
+        judged = {name: int(facts.get(name, 0)) for name in ("judged_rows", "judged_tokens")}
+        began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in OF_TIME)
+        return cls(**counts, **judged, began_at=began_at, ended_at=ended_at, worked_s=worked_s)
 
 
 def add_part(pipe: Pipeline, key: str, stats: PartStats) -> None:
     """Add a part to the totals of the run's hash at `key`."""
-    counts: dict[Any, Any] = {PARTS: 1, **{f"total_{name}": getattr(stats, name) for name in COUNTED}}
+    counts: dict[Any, Any] = {f"total_{name}": getattr(stats, name) for name in COUNTED}
     since = (stats.rows, stats.errors, stats.generated_tokens)
     counts.update(zip((*JUDGED, "judged_tokens"), since, strict=True))
     for name, count in counts.items():
         pipe.hincrby(key, name, count)
     pipe.hset(key, "ended_at", str(stats.ended_at))
-    try:
-        pipe.execute()
-    except ResponseError:  # somebody wrote what is no number: begin anew
-        pipe.hset(key, mapping=counts)
-        pipe.execute()
+    pipe.execute()
 
 
 def store_totals(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
     """Store what all parts have together in the run's hash at `key`."""
-    counts, spans, num_parts = dict.fromkeys(COUNTED, 0), [], 0
+    counts, spans = dict.fromkeys(COUNTED, 0), []
     for part in parts:
-        num_parts += 1
-        spans += [(start, end) for start, end, _ in part.worked]
+        spans.append((part.started_at, part.ended_at))
         for name in COUNTED:
             counts[name] += getattr(part, name)
     fields: dict[Any, Any] = {f"total_{name}": count for name, count in counts.items()}
-    fields[PARTS] = num_parts
     fields[WORKED] = str(working_s(spans))
     connection.hset(key, mapping=fields)
-
-
-def _moment(text: str | None) -> float | None:
-    try:
-        found = float(text or "")
-    except ValueError:
-        return None
-    return found if 0 <= found < 1 << 53 else None

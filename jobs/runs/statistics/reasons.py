@@ -4,9 +4,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from jobs.common import stored
 
 #: Characters of a reason that are kept.
 MAX_REASON_CHARS = 200
@@ -60,24 +57,13 @@ class Reasons:
 
 def reasons_text(reasons: Reasons, most: int) -> str:
     """Return the commonest ones as they are kept in Redis for one part."""
-    found = [[each.text, each.rows, each.examples] for each in reasons.commonest(most)]
-    return json.dumps({"reasons": found})
+    return json.dumps([[each.text, each.rows, each.examples] for each in reasons.commonest(most)])
 
 
 def read_reasons(records: Iterable[bytes]) -> Reasons:
-    """Return what parts have together. Records that are none of ours count as none."""
+    """Return what parts have together."""
     reasons = Reasons()
     for record in records:
-        for entry in _entries(stored.json_object(record).get("reasons")):
-            reasons.add(*entry)
+        for text, count, rows in json.loads(record):
+            reasons.add(text, rows, count)
     return reasons
-
-
-def _entries(value: Any) -> Iterable[tuple[str, list[int], int]]:
-    for entry in value if isinstance(value, list) else ():
-        if not isinstance(entry, list) or len(entry) != 3:
-            continue
-        text, count, rows = entry
-        if not (isinstance(text, str) and stored.count(count) is not None and isinstance(rows, list)):
-            continue
-        yield text, [row for row in rows[:MAX_EXAMPLES] if stored.count(row) is not None], count

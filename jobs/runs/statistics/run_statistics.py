@@ -5,13 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import fsum
 from typing import Any
 
-from jobs.common import stored
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 
@@ -23,16 +22,6 @@ def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
     """Return how many are in each range, by its most tokens."""
     found = Counter(BOUNDS[min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)] for length in lengths)
     return {str(bound): found[bound] for bound in sorted(found)}
-
-
-def read_lengths(value: Any) -> dict[int, int]:
-    """Read what `count_lengths` returned, by range; what is none of it counts as nothing."""
-    found: dict[int, int] = {}
-    for bound, count in value.items() if isinstance(value, Mapping) else ():
-        number = stored.count(bound)
-        if number in BOUNDS and stored.count(count):
-            found[number] = count
-    return found
 
 
 #: Points of the time line, workers and reasons that are told.
@@ -73,7 +62,7 @@ class RunStatistics:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._spans = array("d")  # start, end and tokens of each time that a part was worked on
+        self._spans = array("d")  # start, end and tokens of each part
         self._prompts: Counter[int] = Counter()
         self._completions: Counter[int] = Counter()
 
@@ -82,11 +71,10 @@ class RunStatistics:
         worker.rows += part.rows
         worker.errors += part.errors
         worker.tokens += part.generated_tokens
-        for start, end, tokens in part.worked:
-            worker.spans.extend((start, end))
-            self._spans.extend((start, end, tokens))
-        self._prompts.update(read_lengths(part.prompt_lengths))
-        self._completions.update(read_lengths(part.completion_lengths))
+        worker.spans.extend((part.started_at, part.ended_at))
+        self._spans.extend((part.started_at, part.ended_at, part.generated_tokens))
+        self._prompts.update({int(bound): count for bound, count in part.prompt_lengths.items()})
+        self._completions.update({int(bound): count for bound, count in part.completion_lengths.items()})
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
         """Return it as the manifest has it. Tokens of a part count evenly from its start to its end.

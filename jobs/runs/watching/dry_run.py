@@ -56,53 +56,38 @@ def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
     lengths = [_usage(each)[1] for each in tried]
     asked = [each["weight"] * length * scale for each, length in zip(picked, lengths, strict=True)]
     num_rows = survey["requests"] * scale * n
-    turns, longest = max(0.0, fsum(asked) - num_rows), max(lengths, default=0) / n
     slots = _slots(survey, fsum(asked) / max(1.0, num_rows))
-    steps = longest if num_rows <= slots else turns / slots + longest / 2  # it ends with a batch half full
     computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
-    speed = _speed(picked, min(slots, MAX_BATCH), answer)
+    prompt_token_s, token_s = _speed(picked, int(min(slots, MAX_BATCH, max(1.0, num_rows))), answer)
     return Estimate(
         prompt_tokens=survey["prompt_tokens"] * scale,
         saved_tokens=survey["cached_tokens"] * scale,
         completion_tokens=fsum(each * one["rows"] for each, one in zip(asked, picked, strict=True)),
         generated_tokens=fsum(asked),
-        seconds=computed * speed.prompt_token_s + turns * speed.row_s + steps * speed.step_s,
+        seconds=computed * prompt_token_s + max(0.0, fsum(asked) - num_rows) * token_s,
         num_tried=len(tried),
         num_failed=sum(each.value is None for each in tried),
     )
 
 
-@dataclass(frozen=True)
-class _Speed:
-    """What a worker takes, in seconds: for a token of a prompt, a step that decodes, each row in it."""
+def _speed(picked: Sequence[Mapping[str, Any]], batch: int, answer: Answer) -> tuple[float, float]:
+    """Measure what a token of a prompt, and one of an answer in a batch of so many rows, take in seconds.
 
-    prompt_token_s: float
-    step_s: float
-    row_s: float
-
-
-def _speed(picked: Sequence[Mapping[str, Any]], slots: int, answer: Answer) -> _Speed:
-    """Measure a worker: prompts alone, then steps with a quarter of a full batch and with a full one.
-
-    Of two tries the faster counts, as a worker that has just begun is slow. Prompts have a beginning of their
-    own in each try, behind which nothing is in the prefix cache; steps are measured with prompts out of it.
+    Of two tries the faster counts. Prompts have a beginning of their own, behind which nothing is cached.
     """
-    begun: list[Mapping[str, Any]] = []
+    if not picked:
+        return 0.0, 0.0
     prompts_s = []
     for _ in range(2):
         beginning = f"{token_hex(4)} "
         begun = [_begun(each, beginning) for each in picked]
         ran, took_s = _timed(begun, 1, answer)
-        if computed := sum(_usage(each)[0] for each in ran):
-            prompts_s.append(took_s / computed)
-    found = []
-    for count in (max(1, slots // 4), slots):
-        rows = [begun[place % len(begun)] for place in range(count)] if begun else []
-        first_s = min(_timed(rows, 1, answer)[1] for _ in range(2))
-        ran, took_s = min((_timed(rows, TIMED_TOKENS, answer) for _ in range(2)), key=lambda each: each[1])
-        steps = [max(0, _usage(each)[1] - 1) for each in ran]
-        found.append((max(steps, default=0), sum(steps), max(0.0, took_s - first_s)))
-    return _Speed(min(prompts_s, default=0.0), *_step_and_row_s(*found))
+        prompts_s.append(took_s / max(1, sum(_usage(each)[0] for each in ran)))
+    rows = [begun[place % len(begun)] for place in range(batch)]
+    first_s = min(_timed(rows, 1, answer)[1] for _ in range(2))
+    ran, took_s = min((_timed(rows, TIMED_TOKENS, answer) for _ in range(2)), key=lambda each: each[1])
+    tokens = sum(_usage(each)[1] - 1 for each in ran)
+    return min(prompts_s), max(0.0, took_s - first_s) / max(1, tokens)
 
 
 def _timed(rows: Sequence[Mapping[str, Any]], tokens: int, answer: Answer) -> tuple[list[Tried], float]:
@@ -120,23 +105,6 @@ def _begun(picked: Mapping[str, Any], beginning: str) -> Mapping[str, Any]:
     content = first.get("content")
     parts = [{"type": "text", "text": beginning}, *content] if isinstance(content, list) else None
     return {**picked, "prompt": [{**first, "content": parts or f"{beginning}{content or ''}"}, *others]}
-
-
-def _step_and_row_s(few: tuple[int, int, float], full: tuple[int, int, float]) -> tuple[float, float]:
-    """Return what a step and what each row in it takes, neither less than nothing.
-
-    few, full: of two batches, how many steps they decoded, rows in all of these, and seconds.
-    """
-    (few_steps, few_rows, few_s), (steps, rows, seconds) = few, full
-    determinant = few_steps * rows - steps * few_rows
-    if determinant > 0:
-        step_s = (few_s * rows - seconds * few_rows) / determinant
-        row_s = (few_steps * seconds - steps * few_s) / determinant
-        if step_s >= 0 and row_s >= 0:
-            return step_s, row_s
-        if row_s < 0:
-            return seconds / steps, 0.0
-    return 0.0, seconds / rows if rows else 0.0
 
 
 def _slots(survey: Mapping[str, Any], length: float) -> int:

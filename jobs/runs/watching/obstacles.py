@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common import stored
 from jobs.common.display import safe_name
-from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import WORKERS_KEY, JobStatus, job_key, queue_keys
+from jobs.common.keys import SILENT_S
+from jobs.common.rq_jobs import WORKERS_KEY, JobStatus, queue_keys
 from jobs.runs.plans.names import is_run_id, job_shard
 from jobs.runs.watching.snapshot import RunSnapshot
 
@@ -25,7 +25,11 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         return []
     # A shard that was started waits too, once the worker that had it is gone.
     waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.started > 0
-    found = _silent_workers(connection, snapshot) if snapshot.started else []
+    found = [
+        f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
+        "them over when its leases run out"
+        for name in snapshot.silent_workers
+    ]
     if snapshot.gone:
         found.append(
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
@@ -86,39 +90,3 @@ def _runs(job_ids: Iterable[str]) -> list[str]:
     """Return the runs to which jobs belong, in order."""
     names = (job_id.rpartition("-")[0] for job_id in job_ids)
     return list(dict.fromkeys(name for name in names if is_run_id(name)))
-
-
-def _silent_workers(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Name the workers that hold shards of the run and no longer tell of themselves."""
-    leases = _leases(connection, snapshot)
-    with connection.pipeline(transaction=False) as pipe:
-        for worker in leases:
-            pipe.ttl(worker_key(worker))
-        stats_ttls_s = pipe.execute()
-    found = []
-    for (worker, left_s), stats_ttl_s in zip(leases.items(), stats_ttls_s, strict=True):
-        silent_s = WORKER_STATS_TTL_S - stats_ttl_s
-        # One without statistics is none of ours: a stock worker tells of itself elsewhere.
-        if stats_ttl_s >= 0 and silent_s > SILENT_S:
-            found.append(
-                f"worker {worker!r}, silent for {silent_s} s, holds {len(left_s)} of its shards: "
-                f"others take them over in about {max(left_s)} s"
-            )
-    return found
-
-
-def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
-    """Return for each worker the seconds left of its lease of each shard of the run that it holds."""
-    started: Any = connection.zrange(queue_keys(snapshot.queue).started, 0, -1)
-    entries = [stored.text(entry) for entry in started]
-    with connection.pipeline(transaction=False) as pipe:
-        for entry in entries:
-            if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
-                pipe.hget(f"{RQ}:execution:{entry}", "worker_name")
-                pipe.ttl(f"{RQ}:execution:{entry}")
-                pipe.hget(job_key(entry.partition(":")[0]), "worker_name")
-        replies = pipe.execute()
-    leases: dict[str, list[int]] = {}
-    for holder, left_s, named in zip(replies[::3], replies[1::3], replies[2::3], strict=True):
-        leases.setdefault(stored.text(holder or named or b""), []).append(max(0, left_s))
-    return leases

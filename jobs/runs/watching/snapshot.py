@@ -19,14 +19,13 @@ from jobs.common.rq_jobs import (
     last_value,
     queue_keys,
 )
-from jobs.errors import FAULT_PREFIX, InvalidValue
+from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.plans.plan import MAX_SHARDS
 from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.executions import num_held, silent_workers
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.statistics.part_stats import outcome_text
-from jobs.runs.watching.time_left import Progress, is_moment, time_left
+from jobs.runs.watching.time_left import Progress, time_left
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -45,20 +44,16 @@ MAX_SOUGHT = 1000
 class RunSnapshot:
     """A run's progress.
 
-    output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
-    the planning job; None when it is not known. plan_error: why that failed. done, started, failed: shards by
-    state; `queued` is the rest. gone: those of the rest whose job is in Redis no more; looked for while no
-    shard runs, among the first MAX_SOUGHT.
-    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
-    there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
-    rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
-    finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
-    failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
-    serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
-    stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
-    too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
-    left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
-    finished shards have together, by the names of part_stats.COUNTED.
+    rows, shards: None until the run is planned. done, started, failed: shards by state; `queued` is the rest.
+    gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those that
+    wait inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end.
+    rows_done, tokens: running shards included. errors: rows with an error in finished shards. workers: those
+    that listen on the queue. queue_length: jobs of any run on it. awaited_model: the run's, where none of
+    those workers serves it. stopped: why the run was cancelled without anyone's word. stopped_jobs: failed
+    ones that a cancel before the last submission stopped. too_many_errors: how its rows pass the limit of the
+    last submission. left_s: seconds until it ends. counts: what the finished shards have together, by the
+    names of part_stats.COUNTED. silent_workers: those that hold shards of the run and tell nothing of
+    themselves.
     """
 
     run: str
@@ -87,6 +82,7 @@ class RunSnapshot:
     plan_error: str | None = None
     gone: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
+    silent_workers: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
@@ -182,7 +178,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
-        planned = range(min(shards, MAX_SHARDS))
+        planned = range(shards)
         rest = [shard for shard in planned if shard not in parts.shards]
         if not seen.length:
             claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
@@ -215,6 +211,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         counts=parts.counts,
+        silent_workers=tuple(sorted(silent)),
     )
 
 
@@ -267,11 +264,7 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
 
 def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
     """Say how a run's finished rows pass its limit; None where they do not."""
-    try:
-        limit = ErrorLimit.parse(facts.get("max_errors"))
-    except InvalidValue:  # others may write into Redis
-        return None
-    return limit.told(rows, errors, is_whole="finished" in facts)
+    return ErrorLimit.parse(facts.get("max_errors")).told(rows, errors, is_whole="finished" in facts)
 
 
 def awaited_model(
@@ -377,15 +370,4 @@ def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Prog
     told = stored.json_object(meta)
     rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
-    return Progress(
-        rows,
-        tokens,
-        shard_rows,
-        _earliest(stored.moment(started_at), told.get("opened_at")),
-        safe_name(worker or b""),
-    )
-
-
-def _earliest(started_at: float | None, opened_at: object) -> float | None:
-    """Return when a shard was begun: its file may be open before its first row is computed."""
-    return min(started_at, opened_at) if started_at is not None and is_moment(opened_at) else started_at
+    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""))

@@ -1,12 +1,10 @@
 """How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, expm1, fsum, isfinite
-from typing import TypeGuard
+from math import exp, expm1, fsum
 
-from jobs.runs.plans.plan import MAX_SHARDS
-from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.redis_state.recorded_parts import SeenParts
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
@@ -35,7 +33,7 @@ class Span:
 
 
 def time_left(
-    sizes_text: str | None,
+    shares_text: str | None,
     shards: int | None,
     rows: int | None,
     parts: SeenParts,
@@ -44,19 +42,17 @@ def time_left(
 ) -> float | None:
     """Return how many seconds are left to a run; None where nothing tells.
 
-    sizes_text: what its planning has stored. parts: recorded ones. running: shards of workers that live.
+    shares_text: the shards', as planning has stored them. parts: recorded ones. running: of living workers.
     """
-    if not shards or rows is None or shards > MAX_SHARDS:
+    if not shards or rows is None:
         return None
-    sizes = ShardSizes.from_text(sizes_text or "")
-    if sizes.each * len(sizes.rows) < shards:
-        sizes = ShardSizes(shards, (rows,), (rows,))  # as if all were equal
-    all_rows, all_bytes = sum(sizes.rows) or 1, sum(sizes.sizes) or 1
-    work = [sizes.rows_of(shard) / all_rows + sizes.size_of(shard) / all_bytes for shard in range(shards)]
+    work = json.loads(shares_text or "[]")
+    if len(work) < shards:
+        work = [1] * shards  # as if all were equal
     spans = [
         Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
         for shard, part in parts.latest.items()
-        if shard < shards and is_moment(part.started_at) and is_moment(part.ended_at)
+        if shard < shards
     ]
     new, new_later = _new_shares(parts.counts["rows"], _share(parts.counts), rows)
     left = [work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running]
@@ -91,7 +87,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
     """Return which share of the next rows is computed, and of all that are left, where `share` of `rows` was.
 
-    Equal greedy rows are computed once. Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
+    Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
     """
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
@@ -107,8 +103,3 @@ def _share(counts: Mapping[str, int]) -> float:
     """Return which share of answers was computed; the others were those of equal rows."""
     tokens = counts["completion_tokens"]
     return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0
-
-
-def is_moment(value: object) -> TypeGuard[float]:
-    """Whether a recorded time is one: others may write into Redis."""
-    return isinstance(value, (int, float)) and isfinite(value) and 0 <= value < 1 << 53

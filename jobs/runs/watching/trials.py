@@ -12,19 +12,11 @@ from uuid import uuid4
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import (
-    JobQueue,
-    JobStatus,
-    job_key,
-    job_status,
-    last_error,
-    last_result,
-    queue_keys,
-    results_key,
-)
+from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, queue_keys, results_key
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
+from jobs.runs.watching.snapshot import failure_text
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -137,9 +129,7 @@ def _tried(connection: Redis, job_id: str) -> Tried:
     fields: Any = connection.hmget(job_key(job_id), "status", "started_at", "ended_at")
     began_at, ended_at = (stored.moment(field) or 0.0 for field in fields[1:])
     if job_status(fields[0]) is not JobStatus.FINISHED:
-        lines = [line for line in last_error(connection, job_id).splitlines() if line.strip()]
-        told = [line for line in lines if not line.startswith("tokenmill: ")]
-        return Tried(None, told[-1] if told else "it left no error", began_at, ended_at)
+        return Tried(None, failure_text(connection, job_id), began_at, ended_at)
     raw = last_result(connection, job_id)
     value = None
     with suppress(ValueError, RecursionError):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.errors import InvalidJob
-from jobs.parquet.prompts.prompt_chain import Chain, ChainSource
+from jobs.parquet.asks.chain import Chain
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse
@@ -91,17 +92,11 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
     prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
     prompts.append({"name": "z", "template": "{y}{x}"})
     spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
-    source = ChainSource(spec.steps, {})
-
-    def text(row: str | None) -> str | RowProblem:
-        try:
-            return source.render({"text": row})
-        except RowProblem as problem:
-            return problem
-
-    gone: list[str] = []
-    texts, chain = [text(row) for row in rows], Chain(spec.steps, {})
-    shard = ShardRequests(texts, {}, lambda row: row, False, let_go=gone.append, chain=chain)
+    gone: list[Row] = []
+    batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
+    shard = ShardRequests(
+        list(row_source(spec).rows(batch)), Chain(spec, 0), lambda row: row, let_go=gone.append
+    )
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):

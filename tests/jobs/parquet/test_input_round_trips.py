@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.tables.line_problems import PROBLEM
-from jobs.parquet.tables.table_reading import OpenTable
+from jobs.parquet.tables.columns import PROBLEM
+from jobs.parquet.tables.table_reading import open_table
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 VALUES = st.recursive(
@@ -78,8 +78,8 @@ def normal(text: str) -> str:
 def read_all(path: Path, input_format: str) -> list[dict[str, Any]]:
     storage = Storage([str(path.parent)])
     kinds = scan(storage, str(path), input_format).kinds
-    with OpenTable(storage, str(path), DEFAULT_BYTES, input_format) as table:
+    with open_table(storage, str(path), DEFAULT_BYTES, input_format) as ask:
         question = {"kinds": list(kinds.items()), "rows": None}
-        pieces = [body for _, body in table.replies("jobs.parquet.formats.converter:convert", question)]
+        pieces = [body for _, body in ask("jobs.parquet.formats.converter:convert", question)]
     found = pq.read_table(io.BytesIO(b"".join(pieces)))
     return found.drop([PROBLEM]).to_pylist() if kinds else [{}] * found.num_rows

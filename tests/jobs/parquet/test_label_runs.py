@@ -15,7 +15,8 @@ import pytest
 
 from jobs.context.answers import AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob
-from jobs.parquet.shards.shard_labels import ShardLabels
+from jobs.parquet.asks.labels import Labels
+from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
@@ -99,8 +100,9 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
 
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
-    labels = ShardLabels(LABELS, {}, prior)
-    return ShardRequests(texts, {}, lambda row: row, False, "run", memo, measure=labels)
+    labels = Labels(RunSpec.from_arguments("in", "out", labels=LABELS), None if prior is None else Row(prior))
+    rows = [Row(text) if isinstance(text, str) else text for text in texts]
+    return ShardRequests(rows, labels, lambda row: row, "run", memo)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shard_of, shout
 from tests.jobs.local_runs import Runs
 
 GREEDY = {"temperature": 0}
@@ -25,7 +25,7 @@ def memo() -> AnswerMemo:
 def open_shard(
     memo: AnswerMemo, prompts: str, run: str = "run", sampling: Mapping[str, object] = GREEDY
 ) -> ShardRequests:
-    return ShardRequests(list(prompts), sampling, lambda row: row, is_chat=False, run=run, memo=memo)
+    return shard_of(prompts, sampling, run=run, memo=memo)
 
 
 def pull(requests: Iterator[Request]) -> str:

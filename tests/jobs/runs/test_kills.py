@@ -135,7 +135,7 @@ def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(pl
         def replace(self, temporary: str, target: str) -> bool:
             if len(cleaned) < 2:
                 cleaned.append(temporary)
-                self.delete(temporary)
+                self.remove(temporary)
             return super().replace(temporary, target)
 
     for shard in range(3):
@@ -150,16 +150,6 @@ def test_a_part_that_is_there_is_not_computed_again(planned: Site) -> None:
     assert list(again.requests()) == []
     assert again.progress() == {"rows": 2, "rows_done": 2, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
     finish(again)
-
-
-def test_a_part_deleted_by_hand_is_scored_again(redis: Redis, planned: Site) -> None:
-    planned.runs.work()
-    (planned.runs.output / part_name(1)).unlink()
-    assert planned.plan()["shards_enqueued"] == 1
-    assert RunState(redis, planned.spec.run).parts().keys() == {0, 2}
-    assert not (planned.runs.output / "_SUCCESS").exists()
-    planned.runs.work()
-    planned.check_finished()
 
 
 def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count(

@@ -1,6 +1,5 @@
 """What a finished run tells of itself in its manifest, and the page that is made of it."""
 
-import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -79,19 +78,6 @@ def test_it_is_written_again_with_a_price(runs: Runs, invoke: Invoke, tmp_path: 
     assert f"{spent:,.2f}" in page.read_text()
     assert invoke("report", manifest["run"], "--output", tmp_path / "r").exit_code == 0
     assert (tmp_path / "r").read_text() == report_html(manifest)
-
-
-def test_a_parts_statistics_are_read_by_older_and_newer_versions_while_workers_are_replaced() -> None:
-    """An older one takes these names and no other; a newer one may have written others."""
-    first = {
-        *("run", "shard", "rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens"),
-        *("generated_tokens", "started_at", "ended_at", "model", "fingerprint", "dtype", "attention_backend"),
-        "version",
-    }
-    assert set(json.loads(PART.to_text())) == first
-    assert PartStats.from_text(PART.to_text(), PART.later_text()) == PART
-    newer = json.dumps({**json.loads(PART.to_record()), "of_a_later_version": [1]})
-    assert PartStats.from_text(newer) == PartStats.from_text(PART.to_record())
 
 
 moments = st.floats(0, 1e6)

@@ -17,12 +17,11 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
-from jobs.parquet.prompts.prompt_source import RowProblem
-from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.shards.shard_work import row_seed
+from jobs.parquet.asks.ask import row_seed
+from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shout
+from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shard_of, shout
 from tests.jobs.local_runs import Runs
 
 ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
@@ -163,7 +162,7 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
 ) -> None:
     sampling = {} if temperature is None else {"temperature": temperature}
     texts = [RowProblem("null") if row is None else row for row in rows]
-    shard = ShardRequests(texts, sampling, lambda row: 1000 + row, is_chat=False)
+    shard = shard_of(texts, sampling)
     requests = list(enumerate(shard.requests()))
     prompts = [request.prompt for _, request in requests]
     assert prompts == sorted(prompts)
@@ -179,7 +178,9 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
         assert all("seed" not in request.sampling for _, request in requests)
     else:
         seeds = [request.sampling["seed"] for _, request in requests]
-        assert sorted(seeds) == [1000 + row for row, text in enumerate(rows) if text is not None]
+        assert sorted(seeds) == sorted(
+            row_seed(0, 1000 + row) for row, text in enumerate(rows) if text is not None
+        )
 
 
 def test_a_drawn_rows_seed_depends_on_run_and_row_alone(runs: Runs, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from jobs.runs.redis_state.lock import RunLock
 NAME = "tokenmill:run:r:lock"
 
 #: What only the holder of a lock may do to it.
-CALLS = [RunLock.release, RunLock.reacquire, lambda lock: lock.extend(5)]
+CALLS = [RunLock.release, RunLock.reacquire]
 
 
 def held(client: Redis, timeout_s: float = 10) -> RunLock:
@@ -31,20 +31,6 @@ def test_a_lock_is_held_by_one_kept_on_and_let_go_without_a_script(redis: Redis)
     assert redis.pttl(NAME) > 9000
     lock.release()
     assert redis.exists(NAME) == 0
-    assert not [name for name in redis.info("commandstats") if "script" in name or "eval" in name]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "replace_ttl", "least_ms", "most_ms"), [(20.5, False, 80_500, 110_500), (60, True, 1, 60_000)]
-)
-def test_extending_adds_seconds_to_what_is_left_or_counts_them_from_now(
-    redis: Redis, seconds: float, replace_ttl: bool, least_ms: int, most_ms: int
-) -> None:
-    redis.config_resetstat()
-    lock = held(redis, timeout_s=90)
-    assert lock.extend(seconds, replace_ttl)
-    assert least_ms <= redis.pttl(NAME) <= most_ms
-    assert lock.owned()
     assert not [name for name in redis.info("commandstats") if "script" in name or "eval" in name]
 
 

@@ -14,15 +14,12 @@ import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.parquet.planning import shard_lengths
-from jobs.runs.plans.plan import Plan
-from jobs.runs.plans.shard_sizes import MAX_SIZES, ShardSizes
+from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.recorded_parts import SeenParts
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
@@ -43,24 +40,19 @@ def plan(runs: Runs) -> Plan:
     return Plan.from_text((runs.output / "_plan.json").read_text())
 
 
-def sizes(plan: Plan) -> list[float]:
-    return [plan.sizes.size_of(shard) for shard in range(len(plan.shards))]
-
-
 def test_planning_counts_what_the_shards_of_a_small_input_ask(redis: Redis, plan: Plan) -> None:
-    found = sizes(plan)
-    assert [plan.sizes.rows_of(shard) for shard in range(4)] == [25] * 4
-    assert found == sorted(found)
+    found = plan.sizes
+    assert list(found) == sorted(found)
     assert found[3] == pytest.approx(88 * 25, abs=400), "the prompts' bytes and offsets, not other columns'"
     stored = RunState(redis, plan.run).facts()["sizes"]
-    assert ShardSizes.from_value(json.loads(stored)) == plan.sizes
+    assert json.loads(stored) == work_shares([25] * 4, found) == plan.shares
 
 
 def test_of_larger_inputs_row_groups_tell(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_lengths, "MAX_READ_BYTES", 10)
     pq.write_table(TABLE, runs.source, row_group_size=50, compression="none", use_dictionary=False)
     runs.plan(rows_per_shard=25)
-    first, second, third, fourth = sizes(Plan.from_text((runs.output / "_plan.json").read_text()))
+    first, second, third, fourth = Plan.from_text((runs.output / "_plan.json").read_text()).sizes
     assert (first, third) == (second, fourth)
     assert third - first == pytest.approx(50 * 25, rel=0.1), "of 50 tokens more a row"
 
@@ -72,7 +64,7 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     (part,) = RunState(redis, plan.run).parts().values()
     assert part.worker == "w-1"
     now = time.time()
-    share = sizes(plan)[0] / sum(sizes(plan)) + 0.25
+    share = plan.sizes[0] / sum(plan.sizes) + 0.25
     record = replace(part, started_at=now - 100 * share / 2, ended_at=now)
     redis.hset(f"tokenmill:run:{plan.run}:parts", "0", record.to_record())
     meta = {"rows": 25, "rows_done": 0, "rows_open": 0, "tokens": 0}
@@ -88,24 +80,6 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in invoke("status", plan.run).output
-
-
-@pytest.mark.parametrize("value", ["", '[1, ["x"], [1]]', "[" * 10_000])
-def test_what_others_wrote_there_tells_nothing(redis: Redis, runs: Runs, plan: Plan, value: str) -> None:
-    redis.hset(f"tokenmill:run:{plan.run}", "sizes", value)
-    runs.run(runs.jobs[0])
-    assert read_snapshot(redis, plan.run).rows_done == 25
-
-
-@settings(max_examples=20)
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=3 * MAX_SIZES))
-def test_sizes_of_many_shards_are_kept_together_and_add_up(found: list[int]) -> None:
-    kept = ShardSizes.of(found, found)
-    assert len(kept.sizes) <= MAX_SIZES
-    assert (sum(kept.sizes), sum(kept.rows)) == (sum(found), sum(found))
-    assert ShardSizes.from_value(json.loads(kept.to_text())) == kept
-    if len(found) <= MAX_SIZES:
-        assert [kept.size_of(shard) for shard in range(len(found))] == found
 
 
 #: Rows that a worker has in its batch, and in a shard.
@@ -133,7 +107,7 @@ class Run:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.shards = [rows[start : start + SHARD] for start in range(0, len(rows), SHARD)]
         sizes = [sum(prompt for prompt, _, _ in shard) for shard in self.shards]
-        self.sizes = ShardSizes.of(sizes, [len(shard) for shard in self.shards]).to_text()
+        self.shares = json.dumps(work_shares([len(shard) for shard in self.shards], sizes))
         self.rows, self.waiting = len(rows), deque(range(len(self.shards)))
         self.sent, self.done = [0] * len(self.shards), [0] * len(self.shards)
         self.computed = [0] * len(self.shards)
@@ -148,7 +122,7 @@ class Run:
             for shard, (at, name) in self.begun.items()
         }
         parts = SeenParts.of(self.parts)
-        left = time_left(self.sizes, len(self.shards), self.rows, parts, running, now)
+        left = time_left(self.shares, len(self.shards), self.rows, parts, running, now)
         if left is not None:
             self.told.append((now, left))
 

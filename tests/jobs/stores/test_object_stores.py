@@ -28,7 +28,8 @@ from jobs.parquet.files import filesystem, object_files
 from jobs.parquet.files.listing_child import listing
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
-from jobs.parquet.planning.planner import Submission, plan_run
+from jobs.parquet.planning.planner import plan_run
+from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.conftest import MakeContext
 from tests.jobs.killing import Fuse, finish, open_work, release_lock, run_until_killed

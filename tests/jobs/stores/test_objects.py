@@ -1,7 +1,6 @@
 """Objects of a store: written, read in blocks of which few are kept, and listed."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,12 +11,11 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.files import listing_child, object_files, object_streams
-from jobs.parquet.files.object_requests import opened_store
-from jobs.parquet.files.object_streams import MAX_BLOCKS, MIN_BLOCKS, ObjectReader
+from jobs.parquet.files import object_streams
+from jobs.parquet.files.object_streams import MAX_BLOCKS, ObjectReader
 from jobs.parquet.files.storage import Storage
 from tests.jobs.conftest import MakeContext
-from tests.jobs.s3_server import BUCKET, S3, FaultyProxy
+from tests.jobs.s3_server import S3, FaultyProxy
 from tests.jobs.stored_runs import ROOT, in_store
 
 
@@ -65,34 +63,16 @@ def test_an_object_is_read_in_few_pieces_and_little_memory(
         assert proxy.requests - before == 22
 
 
-@pytest.mark.parametrize(
-    ("most_below", "more", "in_pieces"),
-    [(100, "sub2/g", True), (1, "sub2/g", False), (100, "sub2//g", False)],
-    ids=["all of it", "much in folders", "a path that obstore does not take"],
-)
-def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
-    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch, most_below: int, more: str, in_pieces: bool
-) -> None:
-    """They are listed in pieces where that is possible; here in this process, to set what a piece is."""
-    monkeypatch.setattr(listing_child, "_LISTED", 2)
-    monkeypatch.setattr(listing_child, "_MAX_BELOW", most_below)
+def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(s3: S3, context: JobContext) -> None:
     storage = Storage.of(context)
     assert storage.names(f"{ROOT}/out") == []
-    for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", more):
+    for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", "sub2//g"):
         s3.put(f"data/out/{name}", b"x")
     s3.put("data/outer", b"x")
     with storage.scan(f"{ROOT}/out") as entries:
         expected = sorted(entry.name for entry in entries)
     assert {"a", "b", "sub", "sub2"} <= set(expected)
-    kinds = []
-
-    def listed(kind: str, folder: str, timeout_s: float) -> Any:
-        kinds.append(kind)
-        return listing_child.listing(opened_store("s3", BUCKET, timeout_s), kind, folder.split("/", 3)[3])
-
-    monkeypatch.setattr(object_files, "listed", listed)
     assert storage.names(f"{ROOT}/out") == expected
-    assert (kinds == ["names"]) is in_pieces
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
@@ -131,7 +111,6 @@ def reader(fetched: list[int], monkeypatch: pytest.MonkeyPatch) -> ObjectReader:
 def test_who_reads_on_and_on_fetches_each_block_once(reader: ObjectReader, fetched: list[int]) -> None:
     assert b"".join(iter(lambda: reader.read(30), b"")) == CONTENTS
     assert fetched == list(range(0, 6000, 100))
-    assert len(reader._blocks) <= MIN_BLOCKS
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,4 +121,4 @@ def test_any_reads_give_what_is_there_and_keep_no_more_than_the_bound(
     for place, size in reads:
         reader.seek(place)
         assert reader.read(size) == CONTENTS[place : place + size]
-        assert len(reader._blocks) <= MAX_BLOCKS
+        assert reader._block.cache_info().currsize <= MAX_BLOCKS

@@ -1,0 +1,91 @@
+"""What every kind of asking has in common."""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
+
+from jobs.context.answers import Answer
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.tasks import Completion, Request
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Asked(abc.ABC):
+    """A row under way. requests: those with which it begins."""
+
+    requests: Sequence[Request]
+
+    @abc.abstractmethod
+    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
+        """Take all samples of a request; return the row's answer, or what is asked next.
+
+        place: of the request among the row's own. Nothing follows while others of its requests are awaited.
+        """
+
+    def inspect(self, place: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most check not
+        """Check what `then` will take, in any thread. Raises JobsError."""
+
+
+class Ask(abc.ABC):
+    """What a run asks of each row.
+
+    before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
+    is_single: whether each row begins with one request.
+    """
+
+    before: Request | None = None
+    inspects = False
+    is_single = True
+
+    @abc.abstractmethod
+    def begin(self, row: Row, number: int) -> Asked:
+        """Begin to ask a row, which has this number in the run. Raises RowProblem."""
+
+    @abc.abstractmethod
+    def failed(self, reason: str) -> Answer:
+        """Return what a row has that cannot be asked."""
+
+    def is_greedy(self, row: Row) -> bool:
+        """Return whether equal rows have equal answers."""
+        return True
+
+    def take_before(self, completions: Sequence[Completion]) -> None:  # noqa: B027 - most ask nothing before
+        """Take what came of `before`; no row is told to go on earlier."""
+
+
+class AskedOnce(Asked):
+    """A row with one request. answer: makes what the row has of its completions."""
+
+    def __init__(self, request: Request, answer: Callable[[Sequence[Completion]], Answer]) -> None:
+        self.requests, self._answer = [request], answer
+
+    def then(self, place: int, completions: Sequence[Completion]) -> Answer:
+        return self._answer(completions)
+
+
+def request_of(
+    row: Row,
+    is_chat: bool,
+    values: Mapping[str, Any],
+    options: Mapping[str, Any] = _NO_OPTIONS,
+    kind: str = "generate",
+) -> Request:
+    """Return the request of a row's prompt. options: as chat_options of Request."""
+    if is_chat:
+        return Request(None, json.loads(row.prompt), values, options, kind)
+    return Request(row.prompt, None, values, kind=kind)
+
+
+def row_seed(run_seed: int, row: int) -> int:
+    """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
+    return hashed_seed(f"{run_seed}:{row}")
+
+
+def hashed_seed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,102 @@
+"""Rows with several prompts: each is filled in once those before it are answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.context.answers import Answer
+from jobs.parquet.asks.ask import Ask, Asked, hashed_seed, request_of, row_seed
+from jobs.parquet.asks.generate import answer_of, without_seed
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import step_source
+from jobs.parquet.tables.row_values import RowProblem
+from jobs.runs.plans.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Completion, Request
+
+
+class Chain(Ask):
+    """What a run asks of each row, one prompt after the other. seed: the run's."""
+
+    def __init__(self, spec: RunSpec, seed: int) -> None:
+        self.steps, self.seed = spec.steps, seed
+        self.sources = [step_source(step, spec.defaults) for step in spec.steps]
+
+    def is_greedy(self, row: Row) -> bool:
+        own = row.own_sampling
+        return all({**step.sampling, **own}.get("temperature") == 0 for step in self.steps)
+
+    def begin(self, row: Row, number: int) -> Asked:
+        return _Chained(self, row, row_seed(self.seed, number))
+
+    def failed(self, reason: str) -> Answer:
+        return self.answer((), reason)
+
+    def answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
+        """Return what a row has in the end, with the answers there are. problem: why there are no more."""
+        columns: dict[str, Any] = {}
+        error = problem
+        for number, step in enumerate(self.steps):
+            found = answers[number] if number < len(answers) else None
+            if found is not None and found.error is not None:
+                error = f"prompt {step.name!r}: {found.error}"
+            values = {
+                "": None if found is None else found.completion,
+                FINISH_REASON: "error" if found is None else found.finish_reason,
+                REASONING: None if found is None else found.reasoning,
+                TOOL_CALLS: None if found is None else found.tool_calls,
+            }
+            columns.update((step.name + ending, value) for ending, value in values.items())
+        return Answer(
+            completion=None,
+            finish_reason="error" if error is not None else answers[-1].finish_reason,
+            prompt_tokens=sum(each.prompt_tokens for each in answers),
+            completion_tokens=sum(each.all_completion_tokens for each in answers),
+            cached_tokens=sum(each.cached_tokens for each in answers),
+            error=error,
+            columns=columns,
+        )
+
+
+class _Chained(Asked):
+    """A row under way with the answers that it has."""
+
+    def __init__(self, chain: Chain, row: Row, seed: int) -> None:
+        self._chain, self._row, self._seed = chain, row, seed
+        self._answers: list[Answer] = []
+        self.requests = [self._request(row)]
+
+    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
+        step = self._chain.steps[len(self._answers)]
+        self._answers.append(answer_of(completions, has_tools=step.chat.has_tools))
+        if len(self._answers) == len(self._chain.steps) or self._answers[-1].error is not None:
+            return self._chain.answer(self._answers)
+        try:
+            return [self._request(self._next())]
+        except RowProblem as problem:
+            return self._chain.answer(self._answers, str(problem))
+
+    def _next(self) -> Row:
+        """Return the row with its next prompt. Raises RowProblem."""
+        number = len(self._answers)
+        step, source = self._chain.steps[number], self._chain.sources[number]
+        known = json.loads(self._row.values or "{}")
+        known |= {
+            step.name: answer.completion
+            for step, answer in zip(self._chain.steps, self._answers, strict=False)
+        }
+        try:
+            return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
+        except RowProblem as problem:
+            raise RowProblem(f"prompt {step.name!r}: {problem}") from None
+
+    def _request(self, row: Row) -> Request:
+        number = len(self._answers)
+        step = self._chain.steps[number]
+        values = {**without_seed(step.sampling), **row.own_sampling}
+        if values.get("temperature") != 0:  # the first prompt has the row's seed
+            seed = hashed_seed(f"{self._seed}:{number}") if number else self._seed
+            values = {"seed": seed, **values}
+        return request_of(row, step.is_chat, values, step.chat.template)

@@ -1,0 +1,76 @@
+"""Rows that are classified: the probability of each label behind a row's prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.context.answers import Answer, failed_answer
+from jobs.errors import InvalidValue
+from jobs.parquet.asks.ask import Ask, AskedOnce, request_of
+from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.tables.row_values import RowProblem
+from jobs.prompts.labels import CONTENT_FREE, classify, scoring_of
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Completion
+
+#: The columns of a row, but for those of its tokens and its error.
+COLUMNS = ("label", "probability", "probabilities", "margin")
+
+_NOTHING = dict.fromkeys(COLUMNS)
+
+
+def content_free(spec: RunSpec, source: RowSource) -> Row:
+    """Return what a row asks where every column says nothing. Raises InvalidValue if it cannot."""
+    values: Any = CONTENT_FREE
+    if spec.messages_column is not None:
+        values = [{"role": "user", "content": CONTENT_FREE}]
+    (found,) = source.rows(pa.RecordBatch.from_pylist([dict.fromkeys(source.columns, values)]))
+    if isinstance(found, RowProblem):
+        raise InvalidValue(
+            f"calibrate asks the template with {{}} for each column, which it cannot be filled with: {found}",
+            repr(CONTENT_FREE),
+        )
+    return found
+
+
+class Labels(Ask):
+    """Asks for the labels' log-likelihoods. prior: a row without content, whose own are subtracted."""
+
+    def __init__(self, spec: RunSpec, prior: Row | None) -> None:
+        assert spec.labels is not None
+        self._labels, self._is_chat = spec.labels, spec.is_chat
+        self._values = scoring_of(self._labels, spec.chat[0].get("truncate_prompt_tokens"))
+        self._prior: list[float] | None = None
+        self._prior_error: str | None = None
+        if prior is not None:
+            self.before = request_of(prior, self._is_chat, self._values, kind="score")
+
+    def take_before(self, completions: Sequence[Completion]) -> None:
+        (completion,) = completions
+        if completion.loglikelihoods is None:
+            self._prior_error = f"the prompt without content failed: {completion.error}"
+        else:
+            self._prior = [each.logprob for each in completion.loglikelihoods]
+
+    def begin(self, row: Row, number: int) -> AskedOnce:
+        return AskedOnce(request_of(row, self._is_chat, self._values, kind="score"), self._answer)
+
+    def failed(self, reason: str, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
+        return replace(failed_answer(reason, 1, prompt_tokens, cached_tokens), columns=_NOTHING)
+
+    def _answer(self, completions: Sequence[Completion]) -> Answer:
+        (completion,) = completions
+        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
+        if completion.loglikelihoods is None or self._prior_error is not None:
+            reason = completion.error or self._prior_error or "the engine gave no reason"
+            return self.failed(reason, prompt, cached)
+        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], self._prior)
+        if found is None:
+            return self.failed("a label has no finite log-likelihood", prompt, cached)
+        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
+        columns = dict(zip(COLUMNS, values, strict=True))
+        return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)
