@@ -142,26 +142,29 @@ def open_table(
     limit: of the process, of which the child may take a share. input_format: None for Parquet.
     """
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
-    with ExitStack() as stack:
+    stack = ExitStack()
+
+    def fetch(wanted: Mapping[str, Any]) -> bytes:
+        storage.check_interrupted()
+        with reading(path, input_format):
+            found: bytes = source.read_at(wanted["size"], wanted["at"])
+        return found
+
+    def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
+        own = {"path": path, "input_format": input_format, "size": size}
+        replies = child.replies(task, {**own, **question}, limits, fetch=fetch)
+        stack.callback(replies.close)
+        for message, body in replies:
+            if "error" in message:
+                replies.close()
+                raise getattr(errors, message["error"])(*message["args"])
+            yield message, body
+
+    try:
         with reading(path, input_format):
             source = stack.enter_context(storage.open_input(path))
             size = source.size()
         child = stack.enter_context(CHILDREN.lent())
-
-        def fetch(wanted: Mapping[str, Any]) -> bytes:
-            storage.check_interrupted()
-            with reading(path, input_format):
-                found: bytes = source.read_at(wanted["size"], wanted["at"])
-            return found
-
-        def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
-            own = {"path": path, "input_format": input_format, "size": size}
-            replies = child.replies(task, {**own, **question}, limits, fetch=fetch)
-            stack.callback(replies.close)
-            for message, body in replies:
-                if "error" in message:
-                    replies.close()
-                    raise getattr(errors, message["error"])(*message["args"])
-                yield message, body
-
         yield ask
+    finally:
+        stack.close()  # whatever was raised: a child whose task is stopped serves the next one
