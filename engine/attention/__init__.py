@@ -16,6 +16,7 @@ BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
     "cpu": ("cpu_backend", "CpuBackend"),
     "triton": ("triton_backend", "TritonBackend"),
+    "flash_attn": ("flash_attn_backend", "FlashAttnBackend"),
 }
 
 __all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
@@ -29,13 +30,14 @@ def load_backend(
     dtype: torch.dtype = torch.float32,
     kv_cache_dtype: str = "auto",
     *,
+    block_size: int = 16,
     deterministic: bool = False,
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype. kv_cache_dtype: as EngineConfig has it.
-     deterministic: its attention to a query has the same bits whatever else is computed;
-    raises NotDeterministic where there is none.
+    "auto" is the best one for device and dtype. kv_cache_dtype, block_size: as EngineConfig has them.
+    deterministic: its attention to a query has the same bits whatever else is computed; raises
+    NotDeterministic where there is none.
     """
     chosen = _choose(device, dtype, kv_cache_dtype) if name == "auto" else name
     if deterministic and chosen != "cpu":
@@ -48,15 +50,20 @@ def load_backend(
     if chosen not in BACKENDS:
         known = ", ".join(map(repr, ("auto", *sorted(BACKENDS))))
         raise ConfigError(f"attention_backend={chosen!r} is no attention backend; use one of {known}")
-    if chosen == "triton" and find_spec("triton") is None:
+    if chosen in ("triton", "flash_attn") and find_spec("triton") is None:
         raise ConfigError(
-            "attention_backend='triton' needs the package triton, which is not installed here: "
+            f"attention_backend={chosen!r} needs the package triton, which is not installed here: "
             "pip install triton (torch's builds for CUDA bring it along), or use 'torch'"
         )
     module_name, class_name = BACKENDS[chosen]
     module = import_module(f"engine.attention.{module_name}")
     backend: type[KernelBackend] = getattr(module, class_name)
     backend.check(device, dtype)
+    if block_size % backend.block_multiple:
+        raise ConfigError(
+            f"attention_backend={chosen!r} takes KV blocks of a multiple of {backend.block_multiple} tokens, "
+            f"not block_size={block_size}; set block_size={backend.block_multiple}, or use 'triton'"
+        )
     if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
         raise ConfigError(
             f"attention_backend={chosen!r} cannot keep keys and values in "

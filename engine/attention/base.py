@@ -30,11 +30,13 @@ class KernelBackend(ABC):
     """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
 
     name: as EngineConfig.attention_backend names it.
+    block_multiple: the tokens of a KV block are a multiple of it.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
     """
 
     name: ClassVar[str]
+    block_multiple: ClassVar[int] = 1
     max_head_dim: int | None = None
     layer_kernels: LayerKernels | None = None
 

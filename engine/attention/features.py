@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AttentionFeatures:
-    """One layer's attention, as one rank computes it; sinks, which are weights, are passed beside it.
+    """One layer's attention, as one rank computes it.
 
     num_heads, num_kv_heads: this rank's; heads are grouped over the KV heads in order.
     head_dim: of queries, keys and values alike.
@@ -15,6 +15,8 @@ class AttentionFeatures:
     chunk: tokens of the chunks, counted from a sequence's first, of which a query sees none but its own
         (Llama 4); None if there are none.
     soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask (Gemma 2); None if not.
+    has_sinks: whether each head has a sink (gpt-oss), a learned score that takes part in the softmax and has
+        no value. The scores are a weight: they are passed beside this.
     """
 
     num_heads: int
@@ -24,6 +26,7 @@ class AttentionFeatures:
     window: int | None = None
     chunk: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
     def options(self) -> dict[str, Any]:
         """What attention kernels are told beside tensors."""

@@ -128,6 +128,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
         window=window,
         chunk=chunk,
         soft_cap=call.options.get("softcap"),
+        has_sinks=sinks is not None,
     )
 
 

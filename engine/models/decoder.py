@@ -109,6 +109,7 @@ class DecoderAttention(WeightedModule):
             scale=config.attention_scale,
             window=layer.window,
             soft_cap=config.attention_soft_cap,
+            has_sinks=config.flags.sinks,
         )
         self.backend.check_features(self.features)
 

@@ -120,5 +120,6 @@ def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
     is_named = config.attention_backend != "auto" and config.tensor_parallel_size == 1
     if is_named or config.deterministic:
         load_backend(
-            config.attention_backend, device, dtype, config.kv_cache_dtype, deterministic=config.deterministic
-        )
+            config.attention_backend, device, dtype, config.kv_cache_dtype,
+            block_size=config.block_size, deterministic=config.deterministic,
+        )  # fmt: skip

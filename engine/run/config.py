@@ -43,14 +43,15 @@ class EngineConfig:
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
     attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
-        and the dtype is float32 or bfloat16; else torch), "cpu", "torch" or "triton".
+        and the dtype is float32 or bfloat16; else torch), "cpu", "torch", "triton" or "flash_attn" (on a
+        GPU, with the package flash-attn, half precision and a block_size of a multiple of 256).
     model_path: "native" (the engine's own decoder), "transformers" (transformers' model of the architecture
         with the engine's attention), or "auto": native where the engine has what the checkpoint needs.
     quantization: "int8" quantizes the weights of linear layers by output channel when they are loaded, and
         their activations by token: faster on a CPU with VNNI or AMX, less exact. None computes in the dtype.
         Not built for GPUs, tensor parallelism, mixtures of experts and models through transformers.
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
-        that can be recorded (triton); a CPU has none.
+        that can be recorded (triton, flash_attn); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on GPUs. On a CPU without
         tensor parallelism the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.

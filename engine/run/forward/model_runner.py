@@ -55,7 +55,7 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, served.name)
         self.backend: KernelBackend = load_backend(
             config.attention_backend, self.device, self.dtype, config.kv_cache_dtype,
-            deterministic=config.deterministic,
+            block_size=config.block_size, deterministic=config.deterministic,
         )  # fmt: skip
         self._config = config
         self._model_config = model_config
