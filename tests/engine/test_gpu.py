@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine import Engine, EngineConfig, SamplingParams
 from tests.engine import families, family_runs
 from tests.engine import test_determinism as determinism
-from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
+from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import Reference
 
 ON_CPU = os.environ.get("GPU_TESTS_ON_CPU") == "1"
@@ -107,3 +107,21 @@ def test_seeded_tokens_are_the_same_in_every_way_and_batch(folders: dict[str, Pa
     for way in WAYS.values():
         together = determinism.config(folders, max_num_seqs=24, **way, **changes)
         assert determinism.run(together, requests)[0] == expected
+
+
+def test_bfloat16_heads_of_128_follow_float32(tmp_path: Path) -> None:
+    """Qwen3-0.6B's head shape in its own dtype: the first tokens, where float32 is sure of them."""
+    shape = Shape("wide", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128, tied=True, seed=7)
+    reference = Reference(make_checkpoint(tmp_path / "wide", shape))
+    reference.prompts = reference.prompts[: 3 if ON_CPU else 40]
+    half = config(reference.folder, shape, dtype="bfloat16")
+    with Engine(half) as engine:
+        completions = engine.generate(reference.prompts, replace(GREEDY, max_tokens=1))
+    sure = 0
+    for prompt, completion in zip(reference.prompts, completions, strict=True):
+        logits = reference.logits(prompt)
+        best, second = logits.topk(2).values.tolist()
+        if best - second > 0.1 * float(logits.std()):
+            sure += 1
+            assert completion.token_ids[0] == int(logits.argmax())
+    assert sure > len(completions) // 2
