@@ -6,26 +6,34 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from redis import Redis
 from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
+from jobs.context.shared_files import ShardBytes
+from jobs.parquet.files.local_files import LocalFiles
+from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import shard_job_id
+from jobs.table import task_of
 from jobs.tasks import Completion, OpenTask, Request, Task
-from tests.jobs.answering import score_parquet
+from tests.jobs.answering import MODEL, queued_jobs, score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
+from tests.slow_files import slow
 from worker.errors import FileTimeout
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool_calls import MAX_OPENING, SLOW_S, THREADS, PoolCalls, TaskFiles
+from worker.io_thread.pool_calls import MAX_OPENING, SLOW_S, THREADS, TRY_AGAIN_S, PoolCalls, TaskFiles
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"
@@ -91,9 +99,10 @@ class Files:
     def _clock(self) -> float:
         return self.now
 
-    def open(self, task: Task) -> None:
+    def open(self, task: Task, context: JobContext | None = None) -> HeldJob:
         job = HeldJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
-        self.files.open(job, task, cast(Any, None), self.note)
+        self.files.open(job, task, cast(Any, context), self.note)
+        return job
 
     def note(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         self.reports.append((job.number, value, error))
@@ -101,6 +110,17 @@ class Files:
     def wait_for_reports(self, number: int) -> None:
         while len(self.reports) < number:
             self._events.get(timeout=30)()
+
+    def try_until(self, reports: int) -> None:
+        """Let half a second pass again and again until there are so many reports."""
+        for _ in range(300):
+            with suppress(Empty):
+                self._events.get(timeout=0.1)()
+            if len(self.reports) >= reports:
+                return
+            self.now += TRY_AGAIN_S
+            self.calls.try_again()
+        pytest.fail(f"{self.reports} are all reports after 300 tries")
 
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
@@ -214,3 +234,23 @@ def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(workers: Wo
     failure = str(workers.result(planning).exc_string)
     assert "FileTimeout: planning went on without a sign of life for more than 3 s" in failure
     assert workers.result(bulk.enqueue("tests.worker.functions.add", 1, 2)).return_value == 3
+
+
+def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_their_store_is_slow(
+    redis: Redis, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = JobContext(redis, "bulk", "job", "execution", (str(tmp_path.resolve()),), MODEL)
+    rows, memory = 10 << 10, ShardBytes(16 << 20)
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]}), tmp_path / name)
+        score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
+    monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
+    context = replace(context, shard_bytes=memory)
+    tasks = [task_of(job.func_name, job.args, job.kwargs) for job in queued_jobs(redis)]
+    jobs = [files.open(task, context) for task in tasks if task is not None]
+    for number in range(1, 3):
+        files.try_until(number)
+        job = jobs[files.reports[-1][0]]
+        assert isinstance(job.open_task, ShardWork)
+        list(job.open_task.requests())  # its prompts are the engine's from here on
+        files.files.close(job.claimed.job_id, job.open_task)

@@ -101,6 +101,18 @@ def test_a_run_whose_planning_failed_says_so_and_why_on_every_surface(
         jobs.run(run, connection=redis).wait(sleep=lambda seconds: None)
 
 
+def test_a_run_whose_queue_was_emptied_before_it_was_planned_has_failed(
+    runs: Runs, redis: Redis, invoke: Invoke, page: TestClient, source: Path
+) -> None:
+    run = invoke("submit", source, runs.output).stdout.strip()
+    for job in runs.jobs:
+        job.delete()  # what `rq empty` does
+    assert f"run {run}: failed" in invoke("status", run).stdout
+    assert "submit it again" in invoke("errors", run).output
+    assert "submit it again" in text_of(page.get(f"/runs/{run}").text)
+    assert [each.state for each in list_runs(redis)] == ["failed"]
+
+
 def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_it(
     runs: Runs, redis: Redis, invoke: Invoke, page: TestClient, three_rows: Path
 ) -> None:

@@ -9,8 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from redis import Redis
 
+from jobs.common.keys import MODEL_FIELD
 from jobs.context import JobContext
+from jobs.context.served_model import ServedModel
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
@@ -99,3 +102,19 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(runs: Runs, embe
     runs.write(["a"], embedding=[1])
     with pytest.raises(ColumnConflict, match="embedding"):
         runs.plan(task="embed")
+
+
+def test_a_run_of_embeddings_is_resumed_by_a_worker_of_another_model_which_leaves_it_its_shards(
+    runs: Runs, redis: Redis
+) -> None:
+    runs.write(["a", "b"])
+    planned = runs.plan(task="embed", rows_per_shard=1)
+    for job in runs.jobs:
+        job.delete()
+    planners = runs.context
+    other = ServedModel("other", "fingerprint of another", "float32", "none", ("/models/other",))
+    runs.context = lambda: replace(planners(), model=other)
+    resumed = runs.plan(task="embed", rows_per_shard=1)
+    assert (resumed["run"], resumed["shards_enqueued"]) == (planned["run"], 2)
+    fingerprints = {redis.hget(f"rq:job:{job.id}", MODEL_FIELD) for job in runs.jobs}
+    assert fingerprints == {MODEL.fingerprint.encode()}

@@ -209,3 +209,13 @@ def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_as
     assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
     assert {line["response"]["body"]["model"] for line in output} == {"m"}
     assert [line["custom_id"] for line in errors] == [*others, "e"]
+
+
+def test_an_alias_is_for_batch_files(runs: Runs, invoke: Invoke, source: Path, tmp_path: Path) -> None:
+    options = ("--model-alias", "gpt-4o", "--model-alias", "gpt-4")
+    refused = invoke("submit", source, runs.output, *options)
+    assert "model_alias is for batch files" in refused.output
+    path = write(tmp_path / "in.jsonl", [complete("a", model="gpt-4o")])
+    assert invoke("submit", path, runs.output, "--format", "openai-batch", *options).exit_code == 0
+    (planning,) = runs.jobs
+    assert planning.kwargs["model_alias"] == ["gpt-4o", "gpt-4"]

@@ -157,3 +157,22 @@ def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> No
     assert [each["prompt"][0]["content"] for each in found["picked"]] == ["hi x", "hi y"]
     told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1])))
     assert (told.num_tried, told.num_failed, told.completion_tokens) == (2, 0, 2)
+
+
+def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
+    context: MakeContext, tmp_path: Path
+) -> None:
+    prompts = [f"prompt {number}" for number in range(20)]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0, "max_tokens": 2})
+    answer, asked = answering(context, written), set[str]()
+
+    def noted(trials: Sequence[Trial]) -> list[Tried]:
+        asked.update(trial.kwargs["prompt"] for trial in trials)
+        return answer(trials)
+
+    for _ in range(3):
+        estimate(found, noted)
+    begun = [prompt.partition("prompt") for prompt in asked.difference(prompts)]
+    assert len({beginning for beginning, _, _ in begun}) == 6, "two tries each"
+    assert {f"prompt{rest}" for _, _, rest in begun} == set(prompts)

@@ -123,6 +123,16 @@ def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
         jobs.run(run, connection=redis).wait(timeout=0)
 
 
+def test_a_run_may_have_all_its_rows_fail_where_its_limit_says_so(
+    runs: Runs, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.write(["a"])
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(refuse_all))
+    result = invoke("submit", runs.source, runs.output, "--max-errors", "100%", "--wait")
+    assert result.exit_code == 0, result.output
+    assert "finished" in invoke("status", runs.output).stdout
+
+
 def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, runs: Runs) -> None:
     runs.write([*"abcd"])
     run = runs.plan(rows_per_shard=1)["run"]

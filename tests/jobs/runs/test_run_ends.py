@@ -173,6 +173,17 @@ def test_a_shard_that_succeeds_last_tells_of_those_that_have_failed(planned: Sit
     assert [content["state"] for content in planned.told] == ["failed", "finished"]
 
 
+def test_a_run_all_of_whose_rows_fail_is_told_as_failed(site: Site) -> None:
+    site.submit("--webhook", WEBHOOK)
+    for _ in range(2):
+        site.work(answer=lambda request: refuse("no"))
+    (post,) = site.runs.jobs
+    address, content = post.args
+    assert (post.func_name, address) == ("jobs.post_run_end", WEBHOOK)
+    assert (content["state"], content["errors"]) == ("failed", 3)
+    assert content["reason"].startswith("all its 3 rows have an error")
+
+
 def test_planning_that_fails_is_told(site: Site) -> None:
     run = site.submit()
     site.fail(plan_job_id(run), "MissingColumn: no column 'prompt'")
