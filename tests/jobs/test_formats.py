@@ -14,12 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.context import JobContext
 from jobs.parquet.outputs.part import OUTPUT_FIELDS
 from jobs.runs.plans.names import part_name, temporary_name
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.conftest import MakeContext
 
-MakeContext = Callable[[], JobContext]
 CHAT = [{"role": "user", "content": "hi"}]
 
 

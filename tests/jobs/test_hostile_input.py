@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from jobs.parquet.files.storage import reading
 from jobs.runs.plans import plan, spec
 from jobs.runs.plans.names import PLAN
 from tests.jobs.answering import MODEL, fails, queued_jobs, run_task, score_parquet, work_off
-
-MakeContext = Callable[[], JobContext]
+from tests.jobs.conftest import MakeContext
 
 
 def test_a_lack_of_memory_is_not_taken_for_a_broken_file_nor_a_broken_size_for_a_lack() -> None:

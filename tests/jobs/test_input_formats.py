@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +33,8 @@ from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.records import MAX_LINE_BYTES
 from jobs.parquet.planning.find_files import find_files
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
-from tests.jobs.conftest import Invoke
+from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
-
-MakeContext = Callable[[], JobContext]
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
 from jobs.parquet.prompts import jinja_source
 from jobs.prompts import template_texts
@@ -20,9 +19,8 @@ from jobs.prompts.jinja_environment import render as render_texts
 from jobs.prompts.template_texts import JinjaTexts, TemplateProblem
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, queued_jobs, score_parquet, work_off
-from tests.jobs.conftest import Invoke
+from tests.jobs.conftest import Invoke, MakeContext
 
-MakeContext = Callable[[], JobContext]
 Prompts = Callable[..., list[str]]
 
 

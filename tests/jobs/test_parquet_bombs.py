@@ -24,8 +24,7 @@ from jobs.parquet.tables.row_reader import READERS
 from jobs.parquet.tables.table_child import BATCH_BYTES
 from jobs.parquet.tables.table_reading import TableReading
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
-
-MakeContext = Callable[[], JobContext]
+from tests.jobs.conftest import MakeContext
 
 MIB = 1 << 20
 

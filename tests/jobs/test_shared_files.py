@@ -25,8 +25,8 @@ from jobs.parquet.tables.table_reading import BATCH_ROWS
 from jobs.runs.plans.plan import Shard, cut_shards
 from jobs.tasks import OpenTask
 from tests.jobs.answering import feed, opened_task, queued_jobs, score_parquet
+from tests.jobs.conftest import MakeContext
 
-MakeContext = Callable[[], JobContext]
 ROWS = 5000
 
 

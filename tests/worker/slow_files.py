@@ -1,41 +1,16 @@
-"""Workers whose shards or model take their time over files, or that are told to stop while they import."""
+"""Workers whose files hang or whose model takes its time, or that are told to stop while they import."""
 
 import os
 import signal
 import sys
 import threading
-import time
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.shards.shard_task import ShardTask
-from jobs.parquet.shards.shard_work import ShardWork
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
-
-
-class GatedOpenWorker(FakeEngineWorker):
-    """FakeEngineWorker whose shards open once the file OPEN_GATE is there; an error that is raised meanwhile
-    is written beside it, to OPEN_GATE + ".error"."""
-
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        gate = Path(os.environ["OPEN_GATE"])
-        open_now = ShardTask.open
-
-        def open_gated(task: ShardTask, context: JobContext) -> ShardWork:
-            try:
-                while not gate.exists():
-                    time.sleep(0.01)
-            except BaseException as error:
-                gate.with_name(f"{gate.name}.error").write_text(repr(error))
-                raise
-            return open_now(task, context)
-
-        ShardTask.open = open_gated  # type: ignore[method-assign]
-        return super().load_engine(settings)
 
 
 class HangingFilesWorker(FakeEngineWorker):

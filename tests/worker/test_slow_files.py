@@ -112,15 +112,16 @@ class Files:
             self._events.get(timeout=30)()
 
     def try_until(self, reports: int) -> None:
-        """Let half a second pass again and again until there are so many reports."""
-        for _ in range(300):
+        """Try again, once nothing runs any more, until there are so many reports."""
+        for _ in range(30):
             with suppress(Empty):
-                self._events.get(timeout=0.1)()
+                while len(self.reports) < reports:
+                    self._events.get(timeout=0.5)()
             if len(self.reports) >= reports:
                 return
             self.now += TRY_AGAIN_S
             self.calls.try_again()
-        pytest.fail(f"{self.reports} are all reports after 300 tries")
+        pytest.fail(f"{self.reports} are all reports after 30 tries")
 
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
