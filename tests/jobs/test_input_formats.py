@@ -4,8 +4,10 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ from jobs.parquet.planning.find_files import find_files
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
+from tests.jobs.local_runs import Runs
+
+Scored = Callable[..., pa.Table]
+
+
+@pytest.fixture
+def scored(runs: Runs) -> Scored:
+    """Runs a file to its end; returns the output."""
+    return partial(runs.score, sampling={"temperature": 0}, rows_per_shard=5)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -87,7 +98,7 @@ def test_what_was_made_of_an_input_and_is_gone_is_made_again(
     assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{n}" for n in range(23)]
 
 
-def test_csv_is_read_as_the_csv_module_writes_it(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path) -> None:
     texts = ['say "hi"', "a,b", "two\r\nlines", "ünï", " spaces ", 'in 5" of', "'"]
     frame = pd.DataFrame(
         {
@@ -103,9 +114,7 @@ def test_csv_is_read_as_the_csv_module_writes_it(redis: Redis, make_context: Mak
     )
     frame["count"] = frame["count"].astype("Int64")
     (tmp_path / "in.csv").write_text("\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline="")
-    score(make_context(), tmp_path / "in.csv", tmp_path)
-    work_off(redis, make_context)
-    table = pq.read_table(tmp_path / "out")
+    table = scored(tmp_path / "in.csv")
     assert table["prompt"].to_pylist() == texts
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:8]}
     assert kinds == {
@@ -117,14 +126,11 @@ def test_csv_is_read_as_the_csv_module_writes_it(redis: Redis, make_context: Mak
     assert table["exp"].to_pylist() == [1000, 2.5, -3, 0, 7, 8, 9]
 
 
-def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:
     content = b'prompt,n\na,1\nshort\n\nb,2,3\n"two\nlines",3\n"x"y,4\n\xff,5\nc,6\n'
     (tmp_path / "in.csv").write_bytes(content)
-    assert score(make_context(), tmp_path / "in.csv", tmp_path)["rows"] == 7
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
+    rows = scored(tmp_path / "in.csv").to_pylist()
+    assert len(rows) == 7
     assert [row["prompt"] for row in rows] == ["a", None, None, "two\nlines", None, None, "c"]
     assert [row["n"] for row in rows] == [1, None, None, 3, None, None, 6]
     errors = [row["error"] for row in rows]
@@ -136,14 +142,10 @@ def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
     assert errors[5] == "line 9 is not UTF-8"
 
 
-def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(scored: Scored, tmp_path: Path) -> None:
     lines = [b"prompt,n", b"a,1", b'"never closed,2', b"b,3", b"x" * (MAX_LINE_BYTES + 1), b"c,4"]
     (tmp_path / "in.csv").write_bytes(b"\n".join(lines))
-    score(make_context(), tmp_path / "in.csv", tmp_path)
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
+    rows = scored(tmp_path / "in.csv").to_pylist()
     assert [(row["prompt"], row["n"]) for row in rows] == [("a", 1), (None, None), ("b", 3), (None, None), ("c", 4)]
     assert rows[1]["error"].startswith("line 3 begins a row that has more than the limit")
     assert rows[3]["error"].startswith("line 5 has more than the limit of 8388608 bytes")
@@ -155,14 +157,12 @@ def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(
 @pytest.mark.parametrize("text", ['{"id": 1}\n{"id": 2.5}\n', "id\n1\n2.5\n"])
 @pytest.mark.parametrize("template_format", ["fields", "jinja"])
 def test_integers_beside_floats_keep_their_text_in_templates(
-    redis: Redis, make_context: MakeContext, tmp_path: Path, text: str, template_format: str
+    scored: Scored, tmp_path: Path, text: str, template_format: str
 ) -> None:
     path = tmp_path / ("in.jsonl" if "{" in text else "in.csv")
     path.write_text(text)
     template = "row {{ id }}" if template_format == "jinja" else "row {id}"
-    score(make_context(), path, tmp_path, template=template, template_format=template_format)
-    work_off(redis, make_context)
-    table = pq.read_table(tmp_path / "out")
+    table = scored(path, template=template, template_format=template_format)
     assert table["completion"].to_pylist() == ["ROW 1", "ROW 2.5"]
     assert table["id"].to_pylist() == [1.0, 2.5]
     assert table.field("id") == pa.field("id", pa.float64())
@@ -180,17 +180,14 @@ def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:
     lines = [
         b'{"prompt": "a", "n": 1}', b"{bad", b"", b"[1]", b"\xff", b'{"prompt": "\\ud800"}',
         b"[" * 100_000, b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}', b'{"prompt": "b", "extra": [1]}',
     ]  # fmt: skip
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    assert score(make_context(), tmp_path / "in.jsonl", tmp_path)["rows"] == 8
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
+    rows = scored(tmp_path / "in.jsonl").to_pylist()
+    assert len(rows) == 8
     assert [row["completion"] for row in rows] == ["A", *[None] * 6, "B"]
     assert [row["extra"] for row in rows] == [*[None] * 7, [1]]
     starts = ["line 2 is not JSON", "line 4 is JSON, but no object", "line 5 is not UTF-8"]
@@ -199,7 +196,7 @@ def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
         assert row["error"].startswith(start), row["error"]
 
 
-def test_chats_and_values_of_several_kinds_in_jsonl(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Path) -> None:
     chats: list[Any] = [
         [{"role": "user", "content": "hi"}],
         [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
@@ -209,9 +206,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(redis: Redis, make_context: 
         {"messages": chats[1], "plain": chats[0], "mixed": "1", "number": 2.5, "nested": {"b": None}},
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, objects)))
-    score(make_context(), tmp_path / "in.jsonl", tmp_path, messages_column="messages")
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
+    rows = scored(tmp_path / "in.jsonl", messages_column="messages").to_pylist()
     assert [row["completion"] for row in rows] == [str(chat).upper() for chat in chats]
     assert [row["plain"] for row in rows] == [chats[0]] * 2
     assert [row["mixed"] for row in rows] == ["1", "1"]
@@ -274,33 +269,27 @@ def test_a_file_that_changes_is_scored_as_it_was_planned_and_refused_where_it_is
     assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{number}" for number in range(23)]
 
 
-def test_files_of_a_run_share_one_schema(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_files_of_a_run_share_one_schema(scored: Scored, make_context: MakeContext, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_text("prompt,n\na,1\n")
     (tmp_path / "in" / "b.csv.gz").write_bytes(gzip.compress(b"prompt,n\nb,2.5\n"))
     (tmp_path / "in" / "notes.txt").write_text("no input")
-    score(make_context(), tmp_path / "in", tmp_path)
-    work_off(redis, make_context)
-    assert [(row["completion"], row["n"]) for row in read_rows(tmp_path / "out")] == [("A", 1.0), ("B", 2.5)]
+    assert [(row["completion"], row["n"]) for row in scored(tmp_path / "in").to_pylist()] == [("A", 1.0), ("B", 2.5)]
     (tmp_path / "in" / "c.csv").write_text("n,prompt\n1,c\n")
     with pytest.raises(SchemaMismatch, match=r"c\.csv: its header is \['n', 'prompt'\]"):
         score_parquet(make_context(), str(tmp_path / "in"), str(tmp_path / "other"))
 
 
-def test_a_limit_looks_at_no_row_behind_it(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_a_limit_looks_at_no_row_behind_it(scored: Scored, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("prompt,n\n" + "a,1\n" * 7 + "b,x\n" * 3)
-    assert score(make_context(), tmp_path / "in.csv", tmp_path, limit=7)["rows"] == 7
-    work_off(redis, make_context)
-    assert [row["n"] for row in read_rows(tmp_path / "out")] == [1] * 7
+    assert [row["n"] for row in scored(tmp_path / "in.csv", limit=7).to_pylist()] == [1] * 7
 
 
-def test_columns_are_chosen_and_added_as_for_parquet(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_columns_are_chosen_and_added_as_for_parquet(scored: Scored, tmp_path: Path) -> None:
     for lang in ("de", "en"):
         (tmp_path / "in" / f"lang={lang}").mkdir(parents=True)
         write_jsonl(tmp_path / "in" / f"lang={lang}" / "x.jsonl")
-    score(make_context(), tmp_path / "in", tmp_path, template="{lang}", prompt_column="prompt", keep=["id"])
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
+    rows = scored(tmp_path / "in", template="{lang}", prompt_column="prompt", keep=["id"]).to_pylist()
     assert [row["completion"] for row in rows] == ["DE"] * 23 + ["EN"] * 23
     assert [row["id"] for row in rows] == [*range(23)] * 2
     assert "prompt" not in rows[0]

@@ -21,7 +21,7 @@ from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.shared_files import ShardBytes
+from jobs.context.shared_files import NoRoomYet, ShardBytes
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import shard_job_id
@@ -240,17 +240,35 @@ def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(workers: Wo
 def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_their_store_is_slow(
     redis: Redis, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found_no_room = threading.Event()
+
+    class Memory(ShardBytes):
+        def check_room(self) -> None:
+            self._tell(super().check_room)
+
+        def hold(self, num_bytes: int, own: int = 0) -> None:
+            self._tell(super().hold, num_bytes, own)
+
+        def _tell(self, call: Callable[..., None], *arguments: int) -> None:
+            try:
+                call(*arguments)
+            except NoRoomYet:
+                found_no_room.set()
+                raise
+
     context = JobContext(redis, "bulk", "job", "execution", (str(tmp_path.resolve()),), MODEL)
-    rows, memory = 10 << 10, ShardBytes(16 << 20)
+    rows = 10 << 10
     for name in ("a", "b"):
-        pq.write_table(pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]}), tmp_path / name)
+        prompts = pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]})
+        pq.write_table(prompts, tmp_path / name)
         score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
     monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
-    context = replace(context, shard_bytes=memory)
+    context = replace(context, shard_bytes=Memory(16 << 20))
     tasks = [task_of(job.func_name, job.args, job.kwargs) for job in queued_jobs(redis)]
     jobs = [files.open(task, context) for task in tasks if task is not None]
-    for number in range(1, 3):
+    for number in (1, 2):
         files.try_until(number)
+        assert found_no_room.wait(30)
         job = jobs[files.reports[-1][0]]
         assert isinstance(job.open_task, ShardWork)
         list(job.open_task.requests())  # its prompts are the engine's from here on
