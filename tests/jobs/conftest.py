@@ -17,9 +17,11 @@ from jobs.cli import commands as cli
 from jobs.context import JobContext
 from jobs.context.check_processes import Checks
 from tests import slow_files
+from tests.forking import ForkedWorkers
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
 from tests.jobs.local_runs import Runs
+from tests.rq_workers import Workers
 
 if TYPE_CHECKING:
     from tests.jobs.s3_server import S3, FaultyProxy
@@ -112,6 +114,13 @@ def invoke(redis: Redis, redis_url: str) -> Invoke:
         return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
 
     return run
+
+
+@pytest.fixture
+def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
+    started = ForkedWorkers(redis_url, tmp_path)
+    yield started
+    started.close()
 
 
 @pytest.fixture

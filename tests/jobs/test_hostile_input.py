@@ -62,20 +62,14 @@ def test_files_with_other_columns_are_refused_by_name(context: JobContext, three
     assert "id: string" in str(error)
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"hello world, no parquet at all", b"PAR1" + b"\xff" * 50 + b"PAR1"])
-def test_what_is_no_parquet_is_named(context: JobContext, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "in.parquet").write_bytes(content)
-    error = fails(errors.CorruptParquet, context, tmp_path / "in.parquet", tmp_path / "out")
-    assert "in.parquet" in str(error)
-
-
 def test_every_truncation_and_every_broken_byte_fails_by_name_or_not_at_all(
     context: JobContext, three_rows: Path, tmp_path: Path
 ) -> None:
     whole = three_rows.read_bytes()
-    for length in range(0, len(whole), 97):
-        three_rows.write_bytes(whole[:length])
-        fails(errors.CorruptParquet, context, three_rows, tmp_path / "out")
+    others = (b"no Parquet", b"PAR1" + b"\xff" * 50 + b"PAR1")
+    for content in (*others, *(whole[:length] for length in range(0, len(whole), 97))):
+        three_rows.write_bytes(content)
+        assert "in.parquet" in str(fails(errors.CorruptParquet, context, three_rows, tmp_path / "out"))
     for position in range(0, len(whole), 31):
         broken = bytearray(whole)
         broken[position] ^= 0xFF
@@ -129,6 +123,7 @@ def test_paths_outside_the_data_roots_are_refused(
         outside / "in.parquet",
         f"{tmp_path}/../{outside.name}/in.parquet",
         tmp_path / "link.parquet",
+        tmp_path,
         tmp_path / "linked",
         tmp_path / "linked" / "in.parquet",
         f"{tmp_path}/linked/*.parquet",
@@ -143,16 +138,6 @@ def test_paths_outside_the_data_roots_are_refused(
     for output in (outside / "out", tmp_path / "linked" / "out", f"{tmp_path}/../out"):
         fails(errors.PathOutsideRoots, context, three_rows, output)
     assert sorted(path.name for path in outside.iterdir()) == ["in.parquet"]
-
-
-def test_a_folder_with_a_link_that_leads_out_is_refused(
-    redis: Redis, three_rows: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    outside = tmp_path_factory.mktemp("outside") / "x.parquet"
-    outside.write_bytes(three_rows.read_bytes())
-    (tmp_path / "z.parquet").symlink_to(outside)
-    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), MODEL)
-    fails(errors.PathOutsideRoots, context, tmp_path, tmp_path / "out")
 
 
 def test_a_shard_job_trusts_neither_its_arguments_nor_its_plan(

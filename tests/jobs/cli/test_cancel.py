@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from jobs.errors import RunCancelled
 from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.watch import job_actions as module
 from jobs.watch.job_actions import JobCancel, cancel_job
-from tests.forking import ForkedWorkers
 from tests.jobs.answering import score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
@@ -31,13 +29,6 @@ ROWS_PER_SHARD = 3
 
 
 NUM_SHARDS = 32
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
-    started = ForkedWorkers(redis_url, tmp_path)
-    yield started
-    started.close()
 
 
 def tokenmill(workers: Workers, *arguments: object) -> str:

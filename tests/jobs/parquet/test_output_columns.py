@@ -9,14 +9,11 @@ import duckdb
 import pandas as pd
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
 from jobs.parquet.outputs.part import OUTPUT_FIELDS
-from jobs.runs.plans.plan import cut_shards
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off
 from tests.jobs.conftest import Invoke
@@ -101,19 +98,6 @@ def test_options_that_were_not_given_are_not_in_a_plan_and_those_of_a_later_vers
     assert RunSpec.from_json(json.loads(json.dumps(full.to_json()))) == full
     with pytest.raises(TypeError, match="'later'"):
         RunSpec.from_json({**spec.to_json(), "later": 1})
-
-
-layouts = st.lists(st.lists(st.integers(0, 30), max_size=6), min_size=1, max_size=4)
-
-
-@given(layouts, st.integers(1, 20), st.integers(1, 200))
-def test_a_limit_takes_the_first_rows_and_no_more(layout: list[list[int]], size: int, limit: int) -> None:
-    rows = [
-        (shard.file, row)
-        for shard in cut_shards(layout, size, limit)
-        for row in range(shard.start, shard.start + shard.rows)
-    ]
-    assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))][:limit]
 
 
 def test_a_limited_run_reads_no_file_behind_its_last_row(runs: Runs, tmp_path: Path) -> None:

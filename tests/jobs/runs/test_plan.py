@@ -13,14 +13,16 @@ layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_siz
 
 
 @settings(max_examples=50)
-@given(layouts, st.integers(1, 70))
-def test_every_row_is_in_exactly_one_shard_in_order(layout: list[list[int]], rows_per_shard: int) -> None:
+@given(layouts, st.integers(1, 70), st.none() | st.integers(1, 200))
+def test_every_row_up_to_the_limit_is_in_exactly_one_shard_in_order(
+    layout: list[list[int]], rows_per_shard: int, limit: int | None
+) -> None:
     rows = [
         (shard.file, row)
-        for shard in cut_shards(layout, rows_per_shard)
+        for shard in cut_shards(layout, rows_per_shard, limit)
         for row in range(shard.start, shard.start + shard.rows)
     ]
-    assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))]
+    assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))][:limit]
 
 
 @settings(max_examples=50)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.redis_state.end_calls import EndCalls
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
 from jobs.table import own_function
-from tests.forking import ForkedWorkers
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
@@ -249,13 +247,6 @@ def test_a_webhook_is_posted_until_it_is_taken(make_context: MakeContext, monkey
     with pytest.raises(WebhookFailed) as caught:
         post(*[500] * 5)
     assert caught.value.fault == "server"  # so that the job's retries count
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
-    started = ForkedWorkers(redis_url, tmp_path)
-    yield started
-    started.close()
 
 
 def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_stopped(
