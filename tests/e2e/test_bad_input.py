@@ -51,9 +51,3 @@ def test_bad_jobs_fail_by_name_and_a_file_with_bad_rows_is_scored(workers: RealW
     assert all(row["error"] for row in rows[1:])
     assert (workers.folder / "out" / "_SUCCESS").exists()
     assert leftovers(workers.redis, "bulk") == []
-
-
-def test_a_setting_that_the_model_cannot_have_stops_the_start_by_name(workers: RealWorkers) -> None:
-    process = workers.start(TOKENMILL_MAX_MODEL_LEN="100000")
-    assert process.wait(timeout=60) == 1
-    assert "TOKENMILL_MAX_MODEL_LEN=100000" in workers.log(process)

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +77,6 @@ def score(workers: RealWorkers, source: Path, output: Path, rows_per_shard: int)
     )
 
 
-def usage_of(completion: Completion) -> tuple[int, int]:
-    return completion.num_prompt_tokens, len(completion.token_ids)
-
-
-def wait_for_one_more(count: Callable[[], int]) -> None:
-    """Return once a count has grown."""
-    before = count()
-    wait_until(lambda: count() > before, timeout_s=60)
-
-
 def kill_while_something_runs(workers: RealWorkers, worker: subprocess.Popen[str]) -> None:
     """Kill a worker that has begun jobs: frozen before the look, it ends none of them in between."""
 
@@ -127,7 +116,8 @@ def test_hundreds_of_prompts_and_a_file_share_one_batch(
         answer, expected = job.return_value(), reference[prompt]
         assert answer["choices"][0]["text"] == expected.text
         usage = answer["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == usage_of(expected)
+        assert usage["prompt_tokens"] == expected.num_prompt_tokens
+        assert usage["completion_tokens"] == len(expected.token_ids)
     check_rows(output, texts, reference)
     assert leftovers(workers.redis, "high", "bulk") == []
     assert stats_of(workers, "w")["max_running"] >= 32
@@ -162,7 +152,9 @@ def test_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
     for kill in range(2):
         worker = workers.start("--name", f"w{kill}", queues=("bulk",), **settings)
         # By turns something of either kind is finished first, so that both are cut off in the middle.
-        wait_for_one_more(ended if kill % 2 else parts_written)
+        count = ended if kill % 2 else parts_written
+        before = count()
+        wait_until(lambda count=count, before=before: count() > before, timeout_s=60)
         family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
         kill_while_something_runs(workers, worker)
         assert psutil.wait_procs(family, timeout=10)[1] == []

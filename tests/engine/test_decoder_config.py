@@ -20,6 +20,8 @@ SIZES = {
     "intermediate_size": 96,
     "num_hidden_layers": 7,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
     "vocab_size": 512,
     "max_position_embeddings": 8192,
     "pad_token_id": 0,
@@ -33,22 +35,14 @@ QWEN = {"sliding_window": 128, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
 HUB: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
         "model_type": "llama",
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-05,
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1024},
         "rope_theta": 500000.0,
         "attention_bias": False,
         "mlp_bias": False,
     },
-    "Mistral-7B-v0.1": {
-        "model_type": "mistral",
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-05,
-        "sliding_window": 4096,
-    },
+    "Mistral-7B-v0.1": {"model_type": "mistral", "sliding_window": 4096},
     "Qwen2.5-0.5B": {
         "model_type": "qwen2",
-        "num_key_value_heads": 2,
         **QWEN,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
@@ -56,7 +50,6 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "Qwen2-with-windows-and-YaRN": {
         "model_type": "qwen2",
-        "num_key_value_heads": 2,
         **QWEN,
         "use_sliding_window": True,
         "max_window_layers": 5,
@@ -64,8 +57,6 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "Phi-4-mini": {
         "model_type": "phi3",
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-05,
         "partial_rotary_factor": 0.75,
         "sliding_window": 4000,
         "original_max_position_embeddings": 512,
@@ -74,7 +65,6 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "gemma-2-2b": {
         "model_type": "gemma2",
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "rms_norm_eps": 1e-06,
         "hidden_act": "gelu_pytorch_tanh",
@@ -164,7 +154,7 @@ def test_what_transformers_takes_for_another_model_is_not_native(
 
 
 def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> ModelConfig:
-    values = {**SIZES, "rms_norm_eps": 1e-5, "architectures": [architecture], **changes}
+    values = {**SIZES, "architectures": [architecture], **changes}
     (folder / "config.json").write_text(json.dumps(values))
     return read_model_config(folder)
 

@@ -47,7 +47,9 @@ def others(folder: Path, dtype: str, way: Way, num_requests: int = 24) -> tuple[
     requests = make_requests(num_requests, VOCAB_SIZE, seed=3, max_tokens=12)
     order = random.Random(4).sample(range(num_requests), num_requests)
     found, stats = run_all(replace(settings, **way.settings), requests, order, urgent=way.urgent)
-    return differing(run_alone(settings, requests), found), stats.num_preemptions
+    alone = run_alone(settings, requests)
+    differing = [i for i, (one, other) in enumerate(zip(alone, found, strict=True)) if one != other]
+    return differing, stats.num_preemptions
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -213,8 +215,3 @@ def run_alone(config: EngineConfig, requests: Sequence[Request]) -> list[list[Bi
                 done += map(bits_of, engine.step())
             found.append(sorted(done, key=lambda bits: str(bits[0])))
         return found
-
-
-def differing(expected: Sequence[list[Bits]], found: Sequence[list[Bits]]) -> list[int]:
-    """Which requests have other bits."""
-    return [i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other]

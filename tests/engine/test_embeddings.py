@@ -199,14 +199,11 @@ def test_it_is_openais_list_in_either_encoding(embedding: Engine, asked: Any) ->
     assert [each.embedding for each in read.data] == [pytest.approx(each, abs=1e-5) for each in expected]
     assert [each.index for each in read.data] == list(range(len(prompts)))
     assert (read.object, read.model, read.data[0].object) == ("list", "m", "embedding")
-    assert read.usage.prompt_tokens == read.usage.total_tokens == engine_tokens(embedding, prompts)
+    num_tokens = sum(each.num_prompt_tokens for each in embedding.embed(prompts))
+    assert read.usage.prompt_tokens == read.usage.total_tokens == num_tokens
     packed_ones = run(embedding, "jobs.embed", input=asked, encoding_format="base64", user="someone")["data"]
     decoded = [np.frombuffer(b64decode(each["embedding"]), "<f4").tolist() for each in packed_ones]
     assert decoded == [pytest.approx(each, abs=1e-5) for each in expected]
-
-
-def engine_tokens(embedding: Engine, prompts: list[Any]) -> int:
-    return sum(each.num_prompt_tokens for each in embedding.embed(prompts))
 
 
 def test_one_that_fails_says_why_and_all_fail_the_job(embedding: Engine) -> None:

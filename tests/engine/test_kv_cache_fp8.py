@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import ConfigError, Engine, EngineConfig
 from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
+from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
 from engine.run.forward.warm_up import make_step
 from tests.engine.checkpoints import SHAPES, pool_bytes
@@ -51,17 +51,12 @@ def new_tokens(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def scales_of(*exponents: list[int]) -> Scales:
-    keys, values = (2.0 ** torch.tensor(own, dtype=torch.float32, device=DEVICE) for own in exponents)
-    return keys, values
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype, backend: KernelBackend) -> None:
     """Never to NaN, which FP8 has in place of infinity; a NaN stays one. Padding goes nowhere."""
     keys, values = new_tokens(9, dtype)
     keys[3, 0, 5] = torch.nan
-    scales = scales_of([0, 0, -3], [2, -5, 0])
+    scales = tuple(2.0 ** torch.tensor(each, dtype=torch.float32, device=DEVICE) for each in ([0, 0, -3], [2, -5, 0]))
     pools = [torch.zeros((2, 8, 3, 16), dtype=torch.uint8, device=DEVICE).view(FP8) for _ in "kv"]
     slots = torch.tensor([15, 2, 3, 9, 8, 0, 1, 4, 12], device=DEVICE)
     backend.store(keys, values, LayerKVCache(pools[0], pools[1], scales), slots)
@@ -101,13 +96,9 @@ def layers(count: int) -> list[AttentionFeatures]:
     return [AttentionFeatures(4, 2, 16, 0.25)] * count
 
 
-def cache_of(count: int, dtype: torch.dtype, scales: list[Scales] | None = None) -> KVCache:
-    return KVCache(layers(count), num_blocks=3, block_size=4, dtype=dtype, device=CPU, scales=scales)
-
-
 def test_scales_leave_room_for_eight_times_the_largest() -> None:
     """Of each head, of keys and of values; a head of zeros has 1."""
-    cache = cache_of(2, torch.bfloat16)
+    cache = KVCache(layers(2), num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU, scales=None)
     cache.layers[0].keys[1, 2, 0, 7] = -56.0  # 8 * 56 is the largest of FP8
     cache.layers[0].keys[2, 0, 1, 1] = 56.5
     cache.layers[1].values[0, 0, 1, 3] = 1e-3

@@ -100,10 +100,6 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
 
-def one_more(expert: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {expert: torch.ones(2, 2)}
-
-
 @pytest.mark.parametrize(
     ("name", "missing", "said"),
     [
@@ -127,6 +123,6 @@ def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path:
     ],
 )
 def test_a_tensor_without_a_place_is_named(name: str, extra: str, tmp_path: Path) -> None:
-    rewrite(make_family(tmp_path, BY_NAME[name]), one_more(extra))
+    rewrite(make_family(tmp_path, BY_NAME[name]), lambda tensors: tensors | {extra: torch.ones(2, 2)})
     with pytest.raises(WeightMismatch, match=f"holds '{extra}', for which this model has no place"):
         Engine(config_of(tmp_path))

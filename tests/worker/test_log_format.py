@@ -16,10 +16,6 @@ from worker.logs import _more_of
 RUN = "0123456789abcdef"
 
 
-def lines_of(log: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.splitlines()]
-
-
 def written(name: str, *arguments: Any, plain: bool = True, **options: Any) -> dict[str, Any]:
     """Log one record; return its line."""
     record = logging.getLogger(name).makeRecord(
@@ -36,7 +32,7 @@ def written(name: str, *arguments: Any, plain: bool = True, **options: Any) -> d
 def test_a_worker_under_a_pipe_writes_json_lines_and_nothing_else(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue("jobs.complete", "a secret prompt", max_tokens="4")
     log = workers.burst("--name", "w", "--with-scheduler", TOKENMILL_LOG_FORMAT="auto")
-    lines = lines_of(log)
+    lines = [json.loads(line) for line in log.splitlines()]
     assert {"timestamp", "level", "logger", "event", "worker"} <= set.intersection(*map(set, lines))
     assert {line["worker"] for line in lines} == {"w"}
     (failed,) = [line for line in lines if line["level"] == "warning"]

@@ -25,11 +25,6 @@ def enqueue_rate_limited(queue: Queue, function: str, *args: Any, **options: Any
     return queue.enqueue(F + function, args=args, job_id=job_id, job_timeout=60, rate_limit=LIMIT, **options)
 
 
-def assert_no_limit_is_left(workers: Workers) -> None:
-    assert workers.redis.zcard("rq:rl:key:allowed") == 0
-    assert workers.redis.zcard("rq:rl:key:rate_limited") == 0
-
-
 def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(workers: Workers) -> None:
     options = {"result_ttl": 0, "failure_ttl": 0}
     queue = workers.queue("bulk")
@@ -40,7 +35,7 @@ def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(workers: W
     last = enqueue_rate_limited(queue, "add", 1, 2)
     workers.burst()
     assert workers.result(last).return_value == 3
-    assert_no_limit_is_left(workers)
+    assert workers.redis.zcard("rq:rl:key:allowed") == workers.redis.zcard("rq:rl:key:rate_limited") == 0
 
 
 def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:

@@ -71,11 +71,6 @@ def tokenmill(workers: Workers, url: str, *args: str) -> str:
     return done.output
 
 
-def everything_in(redis: Redis) -> str:
-    """All that a server holds, as text."""
-    return repr([(key, redis.dump(key)) for key in redis.scan_iter()])
-
-
 def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_document(
     workers: Workers, server: SecureRedis, tmp_path: Path
 ) -> None:
@@ -129,7 +124,8 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert used - asked - others == set(), "tokenmill doctor does not ask for what is needed"
 
     written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").iterdir()]
-    shown = "".join([printed, workers.log(process), everything_in(server.admin), *written])
+    everything = repr([(key, server.admin.dump(key)) for key in server.admin.scan_iter()])
+    shown = "".join([printed, workers.log(process), everything, *written])
     for password in (WORKER_PASSWORD, PRODUCER_PASSWORD):
         assert password not in shown
 
