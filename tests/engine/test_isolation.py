@@ -104,10 +104,7 @@ def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
 
-PLACES = [in_sample, in_stop_strings, in_logits]
-
-
-@pytest.mark.parametrize("poison", PLACES)
+@pytest.mark.parametrize("poison", [in_sample, in_stop_strings, in_logits])
 def test_a_sequence_that_makes_a_step_raise_fails_alone(
     built: Engine,
     poison: Callable[[pytest.MonkeyPatch], None],

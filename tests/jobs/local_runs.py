@@ -51,12 +51,15 @@ class Runs:
         """Run every job that waits, but those of some functions; return what each returned."""
         return work_off(self._redis, self.context, answer=answer, but=but)
 
-    def score(self, source: Any = None, answer: Answer = shout, **arguments: Any) -> pa.Table:
+    def score(
+        self, source: Any = None, answer: Answer = shout, output: Path | None = None, **arguments: Any
+    ) -> pa.Table:
         """Plan a run and work it off to its end; return its output."""
-        self.plan(source, **arguments)
+        output = output or self.output
+        self.plan(source, output, **arguments)
         self.work(answer)
-        assert (self.output / "_SUCCESS").exists()
-        return pq.read_table(self.output)
+        assert (output / "_SUCCESS").exists()
+        return pq.read_table(output)
 
     def rows(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = pq.read_table(self.output).to_pylist()

@@ -12,12 +12,10 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
 from jobs.parquet.outputs.part import OUTPUT_FIELDS
 from jobs.runs.plans.names import part_name, temporary_name
-from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
-from tests.jobs.conftest import MakeContext
+from tests.jobs.local_runs import Runs
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -75,35 +73,25 @@ def write_with_pyarrow(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow])
-def test_input_columns_come_back_with_their_types_and_values(
-    redis: Redis, make_context: MakeContext, tmp_path: Path, write: Callable[[Path], None]
-) -> None:
-    write(tmp_path / "in.parquet")
-    sampling = {"temperature": 0}
-    score_parquet(
-        make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), sampling=sampling, rows_per_shard=3
-    )
-    work_off(redis, make_context)
-    before = pq.read_table(tmp_path / "in.parquet")
-    for path in sorted((tmp_path / "out").glob("*.parquet")):
-        schema = pq.read_schema(path)
-        assert schema.equals(pa.schema([*before.schema, *OUTPUT_FIELDS]))
-    after = pq.read_table(tmp_path / "out")
+def test_input_columns_come_back_with_their_types_and_values(runs: Runs, write: Callable[[Path], None]) -> None:
+    write(runs.source)
+    before, after = pq.read_table(runs.source), runs.score(sampling={"temperature": 0}, rows_per_shard=3)
+    for path in runs.output.glob("*.parquet"):
+        assert pq.read_schema(path).equals(pa.schema([*before.schema, *OUTPUT_FIELDS]))
     assert after.select(before.column_names).to_pylist() == before.to_pylist()
     assert after["completion"].to_pylist() == ["A", "B", "A", None]
     assert after["error"].to_pylist() == [None, None, None, "prompt is null"]
 
 
-def test_pandas_polars_and_duckdb_read_the_output(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    write_with_pandas(tmp_path / "in.parquet")
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=3)
-    work_off(redis, make_context)
+def test_pandas_polars_and_duckdb_read_the_output(runs: Runs) -> None:
+    write_with_pandas(runs.source)
+    runs.score(rows_per_shard=3)
     expected = ["A", "B", "A", None]
-    frame = pd.read_parquet(tmp_path / "out")
+    frame = pd.read_parquet(runs.output)
     assert frame["completion"].astype(object).where(frame["completion"].notna(), None).tolist() == expected
     assert str(frame["when"].dt.tz) == "Europe/Berlin"
     assert frame.index.tolist() == [10, 20, 30, 40]
-    parts = f"{tmp_path}/out/part-*.parquet"
+    parts = f"{runs.output}/part-*.parquet"
     assert pl.read_parquet(parts)["completion"].to_list() == expected
     rows = duckdb.sql(f"select completion from '{parts}'").fetchall()
     assert [row[0] for row in rows] == expected
@@ -121,22 +109,20 @@ READERS: list[Callable[[str], int]] = [
 @pytest.mark.parametrize("read", READERS, ids=["pandas", "arrow", "polars-glob", "polars-folder", "duckdb"])
 @pytest.mark.filterwarnings("ignore:The `hidden_file_prefix` parameter")
 def test_readers_take_a_folder_of_a_run_that_goes_on_and_of_one_that_ended(
-    read: Callable[[str], int], redis: Redis, make_context: MakeContext, tmp_path: Path
+    read: Callable[[str], int], runs: Runs
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "in.parquet")
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1)
-    first, *_ = queued_jobs(redis)
-    run_task(make_context(), first.func_name, *first.args)
+    runs.plan(runs.write(["a", "b", "c"]), rows_per_shard=1)
+    first, *_ = runs.jobs
+    runs.run(first)
     first.delete()
-    half_written = temporary_name("execution", part_name(1))
-    (tmp_path / "out" / half_written).write_bytes(b"PAR1")
-    assert read(str(tmp_path / "out")) == 1
-    work_off(redis, make_context)
-    assert (tmp_path / "out" / "_SUCCESS").exists()
-    assert read(str(tmp_path / "out")) == 3
+    (runs.output / temporary_name("execution", part_name(1))).write_bytes(b"PAR1")
+    assert read(str(runs.output)) == 1
+    runs.work()
+    assert (runs.output / "_SUCCESS").exists()
+    assert read(str(runs.output)) == 3
 
 
-def test_chats_written_by_other_tools_are_chats(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_chats_written_by_other_tools_are_chats(runs: Runs, tmp_path: Path) -> None:
     pl.DataFrame({"messages": [CHAT, CHAT]}).write_parquet(tmp_path / "polars.parquet")
     duckdb.sql(
         f"copy (select [{{'role': 'user', 'content': 'hi', 'name': null::varchar}}] as messages) "
@@ -145,6 +131,6 @@ def test_chats_written_by_other_tools_are_chats(redis: Redis, make_context: Make
     pd.DataFrame({"messages": [CHAT]}).to_parquet(tmp_path / "pandas.parquet")
     for tool in ("polars", "duckdb", "pandas"):
         source, output = tmp_path / f"{tool}.parquet", tmp_path / f"out-{tool}"
-        score_parquet(make_context(), str(source), str(output), messages_column="messages")
-        work_off(redis, make_context)
+        runs.plan(source, output, messages_column="messages")
+        runs.work()
         assert set(pq.read_table(output)["completion"].to_pylist()) == {str(CHAT).upper()}

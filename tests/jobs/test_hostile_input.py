@@ -43,12 +43,6 @@ def test_columns_that_cannot_be_prompts_are_refused(context: JobContext, three_r
     fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", template="{raw}")
 
 
-@pytest.mark.parametrize("name", ["completion", "error", "cached_tokens"])
-def test_an_input_column_named_like_an_output_column_is_refused(context: JobContext, tmp_path: Path, name: str) -> None:
-    pq.write_table(pa.table({"prompt": ["a"], name: ["x"]}), tmp_path / "in.parquet")
-    assert name in str(fails(errors.ColumnConflict, context, tmp_path / "in.parquet", tmp_path / "out"))
-
-
 def test_two_columns_of_one_name_are_refused(context: JobContext, tmp_path: Path) -> None:
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     pq.write_table(table, tmp_path / "in.parquet")

@@ -25,10 +25,7 @@ from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
 from tests.rq_workers import Workers, leftovers, wait_until
 
-ROWS_PER_SHARD = 3
-
-
-NUM_SHARDS = 32
+ROWS_PER_SHARD, NUM_SHARDS = 3, 32
 
 
 def tokenmill(workers: Workers, *arguments: object) -> str:

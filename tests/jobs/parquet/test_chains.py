@@ -128,10 +128,7 @@ def score(runs: Runs, tmp_path: Path) -> Score:
 
     def run(out: str = "out", answer: Any = brackets, **arguments: Any) -> pa.Table:
         arguments = {"sampling": GREEDY, "prompts": TWO, **arguments}
-        runs.plan(output=tmp_path / out, **arguments)
-        runs.work(answer=answer)
-        assert (tmp_path / out / "_SUCCESS").exists()
-        return pq.read_table(tmp_path / out)
+        return runs.score(answer=answer, output=tmp_path / out, **arguments)
 
     return run
 

@@ -1,9 +1,7 @@
 """Greedy prompts that are the same are computed once for all the shards of a run on one worker."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +9,7 @@ from hypothesis import strategies as st
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, run_task, shard_of, shout
-from tests.jobs.local_runs import Runs
+from tests.jobs.answering import FakeCompletion, refuse, shard_of, shout
 
 GREEDY = {"temperature": 0}
 
@@ -121,14 +118,3 @@ def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[s
             number, index = undelivered.pop(shuffle.randrange(len(undelivered)))  # type: ignore[attr-defined]
             opened[number].deliver(index, [shout(sent[number][index])])
     assert [completions(shard) for shard in opened] == [prompts.upper() for prompts in shards]
-
-
-def test_a_run_counts_what_was_computed(runs: Runs) -> None:
-    runs.write(["x", "y", "x", "y", "z", "x"])
-    runs.plan(sampling=GREEDY, rows_per_shard=2)
-    answers = AnswerMemo()
-    for job in runs.jobs:
-        run_task(replace(runs.context(), answers=answers), job.func_name, *job.args)
-    manifest = runs.manifest
-    assert (manifest["completion_tokens"], manifest["generated_tokens"]) == (6, 3)
-    assert pq.read_table(runs.output)["completion"].to_pylist() == [*"XYXYZX"]

@@ -1,26 +1,24 @@
 """`--extend`: a run whose input has gained files or rows computes what is new, and is one run."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
 from jobs import errors
 from jobs.runs.refusals import CannotExtend
-from tests.jobs.answering import queued_jobs, score_parquet, work_off
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
 
 
 class GrowingRun:
     """A folder of input files, and the run of them."""
 
-    def __init__(self, redis: Redis, make_context: MakeContext, folder: Path) -> None:
-        self.redis, self.make_context = redis, make_context
-        self.input, self.output = folder / "in", folder / "out"
+    def __init__(self, runs: Runs) -> None:
+        self.runs, self.output = runs, runs.output
+        self.input = runs.output.with_name("in")
         self.input.mkdir()
 
     def parquet(self, name: str, *ids: int) -> None:
@@ -34,7 +32,7 @@ class GrowingRun:
 
     def submit(self, **options: Any) -> dict[str, Any]:
         options = {"rows_per_shard": 2, "sampling": {"seed": 1}, **options}
-        return score_parquet(self.make_context(), str(self.input), str(self.output), **options)
+        return self.runs.plan(self.input, **options)
 
     def run(self, **options: Any) -> dict[str, Any]:
         planned = self.submit(**options)
@@ -42,20 +40,19 @@ class GrowingRun:
         return planned
 
     def work(self) -> None:
-        while queued_jobs(self.redis):
-            work_off(self.redis, self.make_context)
+        while self.runs.jobs:
+            self.runs.work()
 
     def check(self, *ids: int) -> None:
         """The run has ended with these rows, in this order."""
-        rows = pq.read_table(self.output).to_pylist()
-        assert [(row["id"], row["completion"]) for row in rows] == [(each, f"P{each}") for each in ids]
+        assert [(row["id"], row["completion"]) for row in self.runs.rows()] == [(each, f"P{each}") for each in ids]
         assert (self.output / "_SUCCESS").is_file()
-        assert json.loads((self.output / "_manifest.json").read_text())["rows"] == len(ids)
+        assert self.runs.manifest["rows"] == len(ids)
 
 
 @pytest.fixture
-def growing(redis: Redis, make_context: MakeContext, tmp_path: Path) -> GrowingRun:
-    return GrowingRun(redis, make_context, tmp_path)
+def growing(runs: Runs) -> GrowingRun:
+    return GrowingRun(runs)
 
 
 def test_a_folder_that_gains_files_has_their_rows_behind_those_of_before(growing: GrowingRun) -> None:

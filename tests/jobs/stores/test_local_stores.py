@@ -79,16 +79,6 @@ def test_a_filesystem_that_could_overwrite_a_part_is_refused_by_name(
     assert list(runs.output.iterdir()) == []
 
 
-def test_another_runs_folder_is_refused_and_says_what_differs(
-    runs: Runs, context: JobContext, three_rows: Path
-) -> None:
-    runs.score()
-    changed = {"sampling": {"max_tokens": 3}}
-    error = fails(errors.OutputHoldsAnotherRun, context, three_rows, runs.output, **changed)
-    assert "sampling" in str(error)
-    assert (runs.output / part_name(0)).exists()
-
-
 def test_a_folder_with_other_files_is_refused(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("x")
