@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
 
 from jobs.cli import commands as cli
 from jobs.context import JobContext
@@ -121,6 +123,11 @@ def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     started = ForkedWorkers(redis_url, tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture
+def queue(redis: Redis) -> Queue:
+    return Queue("bulk", connection=redis, serializer=JSONSerializer)
 
 
 @pytest.fixture

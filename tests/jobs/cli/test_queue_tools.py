@@ -16,11 +16,6 @@ from jobs.cli import main
 from tests.worker.test_hostile_jobs import Bomb
 
 
-@pytest.fixture
-def queue(redis: Redis) -> Queue:
-    return Queue("bulk", connection=redis, serializer=JSONSerializer)
-
-
 def tokenmill(url: str, *args: str) -> Result:
     return CliRunner().invoke(main, ["--url", url, *args])
 

@@ -9,7 +9,6 @@ from redis import Redis
 from rq import Queue
 from rq.job import Dependency, Job
 from rq.results import Result
-from rq.serializers import JSONSerializer
 
 from jobs.common.rq_jobs import NO_JSON_VALUE
 from jobs.context import JobContext
@@ -19,11 +18,6 @@ from jobs.table import task_of
 from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task
 
 Ended = Callable[..., Job]
-
-
-@pytest.fixture
-def queue(redis: Redis) -> Queue:
-    return Queue("bulk", connection=redis, serializer=JSONSerializer)
 
 
 @pytest.fixture
