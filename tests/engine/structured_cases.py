@@ -1,8 +1,6 @@
 """Generated schemas, patterns, choices and grammars, half of them nasty, and what their answers lack.
 
-Each case is one row, at a temperature between the model's own and one at which all tokens are alike. A row
-that stops must satisfy `jsonschema` or `re`; any other must say why: its length, or an error of its own. Rows
-without a grammar run among them, and must say what they say alone.
+A row that stops must satisfy `jsonschema` or `re`; any other must say why: its length, or an error of its own.
 """
 
 import json

@@ -60,10 +60,7 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
 
 @pytest.mark.parametrize("name", parity.BY_NAME)
 def test_greedy_tokens_equal_transformers(name: str, few: dict[str, Reference], capture: SimulatedCapture) -> None:
-    """Every checkpoint; sequences are preempted and recomputed, so that batches of many sizes occur.
-
-    With some, steps overlap: their token ids come from the step before, into the static buffer.
-    """
+    """Every checkpoint; sequences are preempted and recomputed, so that batches of many sizes occur."""
     settings: dict[str, Any] = {"pool_blocks": 14, "max_num_batched_tokens": 33, "max_num_seqs": 11}
     settings["async_scheduling"] = name in ("gqa2_bias", "gqa4_tied")
     differences, stats = parity.generate(few[name], parity.BY_NAME[name], settings)

@@ -19,8 +19,6 @@ from worker.store.job_store import Keeping
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 
-END = Callable[[Queue], Job]
-
 
 def grouped(bulk: Queue) -> None:
     members = [Queue.prepare_data("f", job_id=f"member{i}", result_ttl=0) for i in range(2)]

@@ -18,7 +18,6 @@ from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob, Wanted
 
 MIB = 1 << 20
-CALL = ["jobs.complete", None, ["a"], {"max_tokens": 1}]
 
 
 def enqueue(redis: Redis, **fields: bytes | str) -> str:
