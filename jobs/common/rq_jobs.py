@@ -35,7 +35,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
-from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
+from rq.worker_registration import REDIS_WORKER_KEYS
 
 from jobs.common import stored
 from jobs.common.keys import RQ
@@ -71,7 +71,6 @@ class QueueKeys:
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
     `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
-    workers: set of the keys of those that listen.
     """
 
     waiting: str
@@ -83,7 +82,6 @@ class QueueKeys:
     ready: str
     scheduled: str
     cancelled: str
-    workers: str
 
 
 def queue_keys(name: str) -> QueueKeys:
@@ -99,7 +97,6 @@ def queue_keys(name: str) -> QueueKeys:
         ready=ReadyJobRegistry.key_template.format(name),
         scheduled=ScheduledJobRegistry.key_template.format(name),
         cancelled=CanceledJobRegistry.key_template.format(name),
-        workers=WORKERS_BY_QUEUE_KEY % name,
     )
 
 

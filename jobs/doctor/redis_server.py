@@ -197,7 +197,7 @@ KEYS = {
         *("rq:queues", "rq:queue:*", "rq:job:*", "rq:results:*", "rq:wip:*", "rq:finished:*", "rq:failed:*"),
         *("rq:deferred:*", "rq:ready:*", "rq:scheduled:*", "rq:canceled:*"),
         *("rq:execution:*", "rq:executions:*"),
-        *("rq:groups", "rq:group:*", "rq:workers", "rq:workers:*", "rq:worker:*"),
+        *("rq:groups", "rq:group:*", "rq:workers", "rq:worker:*"),
         *("tokenmill:run:*", "tokenmill:worker:*", "tokenmill:samples:*"),
     ),
 }

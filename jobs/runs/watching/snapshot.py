@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, last_error, last_value, queue_keys
+from jobs.common.rq_jobs import (
+    WORKER_PREFIX,
+    WORKERS_KEY,
+    JobStatus,
+    job_key,
+    job_status,
+    last_error,
+    last_value,
+    queue_keys,
+)
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.end_calls import ErrorLimit
@@ -316,21 +325,25 @@ def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
         pipe.llen(keys.popped)
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
-        pipe.smembers(keys.workers)
-        waiting, popped, started, failed, workers = pipe.execute()
-    return RunQueue(started, failed, waiting + popped, *read_workers(connection, workers))
+        waiting, popped, started, failed = pipe.execute()
+    return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
 
 
-def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
-    """Return how many of these workers live, and all names of the models that they serve, if all say that."""
+def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
+    """Return how many workers of a queue live, and all names of the models that they serve, if all say that.
+
+    RQ's list of a queue's workers is not asked: producers may not read it, as they could then write it.
+    """
+    keys: Any = connection.smembers(WORKERS_KEY)
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
-            pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
+            pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
             pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
             pipe.ttl(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
         replies = pipe.execute(raise_on_error=False)
     each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
-    facts = [(stored.json_object(fact), left_s) for is_alive, fact, left_s in each if is_alive]
+    listening = [told for told in each if queue in stored.text(told[0] or b"").split(",")]
+    facts = [(stored.json_object(fact), left_s) for _, fact, left_s in listening]
     if any(told == {} for told, _ in facts):
         return len(facts), None
     # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.

@@ -12,11 +12,11 @@ from uuid import uuid4
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, queue_keys, results_key
+from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
-from jobs.runs.watching.snapshot import failure_text
+from jobs.runs.watching.snapshot import failure_text, read_workers
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -106,13 +106,12 @@ def _await(
     heard_at = clock()
     while True:
         with connection.pipeline() as pipe:
-            pipe.scard(queue_keys(queue).workers)
             for job_id in ids:
                 pipe.hget(job_key(job_id), "status")
-            workers, *statuses = pipe.execute()
+            statuses = pipe.execute()
         if all(job_status(status) in _OVER for status in statuses):
             return
-        if workers:
+        if read_workers(connection, queue)[0]:
             heard_at = clock()
         elif clock() - heard_at > PATIENCE_S:
             raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
