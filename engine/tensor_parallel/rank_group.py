@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,8 +37,9 @@ from engine.tensor_parallel.messages import Channel, Kind, Message, encode
 
 # multiprocessing's spawn would run the caller's main module again in each rank
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[3:]; descriptor, driver_pid = map(int, sys.argv[1:3]); "
-    "from engine.tensor_parallel.lifeline import hold; hold(descriptor, driver_pid=driver_pid); "
+    "import sys; sys.path[:] = sys.argv[4:]; descriptor, driver_pid, thread_id = map(int, sys.argv[1:4]); "
+    "from engine.tensor_parallel.lifeline import hold; "
+    "hold(descriptor, driver_pid=driver_pid, thread_id=thread_id); "
     "from engine.tensor_parallel.rank import main; main(descriptor)"
 )
 REAP_TIMEOUT_S = 10.0
@@ -50,7 +52,7 @@ class RankProcess:
         """timeout_s: how long the rank may leave a message unread."""
         self.rank = rank
         driver_end, rank_end = socket.socketpair()
-        arguments = map(str, (rank_end.fileno(), os.getpid(), *sys.path))
+        arguments = map(str, (rank_end.fileno(), os.getpid(), threading.get_native_id(), *sys.path))
         with rank_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
