@@ -1,7 +1,6 @@
 """Two ranks say what one says; and whatever happens to one of them, the engine ends with one clear error."""
 
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, encode
+from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, decode, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
@@ -172,9 +171,9 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
 
     def spoil(rank: RankProcess, message: bytes) -> None:
         if rank.rank == 1:
-            step, sampling = pickle.loads(message[LENGTH_BYTES:]).value
+            step, sampling = unpack_step(decode(message[LENGTH_BYTES:]).arrays)
             step = replace(step, sample_rows=step.sample_rows + 10**9)
-            message = encode(Kind.STEP, (step, sampling))
+            message = encode(Kind.STEP, arrays=pack_step(step, sampling))
         send(rank, message)
 
     group._send = spoil  # type: ignore[method-assign]
