@@ -72,9 +72,7 @@ class Engine:
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
-            BlockManager(
-                pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-            ),
+            BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
@@ -276,9 +274,7 @@ class Engine:
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
-    def loglikelihood(
-        self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False
-    ) -> list[LogLikelihood]:
+    def loglikelihood(self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False) -> list[LogLikelihood]:
         """How likely each continuation is behind its context, by prefill alone; prefixes are computed once.
 
         A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An
@@ -305,13 +301,9 @@ class Engine:
     def _check_idle(self) -> None:
         self._open_runner()
         if self._unfinished:
-            raise EngineBusy(
-                f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
-            )
+            raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
 
-    def _run(
-        self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool
-    ) -> dict[str, list[Completion]]:
+    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
         """Completions of all requests by id, whatever `add` makes of them; none is left behind."""
         self._check_idle()
         done: dict[str, list[Completion]] = {}

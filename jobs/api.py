@@ -30,9 +30,7 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
     return run_task("jobs.chat", (messages,), options)  # type: ignore[no-any-return]
 
 
-def classify(
-    prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any
-) -> dict[str, Any]:
+def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the

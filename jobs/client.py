@@ -46,9 +46,7 @@ INPUT_SUFFIX = ".input"
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 #: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
-_FRACTIONS = frozenset(
-    {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
-)
+_FRACTIONS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
 _OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
@@ -82,8 +80,7 @@ def submit(
     paths = _paths(input)
     if paths is None and named.get("extend"):
         raise InvalidJob(
-            "extend is of an input of files: write each table into a folder as a file of its own, and submit "
-            "the folder"
+            "extend is of an input of files: write each table into a folder as a file of its own, and submit the folder"
         )
     if paths is None:
         folder = f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
@@ -171,9 +168,7 @@ class Run:
         try:
             import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
         except ImportError as error:
-            raise ImportError(
-                f"frame() needs pandas ({error}): pip install pandas, or use table()"
-            ) from error
+            raise ImportError(f"frame() needs pandas ({error}): pip install pandas, or use table()") from error
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:

@@ -260,10 +260,7 @@ class OutputNotWritable(OutputError):
     """Raised when the output cannot be written: (path, reason)."""
 
     fault = "server"
-    message = (
-        "cannot write {0} ({1}): make the folder writable for the worker, then submit again; "
-        "finished parts stay"
-    )
+    message = "cannot write {0} ({1}): make the folder writable for the worker, then submit again; finished parts stay"
 
 
 class DiskFull(OutputError):
@@ -310,9 +307,7 @@ class RunOfAnotherModel(RunError):
 class PlanningUnderWay(RunError):
     """Raised when a run is being planned, but not as it is submitted now: (run, how)."""
 
-    message = (
-        "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then submit again"
-    )
+    message = "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then submit again"
 
 
 class RunCancelled(RunError):

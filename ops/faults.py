@@ -31,10 +31,7 @@ def main() -> int:
     evidence = Path(gettempdir()) / f"tokenmill-faults-{options.seed}"
     started, longest_s = time.monotonic(), 0.0
     place = MEMORY if MEMORY.is_dir() else None
-    with (
-        TemporaryDirectory(prefix="f", dir=place) as folder,
-        harness(Path(folder), options.seed, evidence) as faults,
-    ):
+    with TemporaryDirectory(prefix="f", dir=place) as folder, harness(Path(folder), options.seed, evidence) as faults:
         print(f"seed {options.seed}", flush=True)
         while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
             round_started = time.monotonic()

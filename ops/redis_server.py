@@ -77,9 +77,7 @@ def hold_private(folder: Path) -> None:
     except OSError as error:
         sys.exit(f"{folder} cannot hold Redis' socket ({error.strerror}): remove it, or use --dir")
     if os.fstat(held).st_uid != os.getuid():
-        sys.exit(
-            f"{folder} belongs to another user, and Redis' socket would lie in it: remove it, or use --dir"
-        )
+        sys.exit(f"{folder} belongs to another user, and Redis' socket would lie in it: remove it, or use --dir")
     os.fchmod(held, 0o700)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,9 +89,7 @@ def hold_private(folder: Path) -> None:
 def server_command(folder: Path, socket: Path) -> list[str]:
     """Arguments of a server that keeps every acknowledged write and listens on a unix socket only."""
     if len(os.fsencode(socket)) > MAX_SOCKET_BYTES:
-        sys.exit(
-            f"{socket} is longer than a socket's path may be ({MAX_SOCKET_BYTES} bytes): name another folder"
-        )
+        sys.exit(f"{socket} is longer than a socket's path may be ({MAX_SOCKET_BYTES} bytes): name another folder")
     listen = ["--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
     # RQ keeps each job's results in a stream of its own, and Redis gives a stream 4 KiB from the start.

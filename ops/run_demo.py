@@ -159,9 +159,7 @@ def report(redis: Redis) -> None:
         right = pc.sum(pc.equal(table["completion"], table["truth"])).as_py()
         print(f"accuracy            {right / table.num_rows:.2%} of the true answers, exactly")
     print(f"rows/s              {table.num_rows / seconds:,.0f}")
-    print(
-        f"tokens/s            {completion_tokens / seconds:,.0f} written, {prompt_tokens / seconds:,.0f} read"
-    )
+    print(f"tokens/s            {completion_tokens / seconds:,.0f} written, {prompt_tokens / seconds:,.0f} read")
     print(f"prefix cache        {cached_tokens / max(1, prompt_tokens):.1%} of prompt tokens came from it")
     print(f"most sequences      {stats.get('max_running')} at once in the batch")
     print(f"output              {OUT.relative_to(ROOT)}")

@@ -18,9 +18,7 @@ _ROOT = Path(__file__).parents[1]
 _BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md")
 """Pages outside docs/, which have the same name in the site."""
 
-_LINK = re.compile(
-    r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
-)
+_LINK = re.compile(r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 log = logging.getLogger("mkdocs.hooks.site_links")
 

@@ -31,11 +31,7 @@ def main() -> int:
         ("most entries of a folder", max(map(num_entries, folders())), 15),
         ("upward arrows between packages", len(list(upward_arrows())), 0),
         (f"functions of {MANY_PARAMETERS} parameters or more", len(list(wide_functions())), 10),
-        (
-            "to read: a sampling parameter, lines",
-            to_read("a sampling parameter", "one that the sampler reads.*?"),
-            900,
-        ),
+        ("to read: a sampling parameter, lines", to_read("a sampling parameter", "one that the sampler reads.*?"), 900),
         ("to read: the queue, lines", to_read("the queue"), 3_500),
         ("files of a prompt's way", len(way), 20),
         ("stops of a prompt's way", len(re.findall(r"^\d+\. ", section("How one prompt travels"), re.M)), 8),

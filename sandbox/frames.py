@@ -21,10 +21,7 @@ class TooLate(Exception):
 
 
 def send(
-    channel: socket.socket,
-    message: Mapping[str, Any],
-    body: bytes | memoryview = b"",
-    limit_s: float | None = None,
+    channel: socket.socket, message: Mapping[str, Any], body: bytes | memoryview = b"", limit_s: float | None = None
 ) -> None:
     """Raises OSError where nobody reads."""
     text = json.dumps(message).encode()
@@ -34,9 +31,7 @@ def send(
         channel.sendall(body)
 
 
-def receive(
-    channel: socket.socket, most: int, limit_s: float | None = None
-) -> tuple[dict[str, Any], bytearray]:
+def receive(channel: socket.socket, most: int, limit_s: float | None = None) -> tuple[dict[str, Any], bytearray]:
     """Return the next message and the bytes behind it.
 
     most: bytes of a message at most. Raises TooLate after limit_s, EOFError where the other side has ended,

@@ -25,8 +25,7 @@ _QUIET = {
 }
 
 _PROGRAM = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from sandbox.child import main; main(int(sys.argv[2]))"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from sandbox.child import main; main(int(sys.argv[2]))"
 )
 
 #: Seconds that a child may take to begin, or to import what a task needs; and to read what it is sent.
@@ -106,12 +105,7 @@ class Child:
         return reply
 
     def replies(
-        self,
-        task: str,
-        question: Mapping[str, Any],
-        limits: Limits,
-        body: bytes = b"",
-        fetch: Fetch | None = None,
+        self, task: str, question: Mapping[str, Any], limits: Limits, body: bytes = b"", fetch: Fetch | None = None
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
         """Yield what a task replies, one by one as asked for; closing the generator ends the task.
 
@@ -154,9 +148,7 @@ class Child:
         if message["end"] == "raised":
             raise ChildFailed(f"raised {message['error']}")
 
-    def _told(
-        self, message: Mapping[str, Any], limits: Limits, body: bytes = b""
-    ) -> tuple[dict[str, Any], bytearray]:
+    def _told(self, message: Mapping[str, Any], limits: Limits, body: bytes = b"") -> tuple[dict[str, Any], bytearray]:
         """Say something to the child; return what it says then."""
         try:
             frames.send(self._channel, message, body, BEGIN_LIMIT_S)

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from redis import Redis  # a GPU machine, where tests of the engine run, need not have it
 
 # The same cases in every run, and no verdict by the clock: a busy machine is slow.
-settings.register_profile(
-    "tokenmill", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("tokenmill", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tokenmill")
 
 if not torch.cuda.is_available():

@@ -73,9 +73,7 @@ class ForkedProcess:
 class ForkedModule(ForkedProcess):
     """`python -m MODULE` in such a process."""
 
-    def __init__(
-        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
-    ) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> None:
         """output: the file that gets what it prints."""
         output.touch()
         super().__init__(_run, module, [*arguments], dict(env), cwd, output)

@@ -51,9 +51,7 @@ def running_redis_server(port: int = 0, executable: str = "") -> Iterator[str]:
         arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(socket)]
         arguments += ["--dir", folder, "--save", ""]
         process = subprocess.Popen(
-            [executable or redis_server_executable(), *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [executable or redis_server_executable(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             url = f"redis://127.0.0.1:{port}" if port else f"unix://{socket}"

@@ -43,9 +43,7 @@ class Workers:
             "TOKENMILL_LEASE_S": "2",
             "TOKENMILL_LOG_FORMAT": "text",
             "TOKENMILL_MAX_NUM_SEQS": "64",
-            "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(
-                f"tests.worker.functions.{name}" for name in _test_functions()
-            ),
+            "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(f"tests.worker.functions.{name}" for name in _test_functions()),
             "PYTHONPATH": f"{ROOT / 'tests' / 'without_pandas'}{os.pathsep}{ROOT}",
             **extra,
         }
@@ -68,9 +66,7 @@ class Workers:
         self.processes.append(process)
         return process
 
-    def run_command(
-        self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]
-    ) -> Process:
+    def run_command(self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]) -> Process:
         """Start `rq` with these arguments; output: the file that gets what it prints."""
         with output.open("w") as log:
             return subprocess.Popen(

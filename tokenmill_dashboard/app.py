@@ -26,15 +26,7 @@ from jobs.common.display import safe_name
 from jobs.doctor.redis_server import troubles
 from tokenmill_dashboard import display
 from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, notice, retry_all, retry_one
-from tokenmill_dashboard.guard import (
-    METRICS_PATH,
-    SESSION_COOKIE,
-    SESSION_S,
-    Guard,
-    Hosts,
-    Sessions,
-    TriesInTurn,
-)
+from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions, TriesInTurn
 from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
 from tokenmill_dashboard.watcher import Watcher

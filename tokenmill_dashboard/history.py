@@ -96,9 +96,7 @@ class History:
                 {
                     "name": name,
                     "values": [
-                        None
-                        if step is None or number > last - 2
-                        else round(step.grown.get(name, 0) / STEP_S, 1)
+                        None if step is None or number > last - 2 else round(step.grown.get(name, 0) / STEP_S, 1)
                         for number, step in zip(numbers, steps, strict=True)
                     ],
                 }

@@ -73,13 +73,7 @@ def is_loopback(bind: str) -> bool:
 
 
 def serve(
-    redis_url: str,
-    bind: str,
-    port: int,
-    hosts: Collection[str],
-    *,
-    show_prompts: bool,
-    queues: Sequence[str] = (),
+    redis_url: str, bind: str, port: int, hosts: Collection[str], *, show_prompts: bool, queues: Sequence[str] = ()
 ) -> None:
     """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had.
 
@@ -88,9 +82,7 @@ def serve(
     writes_json = start_log()
     token, is_local = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind), is_loopback(bind)
     named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
-    connection = Redis.from_url(
-        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-    )
+    connection = Redis.from_url(redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S)
     app = Dashboard(connection, Options(named, is_local, token, show_prompts, queues)).app()
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:

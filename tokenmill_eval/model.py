@@ -111,9 +111,7 @@ class TokenmillLM(TemplateLM):
         """The model's name, as a name of files."""
         return self._model_name.replace("/", "__")
 
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; where a template refuses it, without what the system says.
 
         add_generation_prompt: False where the last message is the beginning of the model's answer.
@@ -175,9 +173,7 @@ class TokenmillLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _window(
-        self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens
-    ) -> tuple[Tokens, Tokens]:
+    def _window(self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens) -> tuple[Tokens, Tokens]:
         """Context and continuation, as much of the context as the model reads; the last token it does not."""
         if not 0 < len(continuation) <= self.max_length:
             shown = "" if texts is None else f" {texts[1][:64]!r}"
@@ -213,9 +209,7 @@ class TokenmillLM(TemplateLM):
         """
         prepared = [self._prepare(*request.args) for request in requests]
         completions = self.engine.generate(
-            (prompt for prompt, _, _ in prepared),
-            (params for _, params, _ in prepared),
-            use_tqdm=not disable_tqdm,
+            (prompt for prompt, _, _ in prepared), (params for _, params, _ in prepared), use_tqdm=not disable_tqdm
         )
         answers = []
         for request, (_, _, until), completion in zip(requests, prepared, completions, strict=True):

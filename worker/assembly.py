@@ -94,9 +94,7 @@ def assemble(
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker.exception_handlers, clients.pool, clients.user, webhooks),
-        packer=Packer(
-            len(names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING
-        ),
+        packer=Packer(len(names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING),
         budget=PayloadBudget(len(names), settings.max_held_bytes),
         poll_rates=PollRates(names, limits),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),

@@ -32,13 +32,7 @@ from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, Star
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
-from worker.start import (
-    leave_out_working_directory,
-    load_functions,
-    load_parts,
-    share_freed_memory,
-    spin_briefly,
-)
+from worker.start import leave_out_working_directory, load_functions, load_parts, share_freed_memory, spin_briefly
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
@@ -148,9 +142,7 @@ class BatchWorker(BaseWorker):
         from worker.metrics.server import MetricsServer
 
         server = MetricsServer(settings.metrics_host, settings.metrics_port)
-        self.log.info(
-            "Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port
-        )
+        self.log.info("Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port)
         return server
 
     def _trace(self, engine: EngineLike, settings: WorkerSettings) -> OtelTraces | None:
@@ -200,14 +192,8 @@ class BatchWorker(BaseWorker):
     def _stop_pool(self, error: Exception) -> None:
         """Stop the `rq worker-pool` that started this process: it would start the same failure for ever."""
         pool = multiprocessing.parent_process()
-        if (
-            pool is not None
-            and pool.pid is not None
-            and "WorkerPool" in multiprocessing.current_process().name
-        ):
-            self.log.error(
-                "Worker %s: stopping the pool, none of its workers can start: %s", self.name, error
-            )
+        if pool is not None and pool.pid is not None and "WorkerPool" in multiprocessing.current_process().name:
+            self.log.error("Worker %s: stopping the pool, none of its workers can start: %s", self.name, error)
             os.kill(pool.pid, signal.SIGTERM)
 
     def _sign_off(self) -> None:
@@ -250,12 +236,7 @@ class BatchWorker(BaseWorker):
         return WorkerSettings.load()
 
     def _serve(
-        self,
-        engine: EngineLike,
-        settings: WorkerSettings,
-        burst: bool,
-        max_jobs: int | None,
-        max_idle_s: int | None,
+        self, engine: EngineLike, settings: WorkerSettings, burst: bool, max_jobs: int | None, max_idle_s: int | None
     ) -> bool:
         from worker.assembly import assemble
 

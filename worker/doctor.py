@@ -27,9 +27,7 @@ NEEDED = {
     "llguidance": "which holds structured outputs to their form",
     "obstore": "which reads and writes object stores",
 }
-OPTIONAL = {
-    "hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis")
-}
+OPTIONAL = {"hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis")}
 
 
 def checks() -> list[Examination]:

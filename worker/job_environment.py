@@ -58,9 +58,7 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
     ) -> Sequence[int]:
         try:
             given = prompt if messages is None else engine.chat_token_ids(messages, **options)
-            found: Sequence[int] = engine.prepare(
-                given, **({} if messages is not None else options)
-            ).token_ids
+            found: Sequence[int] = engine.prepare(given, **({} if messages is not None else options)).token_ids
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None
         return found

@@ -32,9 +32,7 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
         setup_loghandlers(level, *formats, name=name)
         keep_plain(logging.getLogger(name))
     if wanted == JSON and has_own_text:
-        raise SettingsError(
-            f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
-        )
+        raise SettingsError(f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out")
     writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
     if writes_json:
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
@@ -59,9 +57,7 @@ def _write_json(worker: str, is_asked_for: bool) -> bool:
 def _is_configured() -> bool:
     """Whether somebody else than RQ has said where logs go."""
     named = [each for name in _RQS for each in logging.getLogger(name).handlers]
-    return bool(logging.getLogger().handlers) or any(
-        type(each) is not ColorizingStreamHandler for each in named
-    )
+    return bool(logging.getLogger().handlers) or any(type(each) is not ColorizingStreamHandler for each in named)
 
 
 def _more_of(job_id: str) -> Mapping[str, Any]:

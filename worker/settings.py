@@ -184,9 +184,7 @@ class WorkerSettings(BaseSettings):
         if first == last == 0:
             return range(0)
         if not 0 < first <= last < 1 << 16:
-            raise ValueError(
-                "expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none"
-            )
+            raise ValueError("expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none")
         return range(first, last + 1)
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
@@ -249,9 +247,7 @@ class WorkerSettings(BaseSettings):
         from engine import EngineConfig
 
         names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
-        return EngineConfig(
-            **{name: getattr(self, name) for name in names}, adapt_cpu_threads=self._adapts_threads
-        )
+        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=self._adapts_threads)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:

@@ -89,8 +89,7 @@ def load_parts() -> None:
         pyarrow.array([None])  # it looks for pandas, and imports it, when it makes its first array
     except ImportError as error:
         raise StartupError(
-            f"a part of the worker cannot be imported ({error}): install it anew, "
-            "pip install 'tokenmill[worker]'"
+            f"a part of the worker cannot be imported ({error}): install it anew, pip install 'tokenmill[worker]'"
         ) from error
 
 

@@ -121,11 +121,7 @@ def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> N
 
 
 def _refill(
-    task: OpenTask,
-    engine: Engine,
-    stream: _Stream,
-    samples: dict[int, list[Completion]],
-    missing: dict[int, int],
+    task: OpenTask, engine: Engine, stream: _Stream, samples: dict[int, list[Completion]], missing: dict[int, int]
 ) -> None:
     from engine import Completion, InvalidRequest, request_params
 

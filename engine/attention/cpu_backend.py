@@ -108,9 +108,7 @@ class CpuBackend(KernelBackend):
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
-        self._logit_masks.mask_rows(
-            logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks))
-        )
+        self._logit_masks.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
         others = edits.without_masks()
         return logits if others is None else super().edit(logits, others, sampled)
 
@@ -144,9 +142,7 @@ class CpuBackend(KernelBackend):
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:
             kind["state"] = query.new_empty(self._prefilling.state_shape(query), dtype=torch.float32)
-            prefill_attention(
-                query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind
-            )
+            prefill_attention(query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind)
         prefill_attention(query, cache.keys, cache.values, tables, parts.prefill, out, **kind)
         self._decoding.decode_attention(query, cache.keys, cache.values, parts.decode, out, **kind)
         return out

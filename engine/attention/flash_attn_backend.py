@@ -54,9 +54,7 @@ class FlashAttnBackend(TritonBackend):
             try:
                 import flash_attn  # noqa: F401 - raises ImportError also beside a torch it was not built for
             except ImportError as error:
-                problem = (
-                    f"flash_attn cannot be imported; pip install flash-attn triton, or use 'triton' ({error})"
-                )
+                problem = f"flash_attn cannot be imported; pip install flash-attn triton, or use 'triton' ({error})"
             else:
                 super().check(device, dtype)  # the other layers run Triton's kernels
                 return

@@ -59,9 +59,7 @@ class KVCache:
         self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
         both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.layers = [
-            LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)
-        ]
+        self.layers = [LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)]
         self._groups = _alike(self.pool, shapes)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -133,9 +133,7 @@ def _first_seen(token: int, features: AttentionFeatures) -> int:
     return first if features.chunk is None else max(first, token // features.chunk * features.chunk)
 
 
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures
-) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures) -> Tensor:
     """query [tokens, heads, dim]; keys, values and mask as `_seen` gives them."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
@@ -150,12 +148,7 @@ def _attend(
 
 
 def _attend_explicitly(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    features: AttentionFeatures,
-    sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures, sinks: Tensor | None
 ) -> Tensor:
     """Attend with soft cap and sinks, in float32."""
     num_tokens, num_heads, head_dim = query.shape

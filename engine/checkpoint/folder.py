@@ -30,9 +30,7 @@ def resolve_model(model: str) -> Path:
 def _refuse_path(model: str) -> None:
     """Raise ModelNotFound for what can be no hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
-        raise ModelNotFound(
-            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
-        )
+        raise ModelNotFound(f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'")
 
 
 def find_here(model: str) -> Path | None:
@@ -80,9 +78,7 @@ def _read_places(index: Path) -> dict[str, str]:
     places: dict[str, str] = read_json(index).get("weight_map", {})
     for name in places.values() if isinstance(places, dict) else [places]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(
-                f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}"
-            )
+            raise ConfigError(f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}")
     return places
 
 

@@ -19,13 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: What other architectures call the same sizes, which are looked for in this order.
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": (
-        "intermediate_size",
-        "n_inner",
-        "ffn_dim",
-        "ffn_hidden_size",
-        "moe_intermediate_size",
-    ),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
@@ -97,8 +91,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             head_dim=config.get("head_dim") or hidden // heads,
             max_position_embeddings=_size(config, "max_position_embeddings"),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
-            eos_token_ids=_token_ids(generation.get("eos_token_id"))
-            or _token_ids(config.get("eos_token_id")),
+            eos_token_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
             values=config,
             is_text_part=is_text_part,
@@ -129,9 +122,7 @@ def _check_values(read: ModelConfig, path: Path) -> None:
     for field in fields(read):
         value = getattr(read, field.name)
         if field.type is int and (type(value) is not int or not 0 < value < MAX_SIZE):
-            raise ConfigError(
-                f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}"
-            )
+            raise ConfigError(f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
         if field.type is str and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:
@@ -154,9 +145,7 @@ def read_json_value(path: Path) -> Any:
     """Read JSON of any kind. Raises MissingWeights if the file is absent, ConfigError if it is none."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again"
-            )
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error

@@ -88,9 +88,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     for module in found:
         kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
         if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
-            raise ConfigError(
-                f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}"
-            )
+            raise ConfigError(f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}")
         # what others have written may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
     return modules

@@ -83,16 +83,12 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     try:
         method = values.get("quant_method")
         if method not in READERS:
-            raise UnsupportedModel(
-                f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"
-            )
+            raise UnsupportedModel(f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}")
         return Quantization(method, READERS[method](values))
     except KeyError as error:
         raise ConfigError(f"quantization_config in config.json has no {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError, re.error) as error:
-        raise ConfigError(
-            f"quantization_config in config.json holds a value of a wrong kind: {error}"
-        ) from error
+        raise ConfigError(f"quantization_config in config.json holds a value of a wrong kind: {error}") from error
 
 
 def _read_fp8(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -121,9 +117,7 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     _refuse_unless(values, "is_marlin_format", (None, False))
     for pattern, changes in (values.get("dynamic") or {}).items():
         if changes and not pattern.startswith("-:"):  # "-:" leaves modules as they are
-            raise UnsupportedModel(
-                f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
-            )
+            raise UnsupportedModel(f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}")
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
     shift, groups = int(layout == "gptq"), bool(values.get("desc_act"))
     scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
@@ -134,9 +128,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for key in ("sparsity_config", "transform_config"):
         given = values.get(key) or {}
         if given.get("format", "dense") != "dense" or given.get("config_groups"):
-            raise UnsupportedModel(
-                f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
-            )
+            raise UnsupportedModel(f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}")
     groups = [group for group in values["config_groups"].values() if group.get("weights")]
     return tuple(_read_group(group, group.get("format") or values.get("format")) for group in groups)
 
@@ -176,9 +168,7 @@ def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]
     value = values.get(key)
     if value not in allowed:
         named = ", ".join(repr(each) for each in allowed if each is not None)
-        raise UnsupportedModel(
-            f"quantization_config: {key} {brief(value)} is not supported; supported: {named}"
-        )
+        raise UnsupportedModel(f"quantization_config: {key} {brief(value)} is not supported; supported: {named}")
 
 
 def _block(sizes: Any) -> tuple[int | None, int | None]:

@@ -134,9 +134,7 @@ class PackedIntegers:
 
     def part(self, *ranges: slice) -> Tensor:
         """These rows and columns, uint8; all of them where no range is given."""
-        numbers = unpack(
-            self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
-        )
+        numbers = unpack(self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift)
         numbers = numbers.t() if self.transposed else numbers
         return numbers[: self.shape[0], : self.shape[1]][ranges]
 
@@ -213,9 +211,7 @@ class Parts:
         """A part of two dimensions. Raises MissingWeights or WeightMismatch, as `get` does."""
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise WeightMismatch(
-                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's"
-            )
+            raise WeightMismatch(f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's")
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
@@ -239,9 +235,7 @@ class Parts:
         return tensor
 
 
-def unpacked(
-    tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None
-) -> dict[str, CheckpointTensor]:
+def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None) -> dict[str, CheckpointTensor]:
     """The tensors of weights by the names that they have in a checkpoint that is not quantized.
 
     Raises MissingWeights or WeightMismatch for a part that is not there or is of another shape or dtype.
@@ -324,17 +318,9 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
         parts.get("scales", FLOATS, (num_scales[1], rows)),
         transposed=True,
         zero_points=PackedIntegers(
-            zero_points,
-            num_scales,
-            scheme.bits,
-            dim=1,
-            transposed=True,
-            interleaved=is_awq,
-            shift=scheme.zero_shift,
+            zero_points, num_scales, scheme.bits, dim=1, transposed=True, interleaved=is_awq, shift=scheme.zero_shift
         ),
-        group_of_column=_group_of_column(parts, "g_idx", columns, scheme)
-        if scheme.layout == "gptq"
-        else None,
+        group_of_column=_group_of_column(parts, "g_idx", columns, scheme) if scheme.layout == "gptq" else None,
     )
 
 
@@ -350,8 +336,7 @@ def _open_mxfp4(tensors: Mapping[str, CheckpointTensor], name: str) -> Checkpoin
     blocks = parts.get(last + BLOCKS, ("U8",))
     if len(blocks.shape) != 4 or blocks.shape[3] != 16:
         raise WeightMismatch(
-            f"{blocks.name!r} in {blocks.path} has shape {list(blocks.shape)}, "
-            "[experts, out, in / 32, 16] expected"
+            f"{blocks.name!r} in {blocks.path} has shape {list(blocks.shape)}, [experts, out, in / 32, 16] expected"
         )
     return Mxfp4Tensor(name, blocks, parts.get(last + SCALES, ("U8",), blocks.shape[:3]))
 

@@ -41,11 +41,7 @@ FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
 #: How the names of the text part's tensors begin, older layouts included, and what a text model has instead.
-PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
+PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 
 #: How the names of the others begin, with or without "model." before.
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
@@ -68,8 +64,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     name = (config.get("architectures") or ["none named"])[0]
     if name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"architecture {name!r} reads more than text; its text part is served of "
-            f"{', '.join(ARCHITECTURES)}"
+            f"architecture {name!r} reads more than text; its text part is served of {', '.join(ARCHITECTURES)}"
         )
     try:
         read: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -84,9 +79,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"served are {', '.join(TEXT_ARCHITECTURES)}"
         )
     rope = values.get("rope_parameters") or {}
-    outer = {
-        key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None
-    }
+    outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
     return {
         **values,
         **outer,

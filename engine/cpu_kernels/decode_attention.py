@@ -64,9 +64,7 @@ def decode_attention(
     window, chunk = min(window or longest, longest), min(chunk or longest, longest)
     most_seen = min(window, chunk)
     scratch = torch.empty(num_threads * num_heads * (most_seen + head_dim))
-    kernel = _kernel(
-        head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype
-    )
+    kernel = _kernel(head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype)
     kernel(
         num_seqs * num_parts, query, key_cache, value_cache, out, decode.rows, decode.context_lens,
         decode.block_tables, decode.block_tables.shape[1], decode.begins, block_size, num_kv_heads, num_parts,
@@ -93,9 +91,7 @@ def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
 
 
 @cache
-def _kernel(
-    head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, dtype: torch.dtype
-) -> Kernel:
+def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -> Kernel:
     """One task is a sequence, or some KV heads of it: scores of what it sees, softmax, weighted values.
 
     Each load of a key or value serves the heads of a group. While a block is in work, the next one is

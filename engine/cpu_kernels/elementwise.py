@@ -87,9 +87,7 @@ def norm_rotate_and_store(
     cos, sin = rotation
     query_norm, key_norm = (0, 0) if norms is None else norms
     out = query.new_empty(query.shape)
-    kernel = _turn_kernel(
-        norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype
-    )
+    kernel = _turn_kernel(norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype)
     kernel(
         _num_tasks(num_tokens), num_tokens, num_heads, key.shape[1], head_dim, cos.shape[-1],
         query, query.stride(0), key, key.stride(0), value, value.stride(0), cos, sin, cos.stride(0),
@@ -162,9 +160,7 @@ def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: A
 
 
 @cache
-def _turn_kernel(
-    normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> Kernel:
+def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
     """dtype: of queries, keys and values.  angle_dtype: of cosines and sines."""
     element, angle_element, weight_element = ELEMENTS[dtype], ELEMENTS[angle_dtype], ELEMENTS[weight_dtype]
 

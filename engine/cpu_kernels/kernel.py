@@ -152,9 +152,7 @@ def _checksum(folder: Path) -> str:
 
 def cache_root() -> Path:
     """The folder that machine code is kept in: Numba's own setting, or one of the user's cache folder."""
-    return Path(
-        numba.config.CACHE_DIR or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
-    )
+    return Path(numba.config.CACHE_DIR or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
 
 
 def _digest(function: Callable[[Any], None]) -> str:

@@ -270,9 +270,7 @@ def _kernel(dtype: torch.dtype) -> Kernel:
                             continue
                         for i in range(NUM_RANGES):
                             ranges[i] = 0
-                        total = _sum_ranges(
-                            row, maxima, ranges, tile_of, found, -1, scale, cut, counts, element
-                        )
+                        total = _sum_ranges(row, maxima, ranges, tile_of, found, -1, scale, cut, counts, element)
                         goal = np.int64(top_k[task]) if counts else _share(total, top_p[task])
                         if goal < total:
                             above, wanted = 0, 0

@@ -132,8 +132,7 @@ def add_outer_products(
             return builder.fmul(emit.load(total, at), scales[vector]) if scales else emit.zero()
 
         slots = [
-            [cgutils.alloca_once_value(builder, before(at, vector)) for vector, at in enumerate(row)]
-            for row in offsets
+            [cgutils.alloca_once_value(builder, before(at, vector)) for vector, at in enumerate(row)] for row in offsets
         ]
         with cgutils.for_range(builder, steps) as loop:
             here = builder.add(vector, builder.mul(loop.index, I64(emit.row_bytes)))

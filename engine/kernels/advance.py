@@ -36,12 +36,7 @@ def advance_kernel(
 
 
 def advance_rows(
-    next_token_ids: Tensor,
-    next_positions: Tensor,
-    block_tables: Tensor,
-    outputs: Sequence[Tensor],
-    *,
-    block_size: int,
+    next_token_ids: Tensor, next_positions: Tensor, block_tables: Tensor, outputs: Sequence[Tensor], *, block_size: int
 ) -> None:
     """One launch; shapes, dtypes and meanings are DecodeState's. outputs: in the kernel's order."""
     num_rows = len(next_positions)

@@ -77,9 +77,7 @@ def penalize(
         counts = tl.where(stands_for_last, 1, counts + ((tokens == last) & (tokens >= 0)).to(tl.int32))
         tokens = tl.where(stands_for_last, last, tokens)
         logits = tl.load(out_row_ptr + tokens, mask=tokens >= 0, other=0.0).to(tl.float32)
-        logits = tl.where(
-            logits < 0, logits * repetition, tl.div_rn(logits, repetition + tl.zeros_like(logits))
-        )
+        logits = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, repetition + tl.zeros_like(logits)))
         logits = logits - frequency * counts.to(tl.float32) - presence * (counts > 0).to(tl.float32)
         tl.store(out_row_ptr + tokens, logits, mask=tokens >= 0)
 

@@ -24,6 +24,4 @@ def fill_pending_kernel(
 
 def fill_pending(token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
     """One launch; shapes, dtypes and meanings are those of KernelBackend.fill_pending."""
-    fill_pending_kernel[(triton.cdiv(len(rows), TILE),)](
-        token_ids, rows, sampled, places, len(rows), TILE=TILE
-    )
+    fill_pending_kernel[(triton.cdiv(len(rows), TILE),)](token_ids, rows, sampled, places, len(rows), TILE=TILE)

@@ -123,9 +123,7 @@ def find_threshold(
         sum1, sum2, sum3 = tl.sum(sums1, 0), tl.sum(sums2, 0), tl.sum(sums3, 0)
         above = tl.where(sum1 < goal, sum1, tl.where(sum2 < goal, sum2, tl.where(sum3 < goal, sum3, above)))
         high = tl.where(sum1 < goal, first, tl.where(sum2 < goal, second, tl.where(sum3 < goal, third, high)))
-        low = tl.where(
-            sum3 >= goal, third, tl.where(sum2 >= goal, second, tl.where(sum1 >= goal, first, low))
-        )
+        low = tl.where(sum3 >= goal, third, tl.where(sum2 >= goal, second, tl.where(sum1 >= goal, first, low)))
     return low.to(tl.int32), above
 
 
@@ -223,9 +221,7 @@ def choose_token_kernel(
     if (highest_key < (INFINITY >> SPARE)) & (highest_key > -(INFINITY >> SPARE)):
         if temperature > 0:
             highest = logit_of(highest_key, SPARE)
-            rate = tl.div_rn(
-                tl.full([], LOG2_E_STEPS, tl.float32), tl.maximum(temperature, LEAST_TEMPERATURE)
-            )
+            rate = tl.div_rn(tl.full([], LOG2_E_STEPS, tl.float32), tl.maximum(temperature, LEAST_TEMPERATURE))
             least = (tl.load(min_p_ptr + row) * WHOLE).to(tl.int64)
             top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
             lowest = tl.full([], float("-inf"), tl.float32)
@@ -294,9 +290,7 @@ def choose_tokens(
     sizes = {"VOCAB": vocab_size, "TILES": num_tiles, "TILE": tile, "SPARE": SPARE_BITS[logits.dtype]}
     # 8 logits, 16 bytes of bfloat16, for each thread
     warps = min(max(tile // 256, 1), MAX_WARPS)
-    tile_maxima_kernel[(num_rows, num_tiles)](
-        maxima, logits, logits.stride(0), **sizes, num_warps=warps // 4 or 1
-    )
+    tile_maxima_kernel[(num_rows, num_tiles)](maxima, logits, logits.stride(0), **sizes, num_warps=warps // 4 or 1)
     choose_token_kernel[(num_rows,)](
         chosen, logits, maxima, *values, logits.stride(0),
         **sizes, TILES_PAD=triton.next_power_of_2(num_tiles), num_warps=warps,

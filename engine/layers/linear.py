@@ -149,8 +149,7 @@ def check_int8() -> None:
     told = "quantization='int8' cannot be used"
     if not _is_x86() or FLAGS.isdisjoint(processor_flags()):
         raise ConfigError(
-            f"{told}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; "
-            "leave it out"
+            f"{told}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; leave it out"
         )
     ones = torch.ones(8, 8)
     try:
@@ -175,9 +174,7 @@ class ReplicatedLinear(WeightedModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
-        )
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.instead: Int8Product | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -76,8 +76,7 @@ class GroupedLinear(nn.Module):
         if self.product is not None:
             return self.product(x, self.weight, bias, groups.ends)
         products = [
-            linear(x[start:end], self.weights[i], None if bias is None else bias[i])
-            for i, start, end in groups.spans
+            linear(x[start:end], self.weights[i], None if bias is None else bias[i]) for i, start, end in groups.spans
         ]
         return torch.cat(products) if products else x.new_empty(0, self.weights[0].shape[0])
 

@@ -101,9 +101,7 @@ def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     if rope.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
-        high - low if high != low else 0.001
-    )
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low if high != low else 0.001)
     kept = 1 - ramp.clamp(0, 1)
     powers = _powers(rope, rope.theta)
     return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(rope, factor)

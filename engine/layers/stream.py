@@ -20,13 +20,7 @@ class RMSNorm(WeightedModule):
     """
 
     def __init__(
-        self,
-        dim: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        kernels: LayerKernels | None = None,
-        offset: float = 0.0,
+        self, dim: int, eps: float, *, dtype: torch.dtype, kernels: LayerKernels | None = None, offset: float = 0.0
     ) -> None:
         super().__init__()
         self.kernels = kernels
@@ -66,13 +60,7 @@ class ParallelRMSNorm(RMSNorm):
     """
 
     def __init__(
-        self,
-        share: Share,
-        eps: float,
-        tp: TensorParallel,
-        *,
-        dtype: torch.dtype,
-        kernels: LayerKernels | None = None,
+        self, share: Share, eps: float, tp: TensorParallel, *, dtype: torch.dtype, kernels: LayerKernels | None = None
     ) -> None:
         super().__init__(share.length, eps, dtype=dtype, kernels=kernels)
         self.share = share
@@ -173,11 +161,7 @@ class StreamProducts:
         after.may_pack = before.may_pack = False
 
     def after_norm(
-        self,
-        stream: Stream,
-        norm: RMSNorm | None,
-        linear: ReplicatedLinear,
-        activation: GatedActivation | None = None,
+        self, stream: Stream, norm: RMSNorm | None, linear: ReplicatedLinear, activation: GatedActivation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (the product of the normalised stream, with the activation if there is one; the stream)."""
         kernels = self._kernels_for(stream.total, linear)

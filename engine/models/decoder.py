@@ -12,13 +12,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from engine.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    WeightedModule,
-    fill,
-)
+from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WeightedModule, fill
 from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
@@ -139,13 +133,7 @@ class DecoderAttention(WeightedModule):
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
 
     def _norm_rotate_and_store(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        cache: LayerKVCache,
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, batch: ForwardBatch, cache: LayerKVCache
     ) -> Tensor:
         """Return the queries; keys and values are in the cache then."""
         each_head = self.qk_norm == "head"
@@ -169,9 +157,7 @@ class DecoderMLP(nn.Module):
         share = tp.share(config.intermediate_size, "features of gate and up")
         rows = {"gate": share, "up": share}
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, dtype=dtype)
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype
-        )
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype)
         self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
         self.products = parts.products(layer)
 
@@ -230,9 +216,7 @@ class DecoderModel(nn.Module):
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
         config = parts.config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype
-        )
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
         # rounded as the embeddings are, which in bfloat16 moves it by up to 0.4 %
         scale = torch.tensor(config.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None

@@ -45,14 +45,10 @@ def read_experts(
     experts = Experts(
         num_experts=size(known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"),
         num_chosen=size(known, "num_experts_per_tok"),
-        intermediate_size=size(
-            {"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"
-        ),
+        intermediate_size=size({"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"),
         normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
         bias=flags.expert_bias,
-        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
-        if "swiglu_alpha" in known
-        else None,
+        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit")) if "swiglu_alpha" in known else None,
         interleaved=flags.interleaved_experts,
     )
     if experts.num_chosen > experts.num_experts:
@@ -213,9 +209,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     attention_bias = truth(known, "attention_bias")
     name = "hidden_activation" if "hidden_activation" in known else "hidden_act"
     if known[name] not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
-        )
+        raise UnsupportedModel(f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}")
     return DecoderConfig(
         flags=flags,
         vocab_size=model.vocab_size,
@@ -264,14 +258,11 @@ def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
     found = values.get("model_type", flags.model_type)
     if found != flags.model_type and not model.is_text_part:
         raise UnsupportedModel(
-            f"config.json names {model.architecture} and the model_type {found!r}; it is native as "
-            f"{flags.model_type!r}"
+            f"config.json names {model.architecture} and the model_type {found!r}; it is native as {flags.model_type!r}"
         )
     if others := [key for key in flags.refused if values.get(key) is not None]:
         raise UnsupportedModel(f"{model.architecture} with {others[0]} in config.json is not native")
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
         raise UnsupportedModel("this model attends to later tokens too, which no completion can")
     if model.num_heads % model.num_kv_heads:
-        raise ConfigError(
-            f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads"
-        )
+        raise ConfigError(f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads")

@@ -133,8 +133,7 @@ def load_model(
         _warn_of_long_factors(rope, place.max_positions)
     rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
     rotaries = [
-        RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device)
-        for rope in decoder.ropes
+        RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device) for rope in decoder.ropes
     ]
     kernels = place.backend.layer_kernels
     with torch.device("meta"):

@@ -81,10 +81,7 @@ def load_weights(
 
 
 def _load_tensor(
-    packed: dict[str, tuple[str, str]],
-    modules: dict[str, WeightedModule],
-    name: str,
-    tensor: CheckpointTensor,
+    packed: dict[str, tuple[str, str]], modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor
 ) -> list[Place]:
     """Load one tensor; return the places filled."""
     found = _find_place(packed, modules, name)

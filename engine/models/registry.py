@@ -21,9 +21,7 @@ class Norms(NamedTuple):
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-AROUND = Norms(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
+AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,7 @@ class DecoderFlags:
     interleaved_experts: bool = False
 
 
-QWEN_WINDOWS = {
-    "layer_types": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+QWEN_WINDOWS = {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GEMMA = {
     "attention_bias": False,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -84,16 +77,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": DecoderFlags("qwen2", keys=QWEN_WINDOWS, qkv_bias=True),
     "Qwen3ForCausalLM": DecoderFlags("qwen3", keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
     "Phi3ForCausalLM": DecoderFlags(
-        "phi3",
-        keys={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None},
+        "phi3", keys={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
     ),
     "Olmo2ForCausalLM": DecoderFlags(
-        "olmo2",
-        keys={"attention_bias": False},
-        norms=AFTER,
-        float32_norms=True,
-        float32_rotation=True,
-        qk_norm="whole",
+        "olmo2", keys={"attention_bias": False}, norms=AFTER, float32_norms=True, float32_rotation=True, qk_norm="whole"
     ),
     "Gemma2ForCausalLM": DecoderFlags(
         "gemma2",
@@ -124,12 +111,7 @@ ARCHITECTURES = {
     ),
     "MixtralForCausalLM": DecoderFlags(
         "mixtral",
-        keys={
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-        },
+        keys={"num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1_000_000.0, "sliding_window": None},
     ),
     "Qwen3MoeForCausalLM": DecoderFlags(
         "qwen3_moe",

@@ -117,10 +117,7 @@ def model_table() -> str:
     """What is served natively, what through transformers, and what is refused and why, in lines."""
     through = served_architectures() - frozenset(ARCHITECTURES)
     lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
-    lines += [
-        "Through transformers (others are tried, and probed when the engine starts):",
-        *_wrapped(through),
-    ]
+    lines += ["Through transformers (others are tried, and probed when the engine starts):", *_wrapped(through)]
     lines += ["", "For text alone, of models that read images too:", *_wrapped(WITH_IMAGES)]
     lines += ["", "Refused, each with the nearest that is served:"]
     for reason, nearest_ones in REFUSED.items():

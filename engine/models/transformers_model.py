@@ -91,9 +91,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
         model.requires_grad_(False).eval().to(place.device)
         return _with_paged_attention(config, model, place)
     except UnsupportedModel as error:
-        raise UnsupportedModel(
-            f"{name} does not run through transformers: {error}; {nearest(name)}"
-        ) from error
+        raise UnsupportedModel(f"{name} does not run through transformers: {error}; {nearest(name)}") from error
 
 
 def check_known(architecture: str) -> None:
@@ -114,9 +112,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
-        raise UnsupportedModel(
-            f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}"
-        )
+        raise UnsupportedModel(f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}")
     for name in (PAGED, RECORDED):
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
@@ -137,14 +133,10 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     except ConfigError:  # of quantized weights
         raise
     except SafetensorError as error:
-        raise MissingWeights(
-            f"{folder} holds no complete safetensors files ({error}); fetch it again"
-        ) from error
+        raise MissingWeights(f"{folder} holds no complete safetensors files ({error}); fetch it again") from error
     except Exception as error:  # whatever transformers makes of what is in the files
         if error.args == (PAGED,):  # a KeyError of a class that knows attentions by name
-            raise UnsupportedModel(
-                "its attention is its own, and no other can take the place of it"
-            ) from error
+            raise UnsupportedModel("its attention is its own, and no other can take the place of it") from error
         words = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
@@ -201,9 +193,7 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
     ):
         if names:
             shown = ", ".join(sorted(map(str, names))[:MAX_NAMES])
-            raise kind(
-                f"{folder} {problem}: {shown}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again"
-            )
+            raise kind(f"{folder} {problem}: {shown}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
 
 
 @contextmanager

@@ -68,9 +68,7 @@ def whole_weights(folder: Path) -> list[TensorEntry]:
     held = {name: {entry.name for entry in entries} for name, entries in files.items()}
     for tensor, name in named_places(folder).items():
         if name in held and tensor not in held[name]:
-            raise MissingWeights(
-                f"{folder / name} lacks {tensor}, which the index names there; fetch it again"
-            )
+            raise MissingWeights(f"{folder / name} lacks {tensor}, which the index names there; fetch it again")
     return [entry for entries in files.values() for entry in entries]
 
 
@@ -144,9 +142,7 @@ def _check_memory(
         yield Observation("memory", "warning", found, mend)
 
 
-def _weight_bytes(
-    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
-) -> int:
+def _weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
     """What weights take in memory at least; what is unpacked when it is read takes more than its file."""
     if model.quantization is not None:
         return sum(entry.end - entry.start for entry in entries)

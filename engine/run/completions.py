@@ -25,9 +25,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
-        logprobs = as_dicts(
-            seq.logprobs, token_ids[seq.num_continued :], seq.sample_top, tokenizer.token_text
-        )
+        logprobs = as_dicts(seq.logprobs, token_ids[seq.num_continued :], seq.sample_top, tokenizer.token_text)
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:
         marks = seq.params.reasoning_marks

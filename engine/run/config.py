@@ -101,9 +101,7 @@ class EngineConfig:
         if self.model_path not in MODEL_PATHS:
             raise ConfigError(f"model_path={self.model_path!r} must be 'auto', 'native' or 'transformers'")
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(
-                f"quantization={self.quantization!r} is not known: use 'int8' or leave it unset"
-            )
+            raise ConfigError(f"quantization={self.quantization!r} is not known: use 'int8' or leave it unset")
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not built for tensor_parallel_size="
@@ -117,9 +115,7 @@ class EngineConfig:
         if template is not None and (not isinstance(template, str) or not template):
             raise ConfigError(f"chat_template must be the name of a template or None, got {template!r}")
         if self.pooling is not None and self.pooling not in MODES:
-            raise ConfigError(
-                f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None"
-            )
+            raise ConfigError(f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
@@ -132,9 +128,7 @@ class EngineConfig:
                 "deterministic=True keeps it; leave one of them out"
             )
         if not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(
-                f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
-            )
+            raise ConfigError(f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}")
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "

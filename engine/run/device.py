@@ -38,9 +38,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver"
-        )
+        raise ConfigError(f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
     return device
@@ -119,9 +117,7 @@ class GpuMemory:
         return torch.cuda.max_memory_reserved(self._device) - before
 
 
-def measure_room(
-    memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]
-) -> int:
+def measure_room(memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]) -> int:
     """Bytes of `share` of the memory left beside the largest step, the graphs, and what is taken now.
 
     warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. The pool

@@ -44,9 +44,7 @@ def check_request(request_id: object, lane: object, unfinished: Container[str]) 
         raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
 
 
-def numbered(
-    prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None
-) -> Iterator[Request]:
+def numbered(prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None) -> Iterator[Request]:
     """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
@@ -95,9 +93,7 @@ def _check_distinct(tails: tuple[Tail, ...]) -> None:
     places: dict[Tail, int] = {}
     for place, tail in enumerate(tails):
         if places.setdefault(tail, place) != place:
-            raise InvalidPrompt(
-                f"continuations {places[tail]} and {place} are the same tokens: one of them is enough"
-            )
+            raise InvalidPrompt(f"continuations {places[tail]} and {place} are the same tokens: one of them is enough")
 
 
 class Scores:
@@ -163,9 +159,7 @@ class Seeds:
 class Embedder:
     """pooling: None for a checkpoint that says nothing of embeddings: each call is refused then."""
 
-    def __init__(
-        self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader
-    ) -> None:
+    def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
         self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
         self.num_dimensions = 0 if pooling is None else hidden_size * len(pooling.modes)
 

@@ -38,9 +38,7 @@ class NewSequences:
     ) -> list[Sequence]:
         """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer,
         InvalidRequest for a completion that cannot go on."""
-        end_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else self.eos_token_ids
-        )
+        end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
         follows_text = self._tokenizer.has_text(prompt.token_ids)
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
         edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
@@ -70,9 +68,7 @@ class NewSequences:
                 seq.go_on_behind(token_id)
         return seqs
 
-    def pooled(
-        self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int
-    ) -> list[Sequence]:
+    def pooled(self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int) -> list[Sequence]:
         """The one whose hidden states are pooled."""
         keys = prompt.block_keys
         seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
@@ -101,9 +97,7 @@ class NewSequences:
             seqs.append(seq)
         return seqs
 
-    def _stop_strings(
-        self, params: SamplingParams, follows_text: bool, matcher: Matcher | None
-    ) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams, follows_text: bool, matcher: Matcher | None) -> StopStrings | None:
         if not params.stop:
             return None
         return self._tokenizer.stop_strings(

@@ -237,15 +237,11 @@ class Stepper:
         """Raise StepFailed if a step raises whatever is in it. Nothing that was launched may be in flight."""
         edits = RequestEdits.of(CONTROL, [0], CONTROL_TOKENS, bad_words=((0, 2),))
         assert edits is not None
-        control = Sequence(
-            "the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)), edits=SequenceEdits(edits)
-        )
+        control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)), edits=SequenceEdits(edits))
         try:
             self._launch(self._scheduler.schedule_control(control)).wait()
         except Exception as own_error:  # noqa: BLE001 - it says what is broken
-            raise StepFailed(
-                f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}"
-            ) from error
+            raise StepFailed(f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}") from error
         finally:
             self._scheduler.release_control(control)
 

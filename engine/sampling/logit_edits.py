@@ -236,11 +236,7 @@ class RequestEdits:
 
     @classmethod
     def of(
-        cls,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        vocab_size: int,
-        bad_words: Iterable[TokenIds],
+        cls, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, bad_words: Iterable[TokenIds]
     ) -> RequestEdits | None:
         """None if the logits stay as they are. A grammar's own masks hold the tokens that are allowed too."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)

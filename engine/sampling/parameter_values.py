@@ -80,8 +80,7 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
     for text in texts:
         if len(text) > MAX_MARK_CHARS or text != text.strip() or "\ufffd" in text:
             raise InvalidSampling(
-                f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them",
-                brief(text),
+                f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them", brief(text)
             )
     return texts
 
@@ -144,9 +143,7 @@ def _token_id(key: object) -> int:
     return key
 
 
-def _texts(
-    texts: object, name: str, what: str, most: int, *, kind: str = "a list of strings"
-) -> tuple[str, ...]:
+def _texts(texts: object, name: str, what: str, most: int, *, kind: str = "a list of strings") -> tuple[str, ...]:
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise InvalidSampling(f"{name} must be {kind}", brief(texts))
     if len(texts) > most:

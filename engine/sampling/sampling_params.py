@@ -132,9 +132,7 @@ class SamplingParams:
             object.__setattr__(self, name, read(getattr(self, name)))
         if self.structured_outputs is not None:
             if self.thinking_token_budget is not None:
-                raise InvalidSampling(
-                    "structured_outputs hold for all of the text: no thinking_token_budget with them"
-                )
+                raise InvalidSampling("structured_outputs hold for all of the text: no thinking_token_budget with them")
             object.__setattr__(self, "separate_reasoning", False)
 
     @classmethod

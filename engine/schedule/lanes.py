@@ -72,8 +72,7 @@ class RunningList:
             for seq in self._seqs:
                 by_lane.setdefault(seq.lane, []).append(seq)
             self._lanes = {
-                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64))
-                for lane, seqs in by_lane.items()
+                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64)) for lane, seqs in by_lane.items()
             }
         return self._lanes
 

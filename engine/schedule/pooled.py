@@ -10,9 +10,7 @@ class PooledStates:
     """Collects one sequence's vector. next: the place of the first token whose hidden state is looked at, and
     neither known nor being computed."""
 
-    def __init__(
-        self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool
-    ) -> None:
+    def __init__(self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool) -> None:
         """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept."""
         self._modes, self._dimensions, self._normalize = modes, dimensions, normalize
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
@@ -64,8 +62,7 @@ class PooledStates:
             "weightedmean": self._num_rows * (self._num_rows + 1) / 2,
         }
         parts = [
-            vector / np.float32(weights.get(mode, 1))
-            for mode, vector in zip(self._modes, self._vectors, strict=True)
+            vector / np.float32(weights.get(mode, 1)) for mode, vector in zip(self._modes, self._vectors, strict=True)
         ]
         whole = np.concatenate(parts)[: self._dimensions]
         if self._normalize:  # as torch.nn.functional.normalize does it

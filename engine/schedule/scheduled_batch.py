@@ -75,9 +75,7 @@ class ScheduledBatch:
                 self.prefill_samples[prefills],
                 decode_slots=self.decode_slots[decodes],
                 num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
-                num_decode_tokens=sum(
-                    seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]
-                ),
+                num_decode_tokens=sum(seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]),
             )
             for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
         )

@@ -298,9 +298,7 @@ class Scheduler:
         """Tokens left for prefills of this lane: less urgent lanes keep one for each of their decodes."""
         reserved = 0
         if self.running and self.running.last.lane > lane:
-            reserved = sum(
-                seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running
-            )
+            reserved = sum(seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running)
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:

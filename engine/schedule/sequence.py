@@ -126,9 +126,7 @@ class Sequence:
         self.forced = deque(() if self.forcing is None else self.forcing.first())
         self.sample_top = num_top(self.params.logprobs)
         # one sample speaks for all
-        self.score_top = (
-            num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
-        )
+        self.score_top = num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
         self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
 
     def go_on_behind(self, token_id: int) -> None:

@@ -124,9 +124,7 @@ class SlotTable:
         """Write the block that was just appended to the table of `seq`."""
         self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
-    def advance(
-        self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]
-    ) -> None:
+    def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
         """Count what a launched step computes for these slots, and a pending token where it samples."""
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]

@@ -127,9 +127,7 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
             parts.later.append(place)
             matchers.append(seq.matcher)
     end_token_ids = slots.end_token_ids[sampling[early]]
-    for place, row, own in zip(
-        np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
-    ):
+    for place, row, own in zip(np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True):
         if sampled_as(batch.sampling[row]) is None:
             parts.banned.append((place, own[own != NO_TOKEN]))
     if not matchers:

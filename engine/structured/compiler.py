@@ -66,11 +66,7 @@ MAX_REASON_CHARS = 300
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 
 #: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
-    "max_lexer_states": 20_000,
-}
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 
 #: Of the stack of a thread in which a form is tried. It is compiled on a larger one then.
 STACK_BYTES = 16 << 20
@@ -98,9 +94,7 @@ class Compiler:
                 slices=[] if num_tokens < SMALL_VOCABULARY else None,
             )
         except Exception as error:  # whatever it makes of a vocabulary
-            raise InvalidSampling(
-                f"{NAME} cannot be served with this model's tokenizer", _short(error)
-            ) from error
+            raise InvalidSampling(f"{NAME} cannot be served with this model's tokenizer", _short(error)) from error
         self.vocabulary = Vocabulary.of(self._tokenizer)
 
     def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:

@@ -64,9 +64,7 @@ def open_store() -> TCPStore:
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join_ranks(rank: int, size: int, port: int, device: torch.device) -> ProcessGroupParallel:

@@ -247,9 +247,7 @@ class RankGroup:
         received: dict[int, Message] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
-                raise RankFailed(
-                    min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
-                )
+                raise RankFailed(min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs")
             for rank in self._readable(deadline):
                 found = self._read(rank)
                 if isinstance(found, Failure):
@@ -320,9 +318,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
             "and choose them with CUDA_VISIBLE_DEVICES"
         )
     if torch.cuda.device_count() < size:
-        raise ConfigError(
-            f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}"
-        )
+        raise ConfigError(f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}")
     return [f"cuda:{rank}" for rank in range(size)]
 
 

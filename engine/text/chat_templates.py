@@ -39,9 +39,7 @@ def read_template(folder: Path, name: str | None) -> str | None:
         return templates[DEFAULT]
     if len(templates) < 2:
         return next(iter(templates.values()), None)
-    raise ConfigError(
-        f"chat_template must name one of several templates, none of them the default: {there_are}"
-    )
+    raise ConfigError(f"chat_template must name one of several templates, none of them the default: {there_are}")
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
@@ -133,8 +131,7 @@ def _check_part(part: object, i: int) -> None:
         raise InvalidPrompt(f"a part of message {i} must be an object with a type, such as 'text'")
     if kind != "text":
         raise InvalidPrompt(
-            f"message {i} holds a part of the type {kind!r}: this engine reads text alone, no images, audio "
-            "or video"
+            f"message {i} holds a part of the type {kind!r}: this engine reads text alone, no images, audio or video"
         )
     if not isinstance(part.get("text"), str):
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
@@ -169,8 +166,7 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidPrompt(
-            f"a tool call of message {i} must be {{'type': 'function', 'function': {{'name': ..., "
-            "'arguments': ...}}"
+            f"a tool call of message {i} must be {{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

@@ -182,9 +182,7 @@ class PromptReader:
         alone = iter(self._continuations.alone(texts))
         return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
-    def token_ids(
-        self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1
-    ) -> list[int]:
+    def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong.
 
         truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
@@ -196,9 +194,7 @@ class PromptReader:
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:
-            raise InvalidPrompt(
-                f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}"
-            )
+            raise InvalidPrompt(f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}")
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         token_ids = self.truncated(token_ids, truncate_prompt_tokens, room)

@@ -185,9 +185,7 @@ class Reasoner:
                 "special tokens name none: give reasoning_marks"
             )
         if max(marks.end.token_ids) >= self._vocab_size:
-            raise InvalidSampling(
-                f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
-            )
+            raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
         text = partial(self._tokenizer.incremental_text, follows_text=follows_text)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 

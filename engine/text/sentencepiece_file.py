@@ -45,9 +45,7 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
     }
     for reason, applies in refusals.items():
         if applies:
-            raise ConfigError(
-                f"{path} cannot be read: {reason}; add the model's tokenizer.json to the folder"
-            )
+            raise ConfigError(f"{path} cannot be read: {reason}; add the model's tokenizer.json to the folder")
     ids = {
         "unk_token": trainer.get(40, 0),
         "bos_token": trainer.get(41, 1),

@@ -68,9 +68,7 @@ def _keeps_chars(tokenizer: Any, pieces: Container[str]) -> bool:
         and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
         and not tokenizer.model.continuing_subword_prefix
         and not tokenizer.model.end_of_word_suffix
-        and all(
-            step.get("type") == "Prepend" or step == writes_space for step in _steps(tokenizer.normalizer)
-        )
+        and all(step.get("type") == "Prepend" or step == writes_space for step in _steps(tokenizer.normalizer))
         and all(
             (step.get("type") == "Metaspace" and step["replacement"] == SPACE)
             or (step.get("type") in ("Split", "Digits") and step.get("behavior") != "Removed")

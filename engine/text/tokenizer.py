@@ -208,11 +208,7 @@ class Tokenizer:
         return text
 
     def incremental_text(
-        self,
-        *,
-        follows_text: bool,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
+        self, *, follows_text: bool, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> IncrementalText:
         """The text of tokens that come one by one. The arguments are those of `decode`."""
         decode = partial(

@@ -17,15 +17,7 @@ from jobs.cli.run_options import check_options, input_options, output_options, p
 from jobs.cli.status_text import gone_text, status_text, tell_failures
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
-from jobs.cli.watch_commands import (
-    json_option,
-    run_json,
-    runs,
-    show_all_runs,
-    tell_troubles,
-    watch_option,
-    workers,
-)
+from jobs.cli.watch_commands import json_option, run_json, runs, show_all_runs, tell_troubles, watch_option, workers
 from jobs.common.version import code_version
 from jobs.errors import UnknownRun
 from jobs.installed import model_table
@@ -94,9 +86,7 @@ def submit(
     with errors_told():
         arguments = run_arguments(options)
         if dry_run and options["extend"]:
-            raise click.UsageError(
-                "--dry-run looks at all of an input: name the new files alone, no --extend"
-            )
+            raise click.UsageError("--dry-run looks at all of an input: name the new files alone, no --extend")
         if dry_run:
             tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
             return

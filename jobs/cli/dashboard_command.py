@@ -13,11 +13,7 @@ SERVE = "tokenmill_dashboard.serve"
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9181, show_default=True)
 @click.option(
-    "--host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name, or name:port, that a proxy before it answers to.",
+    "--host", "hosts", multiple=True, metavar="NAME", help="A name, or name:port, that a proxy before it answers to."
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
 @click.option(
@@ -36,9 +32,7 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     try:
         found: Any = importlib.import_module(SERVE)
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"{error.name} is not installed: pip install 'tokenmill[dashboard]'"
-        ) from None
+        raise click.ClickException(f"{error.name} is not installed: pip install 'tokenmill[dashboard]'") from None
     try:
         found.serve(context.find_root().params["url"], **options)
     except found.NotServed as refused:

@@ -39,9 +39,7 @@ PROMPT_OPTIONS = (
 )
 
 
-def assignments(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, str] | None:
+def assignments(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str] | None:
     """Return what an option of the form NAME=TEXT, given more than once, says of each name."""
     found: dict[str, str] = {}
     for text in texts:
@@ -54,9 +52,7 @@ def assignments(
     return found or None
 
 
-def column_list(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> list[str] | None:
+def column_list(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[str] | None:
     """Return the columns of an option that takes several, apart by commas and given more than once."""
     if not texts:
         return None

@@ -42,9 +42,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 @click.option("--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all.")
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
-def requeue_command(
-    connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
-) -> None:
+def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]) -> None:
     """Put failed jobs back on their queue.
 
     Those with JOB_IDS, or --all. Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a

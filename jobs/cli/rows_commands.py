@@ -62,9 +62,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
             if wait:
                 wait_for_end(connection, found)
                 return
-            click.echo(
-                f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it"
-            )
+            click.echo(f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it")
             return
         snapshot = None
         with suppress(UnknownRun):
@@ -87,18 +85,12 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
 
 @click.command()
 @click.argument("run")
-@click.option(
-    "--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first."
-)
-@click.option(
-    "--follow", "-f", is_flag=True, help="Go on with each part that is published, until the run ends."
-)
+@click.option("--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with each part that is published, until the run ends.")
 @click.option("--prompts", is_flag=True, help="Show the columns too that the prompts are made of.")
 @json_option
 @click.pass_obj
-def tail(
-    connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool
-) -> None:
+def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool) -> None:
     """Show the answers of a run that were published last.
 
     RUN is its id or its output folder, which is to be on this machine, or in a store whose keys are in the
@@ -123,9 +115,7 @@ def tail(
             _follow(connection, reader, shown, lambda shard: show(reader.answers(shard, columns)))
 
 
-def _follow(
-    connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
-) -> None:
+def _follow(connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]) -> None:
     """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
@@ -193,9 +183,7 @@ def _tell_not_here(run: str, why: str) -> None:
     )
 
 
-def _errors_json(
-    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0
-) -> str:
+def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0) -> str:
     content = {
         "run": run,
         "errors": reasons.rows,
@@ -210,9 +198,7 @@ def _errors_json(
     return json.dumps(content, ensure_ascii=False)
 
 
-def _errors_text(
-    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0
-) -> str:
+def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0) -> str:
     outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"

@@ -84,8 +84,7 @@ _PROMPT = (
     _option("--bad-words", "A text that no completion has; may be given again.", multiple=True),
     _option(
         "--structured-outputs",
-        'What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or '
-        '"grammar".',
+        'What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or "grammar".',
         callback=json_value(dict),
     ),
     _option("--stop", "Text that ends a completion; may be given more than once.", multiple=True),
@@ -105,9 +104,7 @@ _PROMPT = (
         "With them in, leave the spaces between two, as is done by default, or take them out.",
         default=None,
     ),
-    _option(
-        "--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int
-    ),
+    _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
     _option(
         "--labels",
         "Give the probability of each of these labels, such as yes,no, instead of generating; or as "
@@ -115,9 +112,7 @@ _PROMPT = (
         callback=label_list,
     ),
     _option(
-        "--calibrate",
-        "Subtract what each of --labels has behind the prompt with N/A for all columns.",
-        is_flag=True,
+        "--calibrate", "Subtract what each of --labels has behind the prompt with N/A for all columns.", is_flag=True
     ),
     _option(
         "--task",
@@ -173,25 +168,20 @@ _CHECK = (
         type=int,
     ),
     _option(
-        "--continue-on-length",
-        "Let an answer that --max-tokens has cut go on; each time is an attempt.",
-        is_flag=True,
+        "--continue-on-length", "Let an answer that --max-tokens has cut go on; each time is an attempt.", is_flag=True
     ),
     _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
 _OUTPUT = (
-    _option(
-        "--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list
-    ),
+    _option("--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list),
     _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
     _option("--redo-damaged", "Remove parts that the run has not written so; redo them.", is_flag=True),
     _option("--extend", "Add what the input has gained to the run in OUT; compute only that.", is_flag=True),
     _option(
-        "--max-errors",
-        "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
+        "--max-errors", "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%."
     ),
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),

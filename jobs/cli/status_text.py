@@ -23,9 +23,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
         width = widths[place]
         return text.rjust(width) if heads[place] in numbers else text.ljust(width)
 
-    return "\n".join(
-        "  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines
-    )
+    return "\n".join("  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines)
 
 
 def rate(value: float | None) -> str:
@@ -69,9 +67,7 @@ class Bar:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._bar = tqdm(
-            unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT
-        )
+        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
         if snapshot.rows is not None:
@@ -170,8 +166,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *_why(snapshot),
-            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
-            f"{_rest(snapshot)}",
+            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
             *_refused(snapshot),

@@ -46,8 +46,7 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
         if not no_answers:
             asks_labels = survey["labels"] is not None
             trials = [
-                classification_of(each, survey, model) if asks_labels else trial_of(each, model)
-                for each in picked
+                classification_of(each, survey, model) if asks_labels else trial_of(each, model) for each in picked
             ]
             answers = try_jobs(connection, queue, trials, model)
         for each, tried in zip(picked, answers, strict=True):
@@ -139,9 +138,7 @@ def _text(value: Any) -> str:
 
 
 def _reasons(survey: dict[str, Any]) -> list[str]:
-    return [
-        f"{_would_fail(each['rows'], each['row'])}: {safe_name(each['reason'])}" for each in survey["reasons"]
-    ]
+    return [f"{_would_fail(each['rows'], each['row'])}: {safe_name(each['reason'])}" for each in survey["reasons"]]
 
 
 def _would_fail(rows: int, first: int) -> str:

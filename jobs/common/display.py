@@ -32,8 +32,7 @@ def printable(text: str | bytes, kept: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
-        for each in text
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
     )
 
 
@@ -61,9 +60,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
     except ValueError:
-        return json.dumps(
-            _finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent
-        )
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
 
 
 def _written(value: Any) -> Any:

@@ -33,9 +33,7 @@ class JsonLine(logging.Formatter):
     times as long as a line of text.
     """
 
-    def __init__(
-        self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None) -> None:
         super().__init__()
         self._bound, self._more_of = dict(bound), more_of
 

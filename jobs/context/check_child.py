@@ -79,9 +79,7 @@ def _function(dotted: str) -> Check:
         with unlimited_memory():
             found: Any = getattr(importlib.import_module(module), name)
     except BaseException as error:  # a module raises what it likes
-        raise Unusable(
-            f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
-        ) from error
+        raise Unusable(f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(found):
         raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
     check: Check = found
@@ -96,8 +94,7 @@ def _schema(schema: dict[str, Any]) -> Check:
         from jsonschema_specifications import REGISTRY
     except ImportError as error:
         raise Unusable(
-            f"json of check needs jsonschema, which this worker lacks ({error}): "
-            "pip install 'tokenmill[worker]' there"
+            f"json of check needs jsonschema, which this worker lacks ({error}): pip install 'tokenmill[worker]' there"
         ) from None
     kind = validator_for(schema, default=Draft202012Validator)
     try:

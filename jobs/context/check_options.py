@@ -98,8 +98,7 @@ def repair_options(
 def _check(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
         raise InvalidValue(
-            'check is {}, expected one of {{"json": schema}}, {{"regex": pattern}} and '
-            '{{"function": "module.name"}}',
+            'check is {}, expected one of {{"json": schema}}, {{"regex": pattern}} and {{"function": "module.name"}}',
             brief(value),
         )
     ((kind, what),) = value.items()
@@ -135,8 +134,7 @@ def _repair_template(value: Any) -> str:
     text = _text("repair_template", value, MAX_REPAIR_CHARS)
     if (number := text.count(REASON)) > MAX_REASONS:
         raise InvalidJob(
-            f"repair_template has {REASON} {number} times, more than the limit of {MAX_REASONS}: "
-            "once is enough"
+            f"repair_template has {REASON} {number} times, more than the limit of {MAX_REASONS}: once is enough"
         )
     return text
 
@@ -155,9 +153,7 @@ def _attempts(value: Any) -> int:
     if isinstance(value, str):
         raise InvalidValue("max_attempts arrived as the text {}: write max_attempts:=3", brief(value))
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ATTEMPTS:
-        raise InvalidValue(
-            f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", brief(value)
-        )
+        raise InvalidValue(f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", brief(value))
     return value
 
 

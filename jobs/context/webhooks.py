@@ -33,8 +33,7 @@ def check_host(url: str, hosts: Collection[str]) -> None:
     """Raise InvalidJob for a host that this worker may not call."""
     if (host := host_of(url)) not in hosts:
         raise InvalidJob(
-            f"webhook: this worker may not call the host {brief(host)}: add it to "
-            "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
+            f"webhook: this worker may not call the host {brief(host)}: add it to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
 
 
@@ -95,9 +94,7 @@ def _parsed(url: Any) -> SplitResult:
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 if "@" in parts.netloc:  # which no call could be made with
-                    raise InvalidJob(
-                        "webhook: a URL with user or password, expected one such as https://host/path"
-                    )
+                    raise InvalidJob("webhook: a URL with user or password, expected one such as https://host/path")
                 return parts
         except ValueError:
             pass

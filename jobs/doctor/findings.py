@@ -89,9 +89,7 @@ def check_installation() -> Iterator[Finding]:
     for name, expected in VARIABLES.items():
         if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
-    yield ok(
-        "installation", f"Tokenmill {code_version()}, rq {installed('rq')}, redis-py {installed('redis')}"
-    )
+    yield ok("installation", f"Tokenmill {code_version()}, rq {installed('rq')}, redis-py {installed('redis')}")
 
 
 def missing(names: Mapping[str, str], extra: str) -> Iterator[Finding]:

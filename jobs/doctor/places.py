@@ -20,9 +20,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
     """Try in each root what a run does there. One that only holds inputs may be closed to a worker."""
     found = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
     is_closed = all(each.mend for each in found)
-    yield from (
-        each if is_closed or not each.mend else warning(each.subject, each.found, each.mend) for each in found
-    )
+    yield from (each if is_closed or not each.mend else warning(each.subject, each.found, each.mend) for each in found)
 
 
 def _look(root: str) -> Finding:

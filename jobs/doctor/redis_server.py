@@ -10,13 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
@@ -221,11 +215,7 @@ _WORKERS = """
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
-_WORDS = {
-    "K": prefixed("rq:job:tokenmill-doctor"),
-    "C": prefixed("rq:pubsub:tokenmill-doctor"),
-    "SHA": "0" * 40,
-}
+_WORDS = {"K": prefixed("rq:job:tokenmill-doctor"), "C": prefixed("rq:pubsub:tokenmill-doctor"), "SHA": "0" * 40}
 
 #: Commands that rules name with their first argument.
 _WITH_ARGUMENT = {"script", "memory"}

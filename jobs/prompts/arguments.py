@@ -21,12 +21,7 @@ NOT_TEXT = frozenset(
     | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
     | {"prompt_logprobs", "top_logprobs", "echo", "thinking_token_budget", "separate_reasoning"}
     | {"repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
-    | {
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "structured_outputs",
-    }
+    | {"include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"}
 )
 
 Prompt = str | list[int]
@@ -88,9 +83,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
         if name in NOT_TEXT and isinstance(value, str):
             raise _arrived_as_text(name, value)
     known = NOT_TEXT | {"stop"}
-    return without_neutral(
-        {name: value for name, value in sampling.items() if value is not None or name not in known}
-    )
+    return without_neutral({name: value for name, value in sampling.items() if value is not None or name not in known})
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
@@ -131,9 +124,7 @@ def _text(text: str, what: str) -> str:
 
 def _token_ids(ids: list[int], what: str) -> list[int]:
     if len(ids) > MAX_PROMPT_BYTES:
-        raise InvalidJob(
-            f"{what} has {len(ids)} token ids, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
-        )
+        raise InvalidJob(f"{what} has {len(ids)} token ids, more than the limit of {MAX_PROMPT_BYTES}: shorten it")
     return list(ids)
 
 

@@ -39,9 +39,7 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
     seed: for a body that names none. aliases: models in whose place the served one answers; "*" for any.
     """
     if custom_id(line) is None:
-        raise InvalidValue(
-            "custom_id is {}, expected a text that names the line", brief(line.get("custom_id"))
-        )
+        raise InvalidValue("custom_id is {}, expected a text that names the line", brief(line.get("custom_id")))
     if line.get("method") != "POST":
         raise InvalidValue("method is {}, expected 'POST'", brief(line.get("method")))
     url, body = line.get("url"), line.get("body")

@@ -34,12 +34,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 #: What says something of a request to a service's operator and nothing to a model, and of what type it is.
-SAID_OF_IT: Mapping[str, type] = {
-    "metadata": dict,
-    "prompt_cache_key": str,
-    "safety_identifier": str,
-    "user": str,
-}
+SAID_OF_IT: Mapping[str, type] = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:

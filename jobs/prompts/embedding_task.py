@@ -61,8 +61,7 @@ def pooling_values(
     if dimensions is not None:
         if type(dimensions) is not int or dimensions < 1:
             raise InvalidValue(
-                "dimensions is {}, expected a positive integer: on the command line of RQ write "
-                "dimensions:=256",
+                "dimensions is {}, expected a positive integer: on the command line of RQ write dimensions:=256",
                 brief(dimensions),
             )
         values["dimensions"] = dimensions

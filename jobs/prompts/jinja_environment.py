@@ -18,17 +18,7 @@ from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
 #: What has a text.
-_WRITTEN = (
-    str,
-    int,
-    float,
-    Decimal,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    jinja2.Undefined,
-    UUID,
-)
+_WRITTEN = (str, int, float, Decimal, datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined, UUID)
 
 #: What reads other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
@@ -96,13 +86,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             names = frozenset(found.undeclared_identifiers - self.globals.keys())
             return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), names
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateProblem(
-                f"the template, line {error.lineno}: {{}}", str(error.message)[:200]
-            ) from None
+            raise TemplateProblem(f"the template, line {error.lineno}: {{}}", str(error.message)[:200]) from None
         except (SyntaxError, RecursionError, MemoryError, ValueError):
-            raise TemplateProblem(
-                "the template is nested too deeply, or holds what Python cannot compile"
-            ) from None
+            raise TemplateProblem("the template is nested too deeply, or holds what Python cannot compile") from None
 
 
 _environment = _Environment()

@@ -33,14 +33,10 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
         )
     normal = [_message(message, number) for number, message in enumerate(messages)]
     if sum(len(each["content"]) for each in normal if isinstance(each["content"], list)) > MAX_MESSAGES:
-        raise UnusableMessages(
-            f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it"
-        )
+        raise UnusableMessages(f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it")
     total = sum(_num_bytes(value) for message in normal for value in message.values())
     if total > MAX_PROMPT_BYTES:
-        raise UnusableMessages(
-            f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them"
-        )
+        raise UnusableMessages(f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them")
     return normal
 
 
@@ -72,9 +68,7 @@ def _message(message: object, number: int) -> dict[str, Any]:
     normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}"), "content": content}
     if calls is not None:
         if not isinstance(calls, list):
-            raise UnusableMessages(
-                f"tool_calls of message {number} is {type(calls).__name__}, expected a list"
-            )
+            raise UnusableMessages(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
         normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
         if key in given:
@@ -100,8 +94,7 @@ def _call(call: object, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
         raise UnusableMessages(
-            f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': "
-            "{'name', 'arguments'}}"
+            f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
     if call.get("type", "function") != "function":
         raise UnusableMessages(

@@ -154,11 +154,7 @@ class OpenPrompts(OpenTask):
             return None
         if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
             self._shown_at = now
-            self._shown = {
-                "prompts": len(self._answers),
-                "prompts_done": self._num_done,
-                "tokens": self._num_tokens,
-            }
+            self._shown = {"prompts": len(self._answers), "prompts_done": self._num_done, "tokens": self._num_tokens}
         return self._shown
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:

@@ -62,9 +62,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
         return sampling, ResponseOptions()
     num_top = 0 if num_top is None else num_top
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise InvalidValue(
-            f"top_logprobs is {{}}, expected an integer from 0 to {MAX_TOP_LOGPROBS}", brief(num_top)
-        )
+        raise InvalidValue(f"top_logprobs is {{}}, expected an integer from 0 to {MAX_TOP_LOGPROBS}", brief(num_top))
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
 
 
@@ -100,8 +98,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"json_object": True}
     if kind != "json_schema":
         raise InvalidValue(
-            "response_format is {}, expected an object whose type is text, json_object or json_schema",
-            brief(value),
+            "response_format is {}, expected an object whose type is text, json_object or json_schema", brief(value)
         )
     described = value.get("json_schema")
     if not isinstance(described, dict):

@@ -50,9 +50,7 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
             {
                 **_entry(_own(row)),
                 "top_logprobs": [
-                    _entry(each)
-                    for each in sorted(row.values(), key=lambda each: each.rank)
-                    if each.rank <= num_top
+                    _entry(each) for each in sorted(row.values(), key=lambda each: each.rank) if each.rank <= num_top
                 ],
             }
             for row in rows
@@ -93,11 +91,7 @@ def _by_text(entries: Iterable[Logprob]) -> dict[str, float]:
 
 def _entry(each: Logprob) -> dict[str, Any]:
     token = each.decoded_token
-    return {
-        "token": token,
-        "logprob": _shown(each),
-        "bytes": None if INCOMPLETE in token else list(token.encode()),
-    }
+    return {"token": token, "logprob": _shown(each), "bytes": None if INCOMPLETE in token else list(token.encode())}
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -164,14 +164,10 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
     }
 
 
-def _ranking(
-    answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None
-) -> dict[str, Any]:
+def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
     """One result for each document, the most relevant first; those that failed come last."""
     results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
-    results.sort(
-        key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True
-    )
+    results.sort(key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
 
 
@@ -217,8 +213,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise InvalidValue(
-                f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty",
-                brief(each),
+                f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty", brief(each)
             )
         found.append(_one_prompt([each]))
     return found
@@ -230,9 +225,7 @@ def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
         return _without_content(asked) if is_chat else CONTENT_FREE
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
-        raise InvalidValue(
-            f"calibrate is {{}}, expected true, false, or {kind} without content", brief(calibrate)
-        )
+        raise InvalidValue(f"calibrate is {{}}, expected true, false, or {kind} without content", brief(calibrate))
     return calibrate
 
 

@@ -21,8 +21,7 @@ def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
         raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
     if len(template) > MAX_TEMPLATE_MESSAGES:
         raise InvalidJob(
-            f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: "
-            "shorten it"
+            f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: shorten it"
         )
     for number, message in enumerate(template):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:

@@ -56,10 +56,7 @@ def accept_any_run(spec: RunSpec) -> None:
 
 
 def submit_run(
-    connection: Redis,
-    queue_name: str,
-    check_run: Callable[[RunSpec], None] = accept_any_run,
-    **arguments: Any,
+    connection: Redis, queue_name: str, check_run: Callable[[RunSpec], None] = accept_any_run, **arguments: Any
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 

@@ -169,14 +169,10 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[
             pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
         payloads = pipe.execute()
     found = []
-    for entry, (ended_at, status), results, data in zip(
-        entries, told[::3], told[2::3], payloads, strict=True
-    ):
+    for entry, (ended_at, status), results, data in zip(entries, told[::3], told[2::3], payloads, strict=True):
         error = _error(results)
         is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
-        found.append(
-            FailedJob(*entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped)
-        )
+        found.append(FailedJob(*entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped))
     return found
 
 

@@ -234,9 +234,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     return found
 
 
-def _read_facts(
-    connection: Redis, runs: Iterable[str]
-) -> dict[str, tuple[dict[str, str], int, JobStatus | None]]:
+def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[str, str], int, JobStatus | None]]:
     """Return for each run the fields that are looked at, its recorded parts, and its planning's status.
 
     Runs of which nothing is left but their place in the index are left out.

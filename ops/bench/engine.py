@@ -15,17 +15,10 @@ from ops.bench.workload import parse_options, run
 
 
 def generate(
-    engine: Engine,
-    prompts: list[list[int]],
-    lengths: list[int],
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    engine: Engine, prompts: list[list[int]], lengths: list[int], *, temperature: float = 0.0, top_p: float = 1.0
 ) -> list[list[int]]:
     """Complete all prompts, each to its full length; return their tokens."""
-    params = [
-        SamplingParams(max_tokens=n, temperature=temperature, top_p=top_p, ignore_eos=True) for n in lengths
-    ]
+    params = [SamplingParams(max_tokens=n, temperature=temperature, top_p=top_p, ignore_eos=True) for n in lengths]
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 

@@ -150,9 +150,7 @@ def read_peers(path: Path) -> dict[str, str]:
     return found
 
 
-def run_all(
-    commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace
-) -> None:
+def run_all(commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace) -> None:
     """Start the commands by their names; print a table for each workload. Raises RuntimeError if one ends."""
     with ExitStack() as stack:
         peers = []

@@ -46,9 +46,7 @@ class InstantEngine:
         self.started: list[str] = []
         self._steps = 0
 
-    def add(
-        self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0, **_: Any
-    ) -> None:
+    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0, **_: Any) -> None:
         self._waiting.append(request_id)
         self.has_unfinished = True
 
@@ -94,9 +92,7 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 
 def serve(kind: str, url: str) -> None:
     """Work off the queue in this process; print what it took as JSON."""
-    worker = KINDS[kind][0](
-        ["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True
-    )
+    worker = KINDS[kind][0](["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True)
     started, cpu = time.perf_counter(), _cpu_s()
     worker.work(burst=True, logging_level="WARNING")
     seconds = time.perf_counter() - started

@@ -50,9 +50,7 @@ def small(workload: Workload, num_seqs: int, shortened: int, vocab_size: int) ->
         [token % vocab_size for token in prompt[: max(1, len(prompt) // shortened)]]
         for prompt in workload.prompts[:num_seqs]
     ]
-    return replace(
-        workload, prompts=prompts, lengths=[max(2, n // shortened) for n in workload.lengths[:num_seqs]]
-    )
+    return replace(workload, prompts=prompts, lengths=[max(2, n // shortened) for n in workload.lengths[:num_seqs]])
 
 
 def with_other_tokens(workload: Workload, turn: int, vocab_size: int) -> list[list[int]]:
@@ -119,9 +117,7 @@ def print_results(records: list[Record], floor: Floor) -> None:
     rows = []
     for name, sampling in dict.fromkeys(map(_kind, records)):
         own = [r for r in records if _kind(r) == (name, sampling)]
-        ratios = [
-            r["tok_s"] / default[turn, sampling] for r in own if (turn := r["turn"], sampling) in default
-        ]
+        ratios = [r["tok_s"] / default[turn, sampling] for r in own if (turn := r["turn"], sampling) in default]
         rows.append(
             [
                 f"{name}, {sampling}",
@@ -165,9 +161,7 @@ def run_turns(
             if time.monotonic() - started > options.seconds:
                 print(f"the time is up: {options.rounds} rounds were meant")
                 return
-            yield from run_variant(
-                variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings
-            )
+            yield from run_variant(variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings)
 
 
 def main() -> None:

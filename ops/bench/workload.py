@@ -77,9 +77,7 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
     }
 
 
-def run(
-    options: argparse.Namespace, peer: str, generate: Generate, more: Callable[[], dict[str, Any]] = dict
-) -> None:
+def run(options: argparse.Namespace, peer: str, generate: Generate, more: Callable[[], dict[str, Any]] = dict) -> None:
     """Do what the options ask: report one workload, with what `more` tells after it, or take turns."""
     if options.turns:
         take_turns(generate)
@@ -119,6 +117,4 @@ def report(result: dict[str, Any], out: Path | None) -> None:
     """Print a RESULT line, and write it with the output tokens."""
     if out is not None:
         out.write_text(json.dumps(result))
-    print(
-        "RESULT " + json.dumps({key: value for key, value in result.items() if key != "outputs"}), flush=True
-    )
+    print("RESULT " + json.dumps({key: value for key, value in result.items() if key != "outputs"}), flush=True)

@@ -19,9 +19,7 @@ SYSTEM_PROMPT = (
 )
 
 # What the chat template makes of one user message without a system message; `{text}` is the message.
-CHAT_PROMPT = (
-    f"{IM_START}system\n{SYSTEM_PROMPT}{IM_END}\n{IM_START}user\n{{text}}{IM_END}\n{IM_START}assistant\n"
-)
+CHAT_PROMPT = f"{IM_START}system\n{SYSTEM_PROMPT}{IM_END}\n{IM_START}user\n{{text}}{IM_END}\n{IM_START}assistant\n"
 # Every chat prompt begins with the tokens of this part; what follows it starts a new token.
 CHAT_PREFIX = CHAT_PROMPT.partition("\n{text}")[0]
 # For `jobs.complete` by hand: no template, no shared prefix.

@@ -205,9 +205,7 @@ def answer_logits(model: Qwen3ForCausalLM, batch: Batch, prefix: Tensor | None) 
     if prefix is not None:
         cache = model.model(prefix, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(batch.token_ids))
-    hidden = model.model(
-        batch.token_ids, past_key_values=cache, use_cache=cache is not None
-    ).last_hidden_state
+    hidden = model.model(batch.token_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
     return model.lm_head(hidden[batch.targets != -100])
 
 
@@ -233,9 +231,7 @@ def write_rows(examples: Sequence[Example], path: Path) -> None:
         {
             "id": pa.array(range(len(examples)), pa.int64()),
             "text": pa.array([e.text for e in examples], pa.string()),
-            "messages": pa.array(
-                [[{"role": "user", "content": e.text}] for e in examples], pa.list_(message)
-            ),
+            "messages": pa.array([[{"role": "user", "content": e.text}] for e in examples], pa.list_(message)),
             "truth": pa.array([e.truth for e in examples], pa.string()),
             "style": pa.array([e.style for e in examples], pa.string()),
         }

@@ -103,9 +103,7 @@ class PageRunner:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise BlockFailed(f"{place} did not end within {BLOCK_S:.0f} s") from None
         if process.returncode != status:
-            raise BlockFailed(
-                f"{place} exited with {process.returncode}, not {status}:\n{command}\n{printed}{told}"
-            )
+            raise BlockFailed(f"{place} exited with {process.returncode}, not {status}:\n{command}\n{printed}{told}")
         return printed
 
     def _start_and_stop(self, block: Block, text: str) -> None:

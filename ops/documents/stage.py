@@ -87,17 +87,7 @@ def _free_port() -> int:
 
 def _make_clone(folder: Path) -> None:
     """The clone's folders, but for what it ignores; commands may write beside them."""
-    for name in (
-        "ops",
-        "jobs",
-        "worker",
-        "engine",
-        "sandbox",
-        "tests",
-        "tokenmill_dashboard",
-        "docs",
-        "mkdocs.yml",
-    ):
+    for name in ("ops", "jobs", "worker", "engine", "sandbox", "tests", "tokenmill_dashboard", "docs", "mkdocs.yml"):
         (folder / name).symlink_to(ROOT / name)
 
 
@@ -118,9 +108,7 @@ def _make_inputs(folder: Path) -> None:
         "prompt": [f"Date {number}: " for number in range(40)],
         "comments": [[{"text": "I agree"}] * (number % 3) for number in range(40)],
     }
-    pq.write_table(
-        pa.table({name: list(values) for name, values in reviews.items()}), folder / "reviews.parquet"
-    )
+    pq.write_table(pa.table({name: list(values) for name, values in reviews.items()}), folder / "reviews.parquet")
     requests = [
         {
             "custom_id": f"request-{number}",

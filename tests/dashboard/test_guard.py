@@ -38,9 +38,7 @@ def form_token(client: TestClient) -> str:
         ("", False, False),
     ],
 )
-def test_only_our_own_names_and_addresses_in_numbers_are_answered(
-    host: str, local: bool, elsewhere: bool
-) -> None:
+def test_only_our_own_names_and_addresses_in_numbers_are_answered(host: str, local: bool, elsewhere: bool) -> None:
     assert Hosts(["jobs.example"], is_local=True).allows(host) is local
     assert Hosts(["Jobs.Example"], is_local=False).allows(host) is elsewhere
 
@@ -52,9 +50,7 @@ def test_a_request_under_another_name_learns_nothing(redis: Redis, page: TestCli
         assert (answer.status_code, "my-job" in answer.text) == (403, False)
 
 
-def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(
-    redis: Redis, page: TestClient
-) -> None:
+def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(redis: Redis, page: TestClient) -> None:
     fail(redis, "one")
     token = form_token(page)
     assert page.get("/retry").status_code == 404

@@ -18,9 +18,7 @@ TOKENMILL = (sys.executable, "-c", "from jobs.cli import main; main()")
 
 
 @pytest.mark.long
-def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
-    redis: Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     variables = {"RQ_KEY_PREFIX": "{mine}", "RQ_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
 
     def run(*command: str) -> str:

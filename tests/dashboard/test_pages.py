@@ -22,13 +22,7 @@ RUN = "0123456789abcdef"
 
 def put_worker(redis: Redis, name: str, silent_s: float = 0.0, **sample: Any) -> None:
     """Write what a worker writes of itself."""
-    usual = {
-        "state": "busy",
-        "model": "m",
-        "queues": ["bulk"],
-        "max_num_seqs": 64,
-        "num_requests_running": 48,
-    }
+    usual = {"state": "busy", "model": "m", "queues": ["bulk"], "max_num_seqs": 64, "num_requests_running": 48}
     told = json.dumps({**usual, "updated_at": time.time() - silent_s, **sample})
     redis.sadd("rq:workers", f"rq:worker:{name}")
     redis.hset(f"rq:worker:{name}", mapping={"state": "busy", "queues": "bulk"})
@@ -122,9 +116,7 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
 
 
-def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
-    redis: Redis, page: TestClient
-) -> None:
+def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(redis: Redis, page: TestClient) -> None:
     with redis.pipeline() as pipe:
         for i in range(300):
             put_worker(pipe, f"node-{i:03}", silent_s=60 if i == 299 else 0, jobs_held=3)
@@ -137,10 +129,7 @@ def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
     assert re.search(r"node-299 silent (– ){6}1 min", text), "nobody knows what it still holds"
     assert "Failed 100,000" in text
     assert "Page 1 of 6" in text
-    assert re.findall(r'id="worker-\d+"[^>]*>\s*<th scope="row" title="([^"]+)"', html)[:2] == [
-        "node-299",
-        "node-000",
-    ]
+    assert re.findall(r'id="worker-\d+"[^>]*>\s*<th scope="row" title="([^"]+)"', html)[:2] == ["node-299", "node-000"]
     assert "node-298" in page.get("/?workers=6").text
     assert "node-298" in page.get("/?workers=99999").text
     last = text_of(page.get("/failed?page=2000").text)

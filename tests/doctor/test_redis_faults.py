@@ -45,12 +45,7 @@ def quick(url: str) -> Server:
     [
         ({"maxmemory-policy": "allkeys-lru"}, Level.FAULT, "throws away jobs", "maxmemory-policy noeviction"),
         ({"appendonly": "no"}, Level.FAULT, "neither append-only file nor snapshots", "appendonly yes"),
-        (
-            {"appendonly": "no", "save": "3600 1"},
-            Level.WARNING,
-            "at most snapshots (save 3600 1)",
-            "appendonly",
-        ),
+        ({"appendonly": "no", "save": "3600 1"}, Level.WARNING, "at most snapshots (save 3600 1)", "appendonly"),
         ({"maxmemory": "800kb"}, Level.FAULT, "soon no job can be enqueued", "CONFIG SET maxmemory"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
@@ -74,9 +69,7 @@ def test_settings_by_which_jobs_are_lost_are_found(
     ],
     ids=str,
 )
-def test_a_server_that_cannot_serve_is_found(
-    redis: Redis, redis_url: str, info: dict[str, object], found: str
-) -> None:
+def test_a_server_that_cannot_serve_is_found(redis: Redis, redis_url: str, info: dict[str, object], found: str) -> None:
     server = quick(redis_url)
     (finding,) = bad(check_server(replace(server, info={**server.info, **info})))
     assert found in finding.found
@@ -137,9 +130,7 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
     assert redis.dbsize() == 0
 
 
-def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
-    redis: Redis, redis_url: str
-) -> None:
+def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(redis: Redis, redis_url: str) -> None:
     url = as_user(redis, redis_url, "worker", rules_of("worker"))
     redis.execute_command("ACL", "SETUSER", "default", "-xadd")
     found = bad(check_server(quick(url)))

@@ -64,12 +64,7 @@ def of_architecture(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "subject", "found", "mend"),
     [
-        (
-            lambda folder: (folder / "model-2.safetensors").unlink(),
-            "model",
-            "model-2.safe",
-            "fetch them again",
-        ),
+        (lambda folder: (folder / "model-2.safetensors").unlink(), "model", "model-2.safe", "fetch them again"),
         (cut_short, "model", "bytes, and its header names", "fetch it again"),
         (of_architecture("JambaForCausalLM"), "model", "layers with a state outside", "MixtralForCausalLM"),
         (lambda folder: (folder / "config.json").write_text("{"), "model", "cannot be read as JSON", ""),
@@ -91,11 +86,7 @@ def test_a_broken_model_is_found(
     ("options", "found", "mend"),
     [
         ({"kv_cache_bytes": 1 << 50}, "is more than the", "lower it"),
-        (
-            {"kv_cache_bytes": 1 << 16, "max_model_len": 500},
-            "too few for one sequence of 500",
-            "raise kv_cache",
-        ),
+        ({"kv_cache_bytes": 1 << 16, "max_model_len": 500}, "too few for one sequence of 500", "raise kv_cache"),
         ({"max_model_len": 10**6}, "more than the model's 512 positions", "lower it"),
         ({"device": "cuda"}, "torch finds no CUDA device", "use 'cpu'"),
     ],
@@ -148,9 +139,7 @@ def test_a_check_that_hangs_or_fails_hides_no_other() -> None:
     def fails() -> Iterator[Finding]:
         raise OSError("no such device")
 
-    found = list(
-        examine([Examination("a", hangs, 0.05), Examination("b", fails, 5), Examination("c", list, 5)])
-    )
+    found = list(examine([Examination("a", hangs, 0.05), Examination("b", fails, 5), Examination("c", list, 5)]))
     assert [each.level for each in found] == [Level.OK, Level.FAULT, Level.FAULT]
     assert "no answer within 0.05 s" in found[1].found
     assert "OSError: no such device" in found[2].found

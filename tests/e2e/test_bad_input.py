@@ -32,21 +32,12 @@ def bad_prompts(workers: RealWorkers) -> dict[str, Job]:
 
 def test_bad_jobs_fail_by_name_and_a_file_with_bad_rows_is_scored(workers: RealWorkers) -> None:
     good = workers.folder / "good.parquet"
-    messages = [
-        [{"role": "user", "content": "4 May 2001"}],
-        None,
-        [],
-        [{"role": "user", "content": "é" * 900}],
-    ]
+    messages = [[{"role": "user", "content": "4 May 2001"}], None, [], [{"role": "user", "content": "é" * 900}]]
     pq.write_table(pa.table({"id": [0, 1, 2, 3], "messages": messages}), good)
     jobs = bad_prompts(workers)
     fine = workers.queue("bulk").enqueue("jobs.chat", messages[0], **GREEDY)
     workers.queue("bulk").enqueue(
-        "jobs.score_parquet",
-        str(good),
-        str(workers.folder / "out"),
-        messages_column="messages",
-        sampling=GREEDY,
+        "jobs.score_parquet", str(good), str(workers.folder / "out"), messages_column="messages", sampling=GREEDY
     )
     log = workers.burst()
 

@@ -144,11 +144,7 @@ def test_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
 ) -> None:
     source, output = write_input(workers.folder, texts), workers.folder / "out"
     prompts = [BARE_PROMPT.format(text=text) for text in texts]
-    settings = {
-        "TOKENMILL_DTYPE": "float32",
-        "TOKENMILL_MAX_WORKER_DEATHS": "100",
-        "TOKENMILL_MAX_NUM_SEQS": "16",
-    }
+    settings = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_MAX_WORKER_DEATHS": "100", "TOKENMILL_MAX_NUM_SEQS": "16"}
     score(workers, source, output, rows_per_shard=20)
     jobs = [
         workers.queue("bulk").enqueue("jobs.complete", p, retry=Retry(max=1) if i % 2 else None, **GREEDY)

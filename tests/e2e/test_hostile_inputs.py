@@ -86,9 +86,7 @@ def test_bombs_fail_by_name_and_take_little_memory(workers: RealWorkers) -> None
     for job in (*runs.values(), lines, jinja, schema):
         workers.result(job, 300)
     planned = (runs["page.parquet"], runs["nulls.parquet"], lines, jinja)
-    shards = [
-        Job.fetch(f"{each.return_value()['run']}-00000", workers.redis, serializer="json") for each in planned
-    ]
+    shards = [Job.fetch(f"{each.return_value()['run']}-00000", workers.redis, serializer="json") for each in planned]
     for job in shards:
         workers.result(job, 300)
     fine = workers.result(bulk.enqueue("jobs.complete", "hello", **GREEDY))

@@ -15,19 +15,7 @@ from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import ROOT
 from worker import BatchWorker
 
-OURS = {
-    "jobs",
-    "worker",
-    "engine",
-    "rq",
-    "redis",
-    "pyarrow",
-    "pandas",
-    "numpy",
-    "torch",
-    "transformers",
-    "tests",
-}
+OURS = {"jobs", "worker", "engine", "rq", "redis", "pyarrow", "pandas", "numpy", "torch", "transformers", "tests"}
 F = "tests.worker.functions."
 
 
@@ -68,9 +56,7 @@ def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, t
     queue.enqueue(F + "add", 1, 2, depends_on=jobs[0])
     late = tmp_path / "late.json"
     watcher = f"{__name__}.{ImportWatcher.__name__}"
-    log = workers.burst(
-        "--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late), PYTHONPATH=str(ROOT)
-    )
+    log = workers.burst("--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late), PYTHONPATH=str(ROOT))
     assert all(job.get_status() == "finished" for job in jobs), log
     assert all((tmp_path / name / "_SUCCESS").exists() for name in ("column", "messages", "template"))
     imported = json.loads(late.read_text())

@@ -88,11 +88,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 12,
-        "layer_types": ["mamba", "attention", "mamba"],
-    },
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 12, "layer_types": ["mamba", "attention", "mamba"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 12},
 }

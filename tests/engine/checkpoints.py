@@ -49,15 +49,7 @@ SHAPES = [
     Shape("gqa2_tied_hub", hidden_size=40, num_layers=3, tied=True, rope_theta=1_000_000.0, seed=2),
     Shape("gqa4_tied", num_heads=4, num_kv_heads=1, tied=True, rope_theta=2_000.0, rms_norm_eps=1e-2, seed=3),
     Shape("gqa2_sharded", hidden_size=56, num_layers=4, num_heads=6, num_kv_heads=3, rope_theta=50.0, seed=4),
-    Shape(
-        "gqa2_bias",
-        hidden_size=72,
-        num_heads=4,
-        num_kv_heads=2,
-        attention_bias=True,
-        rope_theta=300.0,
-        seed=5,
-    ),
+    Shape("gqa2_bias", hidden_size=72, num_heads=4, num_kv_heads=2, attention_bias=True, rope_theta=300.0, seed=5),
 ]
 
 
@@ -78,9 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

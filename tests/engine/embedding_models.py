@@ -50,9 +50,7 @@ def like_qwen3_embedding(folder: Path, hidden_size: int = 40) -> Path:
     path = folder / "model.safetensors"
     tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    _write_tokenizer(
-        folder, TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
-    )
+    _write_tokenizer(folder, TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]))
     last_token = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
     write_modules(folder, last_token, "Normalize", size=hidden_size)
     prompts = {"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": None}
@@ -60,9 +58,7 @@ def like_qwen3_embedding(folder: Path, hidden_size: int = 40) -> Path:
     return folder
 
 
-def llama_body(
-    folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32, hidden_size: int = 48
-) -> Path:
+def llama_body(folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32, hidden_size: int = 48) -> Path:
     """A LlamaModel without any LM head; texts begin with a token, are cut, and not normalised."""
     torch.manual_seed(7)
     config = LlamaConfig(

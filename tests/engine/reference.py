@@ -20,8 +20,7 @@ def mixed_prompts(seed: int) -> list[list[int]]:
     prefixes = [[rng.randrange(3, 500) for _ in range(length)] for length in (0, 0, 21, 48)]
     lengths = [1, 2, 15, 16, 17, 32, 33, 120] + [rng.randrange(1, 70) for _ in range(NUM_PROMPTS - 8)]
     return [
-        prefixes[i % len(prefixes)] + [rng.randrange(3, 500) for _ in range(length)]
-        for i, length in enumerate(lengths)
+        prefixes[i % len(prefixes)] + [rng.randrange(3, 500) for _ in range(length)] for i, length in enumerate(lengths)
     ]
 
 
@@ -72,9 +71,7 @@ class Reference:
         """Differences from the answers, save where the reference's two best logits tie within TIE."""
         assert len(completions) == len(self.prompts)
         found = []
-        for i, (prompt, answer, completion) in enumerate(
-            zip(self.prompts, self.answers, completions, strict=True)
-        ):
+        for i, (prompt, answer, completion) in enumerate(zip(self.prompts, self.answers, completions, strict=True)):
             got = completion.token_ids
             if got == answer:
                 continue

@@ -35,9 +35,7 @@ class ShadowDevice:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = np.full((num_blocks, block_size), GARBAGE)
         self.sampled = np.zeros(0, np.int64)  # by the step computed last
-        self.logprobs: RowLogprobs | None = (
-            None  # that it wanted: a rank for each prefix, for each token itself
-        )
+        self.logprobs: RowLogprobs | None = None  # that it wanted: a rank for each prefix, for each token itself
         self._prefix_ids: dict[tuple[int, int], int] = {}
         self._prefixes: list[tuple[int, ...]] = [()]
 

@@ -54,9 +54,7 @@ def plain_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
         kind = "integer"
     if kind in ("integer", "number"):
         low = draw.randint(-1000, 1000)
-        return draw.choice(
-            [{"type": kind, "minimum": low, "maximum": low + draw.randint(1, 500)}, {"type": kind}]
-        )
+        return draw.choice([{"type": kind, "minimum": low, "maximum": low + draw.randint(1, 500)}, {"type": kind}])
     if kind == "string":
         least = draw.randint(0, 4)
         return {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 6)}
@@ -107,18 +105,7 @@ NASTY_SCHEMAS: tuple[Any, ...] = (
 )
 PATTERNS = (r"\d{2}(yes|no)", r"[a-f]+x?é", r"\w{1,5}-\s", r"[^\n]{3}\.(ab)*c")
 NASTY_PATTERNS = (
-    *(
-        r"\W{4}",
-        r"[^\W\d]{4}",
-        "😀{2,3}[é-ü]",
-        r"(a{1000}){1000}",
-        r"(?=a)b",
-        r"(a)\1",
-        "(",
-        "[]",
-        "",
-        "^ab$",
-    ),
+    *(r"\W{4}", r"[^\W\d]{4}", "😀{2,3}[é-ü]", r"(a{1000}){1000}", r"(?=a)b", r"(a)\1", "(", "[]", "", "^ab$"),
     *(r"(x+x+)+y", "(a|b|ab)*c", r"[\]\\^-]{3}", "(?i)straße", r"a{1,1000000}", r"\u00e9\x41", "$^"),
 )
 CHOICES = (["a", "ab", "abc"], ["", "x"], ["a\nb", "*", ".+", "$"], [f"x-y/{i}" for i in range(2000)])

@@ -13,12 +13,7 @@ from engine.attention.base import KernelBackend
 from engine.attention.torch_backend import ROWS_AT_ONCE, TorchBackend
 from tests.engine.paged import DEVICE, TOLERANCE, attend_by, make_batch
 
-ALL = {
-    "window": 21,
-    "chunk": 64,
-    "soft_cap": 1.5,
-    "has_sinks": True,
-}  # each of them counts: scores are near 1
+ALL = {"window": 21, "chunk": 64, "soft_cap": 1.5, "has_sinks": True}  # each of them counts: scores are near 1
 # decodes at the edges of blocks, windows and chunks; a whole prompt; chunks behind cached contexts
 CONTEXTS = [1, 16, 17, 64, 65, 300, 90, 130, 97]
 QUERIES = [1, 1, 1, 1, 1, 1, 90, 50, 2]
@@ -66,10 +61,7 @@ def test_each_feature_equals_float64(backend: KernelBackend, features: dict[str,
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "kv_heads"),
-    [
-        (40, 5, 1),
-        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(16, 1, 3), (128, 3, 2), (256, 1, 1)]),
-    ],
+    [(40, 5, 1), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(16, 1, 3), (128, 3, 2), (256, 1, 1)])],
 )
 def test_all_features_at_once_with_heads_of_any_size(
     backend: KernelBackend, head_dim: int, group: int, kv_heads: int
@@ -85,12 +77,7 @@ padding = st.just((1, 0))
 sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=12)
 limits = st.one_of(st.none(), st.sampled_from([1, 3, 4, 5, 16, 17, 50]), st.integers(1, 320))
 drawn_features = st.fixed_dictionaries(
-    {
-        "window": limits,
-        "chunk": limits,
-        "soft_cap": st.sampled_from([None, 1.5, 30.0]),
-        "has_sinks": st.booleans(),
-    }
+    {"window": limits, "chunk": limits, "soft_cap": st.sampled_from([None, 1.5, 30.0]), "has_sinks": st.booleans()}
 )
 
 
@@ -108,9 +95,7 @@ def test_random_steps_equal_float64(
         dtype = torch.bfloat16
         torch.set_num_threads(2)
     contexts, queries = [context for _, context in lens], [query for query, _ in lens]
-    batch = make_batch(
-        contexts, queries, head_dim=32, block_size=block_size, dtype=dtype, seed=seed, **features
-    )
+    batch = make_batch(contexts, queries, head_dim=32, block_size=block_size, dtype=dtype, seed=seed, **features)
     try:
         assert batch.error_beyond_rounding(attend_by(load(name), batch)) < TOLERANCE[torch.float32]
     finally:

@@ -29,9 +29,7 @@ class RowsDevice(ShadowDevice):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.rows = BatchRows(MAX_NUM_SEQS, block_size)
-        self.static = StaticRows(
-            MAX_NUM_SEQS, -(-MAX_MODEL_LEN // block_size), block_size, CPU, self.write_rows
-        )
+        self.static = StaticRows(MAX_NUM_SEQS, -(-MAX_MODEL_LEN // block_size), block_size, CPU, self.write_rows)
         self.last: Sampled | None = None
         self.num_decode_steps = self.num_written = self.num_left = 0
 

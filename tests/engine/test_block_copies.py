@@ -42,9 +42,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
-def test_answers_are_those_without_prefix_caching(
-    folders: dict[str, Path], overlap: bool, dtype: str
-) -> None:
+def test_answers_are_those_without_prefix_caching(folders: dict[str, Path], overlap: bool, dtype: str) -> None:
     """Behind the first one each of the others computes one token, and not six."""
     prompts = [[*PROMPT, 20 + i] for i in range(4)]
     values = {"async_scheduling": overlap, "kv_cache_dtype": dtype, "attention_backend": "torch"}
@@ -57,9 +55,7 @@ def test_answers_are_those_without_prefix_caching(
         assert engine.stats().prefill_tokens == 22 + 3 * 1 + 1 + 1
 
 
-def test_a_step_that_is_repeated_copies_the_same(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_repeated_copies_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises behind all it has written, then by halves; one raises alone and fails, the others go on."""
     launch = ModelRunner.launch
 

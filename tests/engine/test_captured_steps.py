@@ -36,10 +36,7 @@ from engine.schedule.step_batch import StepBatch
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")]
 
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
@@ -54,9 +51,7 @@ def decode_step(rng: random.Random, num_blocks: int, number: int) -> StepBatch:
     num_seqs = 1 + number % 9
     context_lens = [1 + int(2 ** rng.uniform(0, 12)) for _ in range(num_seqs)]
     seqs = np.arange(num_seqs)
-    return replace(
-        make_step([1] * num_seqs, context_lens, 16, num_blocks), slots=seqs, generations=9 * number + seqs
-    )
+    return replace(make_step([1] * num_seqs, context_lens, 16, num_blocks), slots=seqs, generations=9 * number + seqs)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +73,7 @@ def test_start_compiles_every_kernel_that_steps_use(
         kv_cache_bytes=1 << 21,
     )  # fmt: skip
     monkeypatch.setattr(ModelRunner, "_longest", 6000)
-    monkeypatch.setattr(
-        ModelRunner, "_probe", lambda self: None
-    )  # launches are recorded, nothing is computed
+    monkeypatch.setattr(ModelRunner, "_probe", lambda self: None)  # launches are recorded, nothing is computed
     folder = checkpoints[name]
     runner = ModelRunner(limits, read_model_config(folder), folder, TensorParallel())
     runner._graphs = None  # those are of its own, shorter sequences
@@ -158,9 +151,7 @@ def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
     assert mode.num_operations > 10 * capture.num_captured
 
 
-def capture_steps(
-    model: CausalModel, cache: KVCache, backend: TritonBackend, capture: Capture
-) -> DecodeGraphs:
+def capture_steps(model: CausalModel, cache: KVCache, backend: TritonBackend, capture: Capture) -> DecodeGraphs:
     """The graphs of such a model, up to nine rows."""
     return DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache),

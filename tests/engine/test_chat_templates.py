@@ -84,9 +84,7 @@ def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
 )
 def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str, content: bytes) -> None:
     (model / file).write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"
-    ):
+    with pytest.raises(ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"):
         Tokenizer(model)
 
 
@@ -124,13 +122,9 @@ def parts(*texts: str) -> list[dict[str, Any]]:
 def test_parts_of_text_reach_a_template_as_it_takes_them(model: Path) -> None:
     """One that reads parts gets them, one that reads texts gets one text, a line for each part."""
     (model / "chat_template.jinja").write_text(QWEN_VL)
-    assert (
-        rendered(model, messages=parts("a", "b")) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert rendered(model, messages=parts("a", "b")) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
     (model / "chat_template.jinja").write_text(GEMMA_2)
-    assert rendered(model, messages=parts("a")) == rendered(
-        model, messages=[{"role": "user", "content": "a"}]
-    )
+    assert rendered(model, messages=parts("a")) == rendered(model, messages=[{"role": "user", "content": "a"}])
     assert "a\nb<end_of_turn>" in rendered(model, messages=parts("a", "b"))
 
 
@@ -144,10 +138,7 @@ def test_what_is_no_text_is_refused_by_its_name(model: Path, template: str, kind
         rendered(model, messages=messages)
 
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}},
-}
+TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}}}
 
 
 #: As Qwen's and Hermes' templates write tools and calls.
@@ -183,12 +174,7 @@ def called(arguments: Any, *, times: int = 1) -> dict[str, Any]:
 def test_tools_and_variables_are_the_templates(model: Path) -> None:
     found = with_options(model, HERMES, HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
     theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        HI,
-        tools=[TOOL],
-        chat_template=HERMES,
-        add_generation_prompt=True,
-        tokenize=False,
-        enable_thinking=False,
+        HI, tools=[TOOL], chat_template=HERMES, add_generation_prompt=True, tokenize=False, enable_thinking=False
     )
     assert found == theirs
     assert '<tools>{"type": "function"' in found
@@ -239,8 +225,7 @@ def test_what_the_engine_sets_is_no_variable(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"tools": {}}, {"tools": [{}]}, {"tools": [{"type": "function"}]}, {"chat_template_kwargs": []}],
+    "options", [{"tools": {}}, {"tools": [{}]}, {"tools": [{"type": "function"}]}, {"chat_template_kwargs": []}]
 )
 def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None:
     with pytest.raises(InvalidPrompt, match="must be"):

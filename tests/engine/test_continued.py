@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    InvalidPrompt,
-    InvalidRequest,
-    PromptTooLong,
-    SamplingParams,
-)
+from engine import Completion, Engine, EngineConfig, InvalidPrompt, InvalidRequest, PromptTooLong, SamplingParams
 
 PROMPT = [5, 9, 33, 7, 101, 2, 60, 18, 44]
 DRAWN = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
@@ -24,9 +16,7 @@ WISHES = {
     "penalties": replace(DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
     "bad words": replace(DRAWN, bad_words=["a", "th"], logit_bias={9: 3.0}),
     "least tokens": replace(DRAWN, ignore_eos=False, stop_token_ids=list(range(60)), min_tokens=12),
-    "reasoning": replace(
-        DRAWN, thinking_token_budget=3, reasoning_marks=("e", "qqxq"), separate_reasoning=True
-    ),
+    "reasoning": replace(DRAWN, thinking_token_budget=3, reasoning_marks=("e", "qqxq"), separate_reasoning=True),
     "log probabilities": replace(DRAWN, logprobs=2),
     "pattern": replace(DRAWN, structured_outputs={"regex": "[ab]{3,30}"}),
 }

@@ -12,13 +12,7 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.layers.linear import linear, pack_weight
 from engine.run import cpu_threads
-from engine.run.cpu_threads import (
-    CpuThreads,
-    ProcessorTime,
-    choose_threads,
-    read_processor_quota,
-    read_processor_time,
-)
+from engine.run.cpu_threads import CpuThreads, ProcessorTime, choose_threads, read_processor_quota, read_processor_time
 
 
 @pytest.fixture
@@ -40,9 +34,7 @@ def two_threads() -> Iterator[None]:
         (15.8, 13, 16, 16),
     ],
 )
-def test_there_are_as_many_threads_as_free_processors(
-    free: float, current: int, most: int, chosen: int
-) -> None:
+def test_there_are_as_many_threads_as_free_processors(free: float, current: int, most: int, chosen: int) -> None:
     assert choose_threads(free, current, most) == chosen
 
 
@@ -57,9 +49,7 @@ def test_free_is_what_was_idle_and_what_this_process_used(two_threads: None) -> 
         assert torch.get_num_threads() == expected
 
 
-def test_only_processors_that_this_process_may_use_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_processors_that_this_process_may_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """user nice system idle iowait, in ticks; the first line is the sum of all."""
     lines = ["cpu  9 9 9 9000 900 0", "cpu0 1 1 1 100 10 0", "cpu1 1 1 1 2000 0 0", "cpu11 1 1 1 400 0 0"]
     (tmp_path / "stat").write_text("\n".join([*lines, "intr 5 5", "ctxt 7", ""]))

@@ -59,9 +59,7 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
 
 
 @pytest.mark.parametrize("name", parity.BY_NAME)
-def test_greedy_tokens_equal_transformers(
-    name: str, few: dict[str, Reference], capture: SimulatedCapture
-) -> None:
+def test_greedy_tokens_equal_transformers(name: str, few: dict[str, Reference], capture: SimulatedCapture) -> None:
     """Every checkpoint; sequences are preempted and recomputed, so that batches of many sizes occur.
 
     With some, steps overlap: their token ids come from the step before, into the static buffer.
@@ -129,9 +127,7 @@ def test_a_step_of_another_kind_fits_none() -> None:
     assert not fits(longer)
 
 
-def test_closing_the_engine_frees_the_pool_that_the_graphs_read(
-    folder: Path, capture: SimulatedCapture
-) -> None:
+def test_closing_the_engine_frees_the_pool_that_the_graphs_read(folder: Path, capture: SimulatedCapture) -> None:
     """No cycle keeps it: a new engine can take the memory at once."""
     built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4))
     pool = weakref.ref(built._open_runner().cache)  # type: ignore[union-attr]

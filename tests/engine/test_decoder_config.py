@@ -150,11 +150,7 @@ def test_the_same_model_is_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "named"),
     [
-        (
-            "MistralForCausalLM",
-            {"model_type": "mistral", "layer_types": ["full_attention"] * 7},
-            "layer_types",
-        ),
+        ("MistralForCausalLM", {"model_type": "mistral", "layer_types": ["full_attention"] * 7}, "layer_types"),
         ("LlamaForCausalLM", {"model_type": "mistral"}, "model_type 'mistral'"),
     ],
 )

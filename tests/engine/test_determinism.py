@@ -24,13 +24,9 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     """64 prompts of which some share a prefix, each with its own seed."""
     rng = random.Random(5)
     prefix = [rng.randrange(3, 500) for _ in range(20)]
-    prompts = [
-        prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))] for i in range(64)
-    ]
+    prompts = [prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))] for i in range(64)]
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    return [
-        (prompt, replace(params, seed=1000 + i, **MIXES[i % len(MIXES)])) for i, prompt in enumerate(prompts)
-    ]
+    return [(prompt, replace(params, seed=1000 + i, **MIXES[i % len(MIXES)])) for i, prompt in enumerate(prompts)]
 
 
 def config(folders: dict[str, Path], *, pool_blocks: int = 2000, **changes: Any) -> EngineConfig:
@@ -40,9 +36,7 @@ def config(folders: dict[str, Path], *, pool_blocks: int = 2000, **changes: Any)
     return EngineConfig(str(folders[SHAPE.name]), **{**values, **changes})
 
 
-def run(
-    config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]
-) -> tuple[list[Any], EngineStats]:
+def run(config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]) -> tuple[list[Any], EngineStats]:
     with Engine(config) as engine:
         completions = engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
         return [(completion.index, completion.token_ids) for completion in completions], engine.stats()
@@ -72,9 +66,7 @@ def test_the_same_in_a_batch_of_64(folders: dict[str, Path], alone: Any) -> None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_after_preemption_and_chunked_prefill(
-    folders: dict[str, Path], alone: Any, overlap: bool
-) -> None:
+def test_the_same_after_preemption_and_chunked_prefill(folders: dict[str, Path], alone: Any, overlap: bool) -> None:
     """A small pool and a small budget: sequences are thrown out half-way and computed again."""
     limits = {"pool_blocks": 18, "max_num_seqs": 16, "max_num_batched_tokens": 37}
     small = config(folders, **limits, async_scheduling=overlap)

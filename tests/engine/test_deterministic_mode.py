@@ -12,15 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    EngineStats,
-    NotDeterministic,
-    SamplingParams,
-    ScoringParams,
-)
+from engine import Completion, Engine, EngineConfig, EngineStats, NotDeterministic, SamplingParams, ScoringParams
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.linear import ReplicatedLinear, linear, pack_weight
 from engine.layers.parallel import TensorParallel
@@ -124,9 +116,7 @@ def test_more_ranks_than_two_are_refused(folder: Path) -> None:
 def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> None:
     """2,048 inputs, of which oneDNN sums a single row in another order."""
     generator = torch.Generator().manual_seed(1)
-    weight = pack_weight(
-        torch.nn.Parameter(torch.randn(33, 2048, generator=generator).to(dtype), requires_grad=False)
-    )
+    weight = pack_weight(torch.nn.Parameter(torch.randn(33, 2048, generator=generator).to(dtype), requires_grad=False))
     x = torch.randn(300, 2048, generator=generator).to(dtype)
     bias = torch.randn(33, generator=generator).to(dtype)
 

@@ -109,26 +109,20 @@ def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, t
     of_text, of_ids = embedding.embed([text, token_ids], params)
     assert (of_text.num_prompt_tokens, of_ids.num_prompt_tokens) == (128, 128)
     assert of_text.embedding == pytest.approx(of_last_token(truth, text), abs=1e-5)
-    assert of_ids.embedding == pytest.approx(
-        normalized(truth.pooled(token_ids[-128:], "lasttoken")), abs=1e-5
-    )
+    assert of_ids.embedding == pytest.approx(normalized(truth.pooled(token_ids[-128:], "lasttoken")), abs=1e-5)
 
 
 def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
     (cut,) = embedding.embed(["a b c"], PoolingParams(dimensions=7))
     assert cut.embedding == pytest.approx(of_last_token(truth, "a b c", 7), abs=1e-5)
     (raw,) = embedding.embed(["a b c"], PoolingParams(normalize=False))
-    assert raw.embedding == pytest.approx(
-        truth.pooled(truth.token_ids("a b c", 128), "lasttoken").tolist(), abs=1e-5
-    )
+    assert raw.embedding == pytest.approx(truth.pooled(truth.token_ids("a b c", 128), "lasttoken").tolist(), abs=1e-5)
     (whole,) = embedding.embed(["a b c"], PoolingParams(dimensions=40))
     assert whole.embedding == embedding.embed(["a b c"])[0].embedding
 
 
 def test_a_bad_text_fails_alone(embedding: Engine) -> None:
-    long, surrogate, empty, good, exact = embedding.embed(
-        [list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))]
-    )
+    long, surrogate, empty, good, exact = embedding.embed([list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))])
     assert long.error is not None
     assert "129 tokens; this engine takes 128" in long.error
     assert surrogate.error is not None

@@ -126,9 +126,7 @@ def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
 
 def test_every_native_architecture_is_compared() -> None:
     classes = AutoModelForCausalLM._model_mapping
-    compared = {
-        classes[type(AutoConfig.for_model(family.model_type))].__name__ for family in BY_NAME.values()
-    }
+    compared = {classes[type(AutoConfig.for_model(family.model_type))].__name__ for family in BY_NAME.values()}
     assert set(ARCHITECTURES) == compared
 
 
@@ -149,9 +147,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, family: R
 
 
 LARGEST = 0.12  # of models without experts; measured 0.056
-LARGEST_MEAN = (
-    0.04  # with experts, of which a near tie of the router takes another; transformers' own has 0.035
-)
+LARGEST_MEAN = 0.04  # with experts, of which a near tie of the router takes another; transformers' own has 0.035
 GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 

@@ -66,9 +66,7 @@ def test_a_form_that_takes_too_long_is_given_up(forms: Grammars, monkeypatch: py
         forms.matchers(slow_form(), END)
 
 
-def test_a_form_is_compiled_beside_another_that_takes_long(
-    forms: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_is_compiled_beside_another_that_takes_long(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "LIMIT_S", 600.0)
     slow, other = forms.prepare(slow_form()), forms.prepare(asking(regex="b"))
     assert slow is not None

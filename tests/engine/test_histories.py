@@ -25,9 +25,7 @@ def random_history(seed: int) -> list[Operation]:
     history: list[Operation] = []
     for kind in rng.choices(kinds, weights, k=rng.randrange(5, 40)):
         if kind == "add":
-            prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(
-                rng, rng.randrange(1, 12)
-            )
+            prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(rng, rng.randrange(1, 12))
             lane, max_tokens = rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)
             wanted = {name: rng.choice([None, None, 0, 2]) for name in ("logprobs", "prompt_logprobs")}
             history.append((kind, prompt, lane, max_tokens, wanted))
@@ -167,8 +165,6 @@ class Rule:
 
 @settings(THOROUGH, max_examples=50)
 @given(HISTORIES, SIZES)
-def test_forced_tokens_stand_where_they_must_in_every_history(
-    history: list[Operation], sizes: dict[str, Any]
-) -> None:
+def test_forced_tokens_stand_where_they_must_in_every_history(history: list[Operation], sizes: dict[str, Any]) -> None:
     """Preempted, withdrawn, in chunks, with a step in flight: the same tokens, right keys and values."""
     play(history, sizes, make_forcing=Rule)

@@ -32,9 +32,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(
-    folders: dict[str, Path], copy: Path
-) -> None:
+def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(folders: dict[str, Path], copy: Path) -> None:
     original = fingerprint(folders["gqa1_untied"])
     assert fingerprint(copy) == original
     shard(copy)
@@ -109,8 +107,7 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
     ],
     "max_num_seqs": SUMS,
     "max_num_batched_tokens": [
-        {"max_num_batched_tokens": number, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e4m3"}
-        for number in (40, 41)
+        {"max_num_batched_tokens": number, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e4m3"} for number in (40, 41)
     ],
     "block_size": SUMS,
     "kv_cache_bytes": LIMITS,

@@ -15,8 +15,7 @@ from engine.layers.linear import ZERO, Int8Product, quantize_rows, quantize_weig
 
 DTYPES = (torch.float32, torch.bfloat16)
 needs_int8 = pytest.mark.skipif(
-    linear.FLAGS.isdisjoint(processor_flags()),
-    reason="this processor does not sum products of int8 in 32 bits",
+    linear.FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
 )
 
 

@@ -197,9 +197,7 @@ def test_what_no_sequence_can_cause_is_not_looked_for(folder: Path, fault: Excep
         assert runner.num_launches == 1
 
 
-def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(
-    built: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(built: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rust's panics come as BaseException, which nobody up to the worker's main thread would catch."""
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 
@@ -229,9 +227,7 @@ class PoisonedRunner(FaultyRunner):
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         hit = WORD in step.token_ids or any(
             position == self._at_sample.get(seed)
-            for seed, position in zip(
-                sampling.values["seed"].tolist(), sampling.position.tolist(), strict=True
-            )
+            for seed, position in zip(sampling.values["seed"].tolist(), sampling.position.tolist(), strict=True)
         )
         if hit and self._at_wait:
             return Raising(self.fault)
@@ -253,9 +249,7 @@ class Raising(PendingTokens):
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
 @example(seed=82005, overlap=True, at_wait=False)  # the control would take a block that others copy from
 @example(seed=26011109, overlap=False, at_wait=False)  # and that is the only one there is
-def test_random_histories_with_poisoned_sequences(
-    folder: Path, seed: int, overlap: bool, at_wait: bool
-) -> None:
+def test_random_histories_with_poisoned_sequences(folder: Path, seed: int, overlap: bool, at_wait: bool) -> None:
     """In a pool that is too small, with shared prefixes, lanes, aborts: every other gets its own tokens."""
     rng = random.Random(seed)
     at_sample: dict[int, int] = {}
@@ -266,9 +260,7 @@ def test_random_histories_with_poisoned_sequences(
     done: list[Completion] = []
     with start(folder, runner, overlap=overlap) as built:
         for i in range(rng.randrange(3, 14)):
-            prompt = prefix[: rng.choice([0, 9, 9])] + [
-                rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))
-            ]
+            prompt = prefix[: rng.choice([0, 9, 9])] + [rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))]
             params = replace(
                 STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=1 + i
             )  # not the control's 0

@@ -68,24 +68,18 @@ def answers(engine: Engine, rows: list[SamplingParams], *, jumps: bool = True) -
 @settings(max_examples=12)
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from([{"json": SCHEMA}, *CASES]), st.sampled_from([0, 1.0, 1e6]), st.integers(0, 99)
-        ),
+        st.tuples(st.sampled_from([{"json": SCHEMA}, *CASES]), st.sampled_from([0, 1.0, 1e6]), st.integers(0, 99)),
         min_size=1,
         max_size=6,
     ),
-    st.sampled_from(
-        [{}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"stop": ["1", '"']}, {"max_tokens": 9}]
-    ),
+    st.sampled_from([{}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"stop": ["1", '"']}, {"max_tokens": 9}]),
 )
 def test_tokens_are_those_without_it(
     engine: Engine, rows: list[tuple[dict[str, Any], float, int]], values: dict[str, Any]
 ) -> None:
     """Greedy and drawn, in batches of other grammars, with whatever else a request asks for."""
     params = [
-        SamplingParams(
-            **{"max_tokens": 40, "structured_outputs": spec, "temperature": heat, "seed": seed, **values}
-        )
+        SamplingParams(**{"max_tokens": 40, "structured_outputs": spec, "temperature": heat, "seed": seed, **values})
         for spec, heat, seed in rows
     ]
     assert answers(engine, params)[0] == answers(engine, params, jumps=False)[0]
@@ -107,9 +101,7 @@ def test_so_with_pieces_of_sentencepiece(sentencepiece_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}],
-    ids=str,
+    "options", [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}], ids=str
 )
 def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: dict[str, Any]) -> None:
     rows = [

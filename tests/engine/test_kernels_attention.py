@@ -71,9 +71,7 @@ def poisoned_scratch() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_row_depend_on_nothing_but_its_context(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_a_row_depend_on_nothing_but_its_context(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in a batch, started in another order, and by one program, three, or one for each split."""
     if DEVICE.type != "cuda":  # a GPU's shared memory holds what the kernel chooses
         monkeypatch.setattr(decode_attention, "tile_tokens", lambda *args: 16)

@@ -158,9 +158,7 @@ def test_the_kernel_fills_the_rows_that_the_reference_fills(num_pending: int) ->
 
 
 def test_a_sample_of_random_rows() -> None:
-    assert [
-        line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))
-    ] == []
+    assert [line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -102,9 +102,7 @@ def test_probabilities_are_those_of_transformers(
         expected = [likelihood(truth, prompt, [*label, *end]) for label in labels]
         found = [each.logprob for each in completion.loglikelihoods]
         assert softmax(found) == pytest.approx(softmax(expected), abs=1e-5)
-        assert [each.num_tokens for each in completion.loglikelihoods] == [
-            len(label) + len(end) for label in labels
-        ]
+        assert [each.num_tokens for each in completion.loglikelihoods] == [len(label) + len(end) for label in labels]
 
 
 @pytest.mark.parametrize("length", [5, 16, 40])
@@ -151,8 +149,7 @@ def test_a_classification_of_a_chat_follows_its_generation_prompt(roomy: Engine,
 
     free = [{"role": "user", "content": "N/A"}]
     own, prior = (
-        [likelihood(truth, ids(each), [*encoded(label), END]) for label in labels]
-        for each in (messages, free)
+        [likelihood(truth, ids(each), [*encoded(label), END]) for label in labels] for each in (messages, free)
     )
     expected = softmax([a - b for a, b in zip(own, prior, strict=True)])
     assert list(found["probabilities"].values()) == pytest.approx(expected, abs=1e-5)
@@ -241,8 +238,6 @@ CHAT = [{"role": "user", "content": "a"}]
         ("rerank", {"query": "a", "documents": ["b"] * 500, "instruction": "é" * 80_000}, "bytes in all"),
     ],
 )
-def test_a_job_of_what_cannot_be_is_refused_by_name(
-    name: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_job_of_what_cannot_be_is_refused_by_name(name: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         opened_task(CONTEXT, f"jobs.{name}", (), arguments)

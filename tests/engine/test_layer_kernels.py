@@ -17,10 +17,7 @@ from engine.layers.rotary import apply_rotary
 from engine.layers.stream import ClampedSwigluAndMul
 from tests.engine.paged import DEVICE
 
-CPU_CLOSE = {
-    torch.float32: {"rtol": 4e-6, "atol": 4e-6},
-    torch.bfloat16: {"rtol": 2**-8 + 4e-6, "atol": 4e-6},
-}
+CPU_CLOSE = {torch.float32: {"rtol": 4e-6, "atol": 4e-6}, torch.bfloat16: {"rtol": 2**-8 + 4e-6, "atol": 4e-6}}
 GPU_CLOSE = {torch.float32: {"rtol": 4e-6, "atol": 4e-6}, torch.bfloat16: {"rtol": 4e-2, "atol": 4e-2}}
 UNTOUCHED = 77.0
 
@@ -53,9 +50,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     torch.set_num_threads(1)
 
 
-def random(
-    kernels: SimpleNamespace, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def random(kernels: SimpleNamespace, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(kernels.device)
 
 
@@ -63,9 +58,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotation_of(
-    kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotation_of(kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [tokens, 1, dim], cut out of one table as RotaryEmbedding does it."""
     angles = (random(kernels, num_tokens, 1, dim // 2, seed=9) * 1000).repeat(1, 1, 2)
     cos, sin = torch.stack((angles.cos(), angles.sin()), 1).to(dtype).unbind(1)
@@ -122,19 +115,14 @@ def test_norm_rotate_and_store(
     slots[2::5] = -1
     kept = slots >= 0
     # a block before the first, for what a slot of -1 would hit
-    pools = [
-        torch.full((7, 4, kv_heads, head_dim), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"
-    ]
+    pools = [torch.full((7, 4, kv_heads, head_dim), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"]
     turned = kernels.norm_rotate_and_store(
         query, key, value, rotation, tuple(weights) if has_norms else None, 1e-5,
         (*(pool[1:] for pool in pools), None), slots,
     )  # fmt: skip
     assert turned.is_contiguous()
     keys, values = (pool[1:].flatten(0, 1) for pool in pools)
-    for got, x, weight, rows in (
-        (turned, query, weights[0], slice(None)),
-        (keys[slots[kept]], key, weights[1], kept),
-    ):
+    for got, x, weight, rows in ((turned, query, weights[0], slice(None)), (keys[slots[kept]], key, weights[1], kept)):
         wide = norm(x.double(), weight.double(), 1e-5) if has_norms else x.double()
         expected = apply_rotary(wide, *(part.double() for part in rotation))[rows]
         torch.testing.assert_close(got.double(), expected, **kernels.close[dtype])
@@ -171,9 +159,7 @@ def test_clamped_swiglu_and_mul(dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-def test_store_kv_skips_padding_and_touches_nothing_else(
-    kernels: SimpleNamespace, dtype: torch.dtype
-) -> None:
+def test_store_kv_skips_padding_and_touches_nothing_else(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     """Views with gaps into random slots; a slot of -1 is no slot, least of all the last one."""
     kv = random(kernels, 21, 6, 24, dtype=dtype)
     keys, values = kv[:, :2], kv[:, 4:]

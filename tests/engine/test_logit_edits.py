@@ -12,11 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
@@ -31,9 +27,7 @@ FEW = 6  # tokens of which completions are made, so that they repeat
 Words = list[tuple[int, ...]]
 
 
-def edited(
-    logits: Tensor, params: SamplingParams, words: Words, prompt: list[int], generated: list[int]
-) -> Tensor:
+def edited(logits: Tensor, params: SamplingParams, words: Words, prompt: list[int], generated: list[int]) -> Tensor:
     """Logits [vocabulary] as transformers' processors change them, in vLLM's order; what it has none for is
     computed directly."""
     ids, scores = torch.tensor([prompt + generated]), logits.float()[None].clone()
@@ -229,9 +223,7 @@ def test_completions_are_those_of_the_processors(plain: list[list[int]], referen
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_with_preemption_and_chunks(
-    folders: dict[str, Path], plain: list[list[int]], overlap: bool
-) -> None:
+def test_the_same_with_preemption_and_chunks(folders: dict[str, Path], plain: list[list[int]], overlap: bool) -> None:
     """Sequences are thrown out half-way and computed again, with a token pending or without."""
     with start(folders, async_scheduling=overlap) as engine:
         assert answers(engine) == plain

@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import (
-    Engine,
-    InvalidPrompt,
-    InvalidRequest,
-    LogLikelihood,
-    PromptTooLong,
-    SamplingParams,
-    ScoringFailed,
-)
+from engine import Engine, InvalidPrompt, InvalidRequest, LogLikelihood, PromptTooLong, SamplingParams, ScoringFailed
 from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
@@ -58,10 +50,7 @@ def random_pairs(num_pairs: int) -> list[tuple[list[int], list[int]]]:
     rng = random.Random(4)
     contexts = [[rng.randrange(3, 500) for _ in range(length)] for length in (1, 15, 16, 17, 40, 61)]
     lengths = [1, 2, 3, 7, 30]
-    return [
-        (rng.choice(contexts), [rng.randrange(3, 500) for _ in range(lengths[i % 5])])
-        for i in range(num_pairs)
-    ]
+    return [(rng.choice(contexts), [rng.randrange(3, 500) for _ in range(lengths[i % 5])]) for i in range(num_pairs)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -135,9 +124,7 @@ def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], m
     assert not small.has_unfinished
 
 
-def test_logits_that_are_no_numbers_fail_that_pair(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_no_numbers_fail_that_pair(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(config(folders[NAME])) as engine:
         runner = engine._live_runner
         logits = type(runner.model).logits

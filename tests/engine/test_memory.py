@@ -84,9 +84,7 @@ def test_pool_graphs_and_largest_step_fit_together(
         assert everything == int(total * share) - SPARE_BYTES
 
 
-def start_on(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int
-) -> None:
+def start_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int) -> None:
     """From now on engines start as on this GPU: pools, graphs and the tokens of a step take memory of it.
 
     graph_bytes: of the graphs that are captured first, for measuring, and of those captured then.
@@ -122,9 +120,7 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(str(folder), **values | changes)
 
 
-def test_an_engine_takes_what_is_left_and_serves_within_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_takes_what_is_left_and_serves_within_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 MiB: 30 of others, 32 of a step, 20 of graphs, the spare; the pool is the rest, to a block."""
     gpu = FakeGpu(400 * MIB, taken=30 * MIB)
     start_on(gpu, monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
@@ -143,11 +139,7 @@ def test_an_engine_takes_what_is_left_and_serves_within_it(
     ("taken", "changes", "message"),
     [
         (160, {}, "holds 0 blocks.* raise kv_cache_bytes or memory_utilization .* lower max_model_len"),
-        (
-            30,
-            {"kv_cache_bytes": 55 * MIB},
-            f"kv_cache_bytes={55 * MIB} .* {54 * MIB} bytes left of memory_uti",
-        ),
+        (30, {"kv_cache_bytes": 55 * MIB}, f"kv_cache_bytes={55 * MIB} .* {54 * MIB} bytes left of memory_uti"),
     ],
 )
 def test_a_pool_that_does_not_fit_stops_the_start(

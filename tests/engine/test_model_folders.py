@@ -103,9 +103,7 @@ def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
     change_weights(copy, **{"model.layers.1.self_attn.k_proj.weight": None, "lm_head.weight": None})
-    with pytest.raises(
-        MissingWeights, match=r"2 tensors .*lm_head.weight, model.layers.1.self_attn.qkv_proj.weight"
-    ):
+    with pytest.raises(MissingWeights, match=r"2 tensors .*lm_head.weight, model.layers.1.self_attn.qkv_proj.weight"):
         Engine(EngineConfig(str(copy), **SMALL))
 
 
@@ -185,11 +183,7 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
             "sliding_window must be between 1 and",
         ),
         ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "config.json has no 'factor'"),
-        (
-            "config.json",
-            {"rope_scaling": {"type": "linear", "factor": "2"}},
-            "factor must be a number above 0",
-        ),
+        ("config.json", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number above 0"),
         ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
         ("generation_config.json", {"eos_token_id": [[1]]}, "value of a wrong kind"),
         ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, "files beside it, got '../b"),
@@ -209,9 +203,7 @@ def test_a_hostile_model_folder_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_is_far_too_large_or_deep_is_refused_by_name(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_file_that_is_far_too_large_or_deep_is_refused_by_name(folder: Path, tmp_path: Path, name: str) -> None:
     made = tmp_path / "model"
     shutil.copytree(folder, made)
     (made / name).write_text("[" * 200_000)

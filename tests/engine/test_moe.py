@@ -129,10 +129,7 @@ def transformers_block(variant: str) -> nn.Module:
         kind = GptOssMLP
     else:
         config = Qwen3MoeConfig(
-            **sizes,
-            moe_intermediate_size=COLUMNS,
-            num_experts=NUM_EXPERTS,
-            norm_topk_prob=VARIANTS[variant].normalised,
+            **sizes, moe_intermediate_size=COLUMNS, num_experts=NUM_EXPERTS, norm_topk_prob=VARIANTS[variant].normalised
         )
         kind = Qwen3MoeSparseMoeBlock
     config._experts_implementation = "eager"

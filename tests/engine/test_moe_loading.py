@@ -61,9 +61,7 @@ def test_experts_in_one_tensor_give_the_same_tokens(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["gpt_oss"])
-def test_a_rank_reads_only_its_share_of_the_experts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_only_its_share_of_the_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, read_whole = make_family(tmp_path, BY_NAME[name]), set()
     whole = CheckpointTensor.whole
 
@@ -84,16 +82,8 @@ def test_a_rank_reads_only_its_share_of_the_experts(
     ("name", "values", "said"),
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "a token cannot go through 9 of 8 experts"),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [3]},
-            r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]",
-        ),
-        (
-            "mixtral",
-            {"hidden_act": "gelu_pytorch_tanh"},
-            "experts with hidden_act 'gelu_pytorch_tanh' are not",
-        ),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]"),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts with hidden_act 'gelu_pytorch_tanh' are not"),
         ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit must be a number above 0, got None"),
     ],
 )

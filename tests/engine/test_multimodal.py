@@ -77,9 +77,7 @@ MODELS = [
         {**PIXELS, "model_type": "pixtral"},
         {"tie_word_embeddings": False},
     ),
-    Multimodal(
-        "qwen2_5_vl", "qwen2_5_vl", {**NO_HEAD_DIM, "rope_parameters": rope(mrope_section=[2, 2, 2])}, BLOCKS
-    ),
+    Multimodal("qwen2_5_vl", "qwen2_5_vl", {**NO_HEAD_DIM, "rope_parameters": rope(mrope_section=[2, 2, 2])}, BLOCKS),
 ]
 BY_NAME = {model.name: model for model in MODELS}
 
@@ -161,11 +159,7 @@ class MultimodalReference(Reference):
 
 
 @pytest.fixture(
-    params=[
-        "gemma3",
-        "qwen2_5_vl",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "mistral3")),
-    ]
+    params=["gemma3", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "mistral3"))]
 )
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> MultimodalReference:
     return MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[request.param]))
@@ -182,8 +176,7 @@ def test_greedy_tokens_equal_the_whole_models(reference: MultimodalReference) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "rewrite"),
-    [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)],
+    ("name", "rewrite"), [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)]
 )
 def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callable[[Path], None]) -> None:
     reference = MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[name]))
@@ -195,11 +188,7 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (
-            {"architectures": ["MllamaForConditionalGeneration"]},
-            UnsupportedModel,
-            "Mllama.* reads more than text",
-        ),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, UnsupportedModel, "Mllama.* reads more than text"),
         ({"text_config": {"model_type": "evil"}}, ConfigError, r"config\.json cannot be read"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.T"}}, ConfigError, "cannot be read"),
     ],

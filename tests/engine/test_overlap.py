@@ -214,8 +214,7 @@ def engines(folders: dict[str, Path]) -> Iterator[list[Engine]]:
         "kv_cache_bytes": pool_bytes(shape, 200),
     }  # fmt: skip
     built = [
-        Engine(EngineConfig(str(folders[shape.name]), async_scheduling=overlap, **values))
-        for overlap in (False, True)
+        Engine(EngineConfig(str(folders[shape.name]), async_scheduling=overlap, **values)) for overlap in (False, True)
     ]
     yield built
     for each in built:

@@ -21,8 +21,7 @@ both_dtypes = pytest.mark.parametrize(
         pytest.param(
             torch.bfloat16,
             marks=pytest.mark.skipif(
-                not linear_layers._can_pack(torch.bfloat16),
-                reason="this processor does not multiply bfloat16",
+                not linear_layers._can_pack(torch.bfloat16), reason="this processor does not multiply bfloat16"
             ),
         ),
     ],
@@ -41,9 +40,7 @@ def random_weight(out_features: int, in_features: int, dtype: torch.dtype = torc
 @both_dtypes
 @pytest.mark.parametrize("shape", [(17, 5), (130, 257)])
 @pytest.mark.parametrize("rows", [0, 1, 9, 70])
-def test_a_packed_weight_gives_the_same_product(
-    shape: tuple[int, int], rows: int, dtype: torch.dtype
-) -> None:
+def test_a_packed_weight_gives_the_same_product(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """Odd sizes, no row at all, bias or none, and rows with gaps between them; rounded once."""
     weight, bias = random_weight(*shape, dtype), torch.randn(shape[0]).to(dtype)
     x = torch.randn(rows, shape[1] + 3).to(dtype)[:, 3:]

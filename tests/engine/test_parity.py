@@ -36,10 +36,7 @@ def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any
 
 
 def generate(
-    reference: Reference,
-    shape: Shape,
-    mode: dict[str, Any],
-    change: Callable[[Engine], None] = lambda engine: None,
+    reference: Reference, shape: Shape, mode: dict[str, Any], change: Callable[[Engine], None] = lambda engine: None
 ) -> tuple[list[str], EngineStats]:
     """Run all prompts; return the differences that no tie explains, and the stats."""
     with Engine(config(reference.folder, shape, **mode)) as built:
@@ -80,9 +77,7 @@ def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict
         *(pytest.param(*each, marks=pytest.mark.long) for each in sorted(EACH_ONCE)),
     ],
 )
-def test_the_cpu_backend_gives_the_same_tokens(
-    name: str, mode: str, references: dict[str, Reference]
-) -> None:
+def test_the_cpu_backend_gives_the_same_tokens(name: str, mode: str, references: dict[str, Reference]) -> None:
     """Every checkpoint; one of them in every mode."""
     pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
     settings = {**MODES[mode], "attention_backend": "cpu"}

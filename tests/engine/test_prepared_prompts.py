@@ -40,9 +40,7 @@ def test_token_ids_are_the_same_in_many_threads_at_once(folder: Path, tmp_path: 
     assert shared._tokenizer.backend_tokenizer.truncation is None
     texts = make_texts(40)
     chats = [[{"role": "user", "content": text}] for text in texts]
-    expected = [
-        (plain.encode(text), plain.chat_token_ids(chat)) for text, chat in zip(texts, chats, strict=True)
-    ]
+    expected = [(plain.encode(text), plain.chat_token_ids(chat)) for text, chat in zip(texts, chats, strict=True)]
     at_once = threading.Barrier(THREADS)
 
     def tokenize_all(number: int) -> bool:

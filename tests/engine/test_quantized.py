@@ -103,10 +103,7 @@ def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
     assert torch.equal(logits, expected_logits)
     assert tokens == expected_tokens
     before, _ = answers(made.original)
-    weights, original = (
-        load_file(made.unpacked / "model.safetensors"),
-        load_file(made.original / "model.safetensors"),
-    )
+    weights, original = (load_file(made.unpacked / "model.safetensors"), load_file(made.original / "model.safetensors"))
     names = [each for each in original if each.endswith("_proj.weight")]
     rounding = max(relative(weights[each] - original[each], original[each]) for each in names)
     assert 0 < rounding < 0.2
@@ -125,15 +122,7 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
         weight = tensors[f"{MODULE}.weight"]
         assert weight.shape == tuple(expected.shape) == (48, 96)
         assert torch.equal(weight.whole(), expected)
-        for dim, start, length in [
-            (0, 0, 24),
-            (0, 24, 24),
-            (0, 3, 17),
-            (1, 48, 48),
-            (1, 5, 1),
-            (1, 30, 66),
-            (1, 0, 0),
-        ]:
+        for dim, start, length in [(0, 0, 24), (0, 24, 24), (0, 3, 17), (1, 48, 48), (1, 5, 1), (1, 30, 66), (1, 0, 0)]:
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
 
 
@@ -164,9 +153,7 @@ def test_two_ranks_answer_as_one(checkpoints: Callable[[str], QuantizedCheckpoin
     assert [completion.token_ids for completion in completions] == answers(made.folder)[1]
 
 
-def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(folders: dict[str, Path], tmp_path: Path) -> None:
     """What is quantized is seen in the files, so that no list of modules has to be understood."""
     for linear in ("lm_head", "layers.1.self_attn.o_proj"):
         made = quantize_checkpoint(folders["gqa1_untied"], tmp_path / linear, FORMATS["awq"], linear)
@@ -238,9 +225,7 @@ def test_a_damaged_tensor_is_named(
 ) -> None:
     made = checkpoints(name)
     tensor = load_file(made.folder / "model.safetensors")[f"{MODULE}.{part}"]
-    folder = changed(
-        made.folder, tmp_path, **{f"{MODULE}.{part}": None if damage is None else damage(tensor)}
-    )
+    folder = changed(made.folder, tmp_path, **{f"{MODULE}.{part}": None if damage is None else damage(tensor)})
     with pytest.raises(kind, match=message) as raised:
         Engine(config(folder))
     assert f"'{MODULE}.{part}'" in str(raised.value)
@@ -278,14 +263,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
 def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    values = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": True,
-        **weights,
-    }
+    values = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, **weights}
     group = {"targets": ["Linear"], "weights": values}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
@@ -326,10 +304,7 @@ def test_values_of_a_wrong_kind_are_named(quantization_config: Any) -> None:
 def test_groups_of_modules_are_found_by_name_before_pattern_before_class() -> None:
     groups = {
         "a": {"targets": ["Linear"], "weights": ct()["config_groups"]["group_0"]["weights"]},
-        "b": {
-            "targets": ["re:.*down_proj$"],
-            "weights": ct(group_size=64)["config_groups"]["group_0"]["weights"],
-        },
+        "b": {"targets": ["re:.*down_proj$"], "weights": ct(group_size=64)["config_groups"]["group_0"]["weights"]},
         "c": {"targets": ["lm_head"], "weights": ct(group_size=8)["config_groups"]["group_0"]["weights"]},
     }
     quantization = read_quantization({"quantization_config": ct() | {"config_groups": groups}})

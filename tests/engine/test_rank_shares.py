@@ -71,9 +71,7 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
     for kind in ("weight", "bias"):
         query = weights[f"{prefix}.q_proj.{kind}"].split(features)[rank]
         heads = 2 // size or 1
-        others = [
-            weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)] for name in "kv"
-        ]
+        others = [weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)] for name in "kv"]
         torch.testing.assert_close(parameters[f"{prefix}.qkv_proj.{kind}"], torch.cat((query, *others)))
     columns = weights[f"{prefix}.o_proj.weight"].split(features, dim=1)[rank]
     torch.testing.assert_close(parameters[f"{prefix}.o_proj.weight"], columns)

@@ -78,9 +78,7 @@ def by_hand(engine: Engine, prompt: list[int], params: SamplingParams) -> list[i
 
 @pytest.mark.parametrize("budget", [0, 2])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_span_that_the_template_opens_has_so_many_tokens(
-    engine: Engine, params: SamplingParams, budget: int
-) -> None:
+def test_a_span_that_the_template_opens_has_so_many_tokens(engine: Engine, params: SamplingParams, budget: int) -> None:
     end_id = engine._tokenizer.added_tokens[THINK[1]].token_id
     prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
     params = replace(params, thinking_token_budget=budget)
@@ -101,20 +99,15 @@ def test_an_end_mark_of_several_tokens_is_forced_whole(folder: Path, budget: int
         assert completion.token_ids[budget : budget + len(mark)] == mark
         assert (
             completion.token_ids[:budget]
-            == engine.generate(["Hello <think>\n"], replace(GREEDY, max_tokens=max(budget, 1)))[0].token_ids[
-                :budget
-            ]
+            == engine.generate(["Hello <think>\n"], replace(GREEDY, max_tokens=max(budget, 1)))[0].token_ids[:budget]
         )
         whole = engine._tokenizer.decode(completion.token_ids, follows_text=True)
         inner, _, after = whole.partition(THINK[1])
         assert (completion.reasoning, completion.text) == (inner.strip("\n"), after.lstrip("\n"))
         behind = engine.generate(
-            [[*engine.prepare("Hello <think>\n").token_ids, *completion.token_ids[:-5]]],
-            replace(GREEDY, max_tokens=5),
+            [[*engine.prepare("Hello <think>\n").token_ids, *completion.token_ids[:-5]]], replace(GREEDY, max_tokens=5)
         )
-        assert behind[0].token_ids == completion.token_ids[-5:], (
-            "keys and values are those of the forced tokens"
-        )
+        assert behind[0].token_ids == completion.token_ids[-5:], "keys and values are those of the forced tokens"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -145,9 +138,7 @@ def test_a_forced_token_may_be_the_last(
 
 def test_a_model_without_marks_refuses_a_budget_by_name(folder: Path) -> None:
     with start(folder) as engine:
-        with pytest.raises(
-            InvalidSampling, match=r"thinking_token_budget needs the marks.*give reasoning_marks"
-        ):
+        with pytest.raises(InvalidSampling, match=r"thinking_token_budget needs the marks.*give reasoning_marks"):
             engine.add("a", [1], replace(GREEDY, thinking_token_budget=1))
         assert not engine.has_unfinished
         (plain,) = engine.generate([[1, 2]], replace(GREEDY, separate_reasoning=True))
@@ -204,9 +195,7 @@ def test_a_prompts_end_says_whether_the_span_is_open(prompt: str, span: Span) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("marks", [(), ("<brood>", "</brood>")], ids=["one token", "several"])
-def test_forced_tokens_have_their_own_log_probabilities(
-    model: Path, overlap: bool, marks: tuple[str, ...]
-) -> None:
+def test_forced_tokens_have_their_own_log_probabilities(model: Path, overlap: bool, marks: tuple[str, ...]) -> None:
     """Those that the model gives them, the last token's too; with bans, biases and penalties beside them."""
     changes: list[dict[str, Any]] = [
         {}, {"max_tokens": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0}, {"logit_bias": {7: -100.0}},
@@ -229,10 +218,7 @@ def test_forced_tokens_have_their_own_log_probabilities(
                 (scored,) = engine.generate([whole], replace(GREEDY, max_tokens=1, prompt_logprobs=2))
                 assert scored.prompt_logprobs is not None
                 for token_id, found, wanted in zip(
-                    completion.token_ids,
-                    completion.logprobs,
-                    scored.prompt_logprobs[len(prompt) :],
-                    strict=True,
+                    completion.token_ids, completion.logprobs, scored.prompt_logprobs[len(prompt) :], strict=True
                 ):
                     assert wanted is not None
                     assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)

@@ -33,9 +33,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def shared(folders: dict[str, Path]) -> Iterator[Engine]:
-    config = EngineConfig(
-        str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8
-    )
+    config = EngineConfig(str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)
     with Engine(config) as built:
         yield built
         assert not built.has_unfinished
@@ -43,9 +41,7 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
         assert built.stats().free_blocks == built.stats().num_blocks
 
 
-def complete(
-    engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREEDY, **changes: Any
-) -> Completion:
+def complete(engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREEDY, **changes: Any) -> Completion:
     (completion,) = engine.generate([prompt], replace(params, **changes))
     return completion
 
@@ -101,9 +97,7 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert neighbour.token_ids == complete(shared).token_ids
     assert len(completions) == sum(params.n for params in accepted)
     refused = {completion.error for completion in completions} - {None}
-    outside = {
-        f"token id {w} of stop_token_ids is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high
-    }
+    outside = {f"token id {w} of stop_token_ids is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high}
     assert refused == (outside if name == "stop_token_ids" else set())
 
 
@@ -219,11 +213,7 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
     built.close()
     built.close()
     assert not built.has_unfinished
-    for call in (
-        lambda: built.add("b", PROMPT, GREEDY),
-        built.step,
-        lambda: built.generate([PROMPT], GREEDY),
-    ):
+    for call in (lambda: built.add("b", PROMPT, GREEDY), built.step, lambda: built.generate([PROMPT], GREEDY)):
         with pytest.raises(EngineClosed):
             call()
 

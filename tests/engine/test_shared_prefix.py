@@ -53,15 +53,11 @@ def test_random_prefixes_equal_float64(
 ) -> None:
     """Decodes, short and long chunks, behind as much of the prefix as each has, in layers of any kind."""
     seqs = [(14, 20, 1), *((shared, max(own, query), query) for shared, own, query in seqs)]
-    batch = sharing(
-        *map(list, zip(*seqs, strict=True)), head_dim=32, group=8, dtype=dtype, seed=seed, **features
-    )
+    batch = sharing(*map(list, zip(*seqs, strict=True)), head_dim=32, group=8, dtype=dtype, seed=seed, **features)
     assert batch.error_beyond_rounding(attend(batch)[0]) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("features", "shares"), [({}, True), ({"has_sinks": True}, True), ({"window": 99}, False)]
-)
+@pytest.mark.parametrize(("features", "shares"), [({}, True), ({"has_sinks": True}, True), ({"window": 99}, False)])
 def test_the_prefix_is_read_once(features: dict[str, Any], shares: bool) -> None:
     """Where no layer hides its first tokens from a query."""
     count = 16
@@ -75,9 +71,7 @@ def test_the_prefix_is_read_once(features: dict[str, Any], shares: bool) -> None
         assert set(parts.decode.begins.tolist()) == {12 * BLOCK}
 
 
-tables = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=30
-)
+tables = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=30)
 
 
 @given(tables, st.integers(0, 12))
@@ -90,13 +84,9 @@ def test_prefixes_hold_what_their_members_share(rows: list[tuple[int, int, int]]
         ],
         np.int32,
     )
-    lens_before = np.array(
-        [max(0, blocks * BLOCK + 30 - 40 * (seq % 3)) for seq, (_, blocks, _) in enumerate(rows)]
-    )
+    lens_before = np.array([max(0, blocks * BLOCK + 30 - 40 * (seq % 3)) for seq, (_, blocks, _) in enumerate(rows)])
     query_lens = np.array([queries for *_, queries in rows])
-    found = find_shared_prefixes(
-        block_tables, lens_before, query_lens, BLOCK, tile=TILE, least_queries=least_queries
-    )
+    found = find_shared_prefixes(block_tables, lens_before, query_lens, BLOCK, tile=TILE, least_queries=least_queries)
     seen = [seq for prefix in found for seq in prefix.seqs]
     assert len(set(seen)) == len(seen)
     for prefix in found:

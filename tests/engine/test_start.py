@@ -41,16 +41,12 @@ SMALL = {"kv_cache_bytes": 1 << 22}
         ({"model": ""}, "model must be"),
     ],
 )
-def test_a_bad_value_stops_the_start_and_is_named(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_bad_value_stops_the_start_and_is_named(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(**{"model": str(folder), **SMALL, **changes}))
 
 
-def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_max_model_len_is_what_the_model_has_and_the_pool_holds(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And it is logged."""
     with (
         caplog.at_level("INFO", logger="engine"),
@@ -58,9 +54,7 @@ def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
     ):
         num_blocks = (1 << 17) // (3 * 2 * 16 * 2 * 16 * 4)
         assert built.max_model_len == num_blocks * 16 < 512
-        (completion,) = built.generate(
-            [[5] * 20], SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
-        )
+        (completion,) = built.generate([[5] * 20], SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True))
         assert completion.finish_reason == "length"
         assert completion.num_prompt_tokens + len(completion.token_ids) == built.max_model_len
     assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
@@ -159,9 +153,7 @@ def test_an_engine_launches_on_its_own_device_from_another_thread_than_its_maker
     folder = make_checkpoint(tmp_path / "model", SHAPES[0])
     config = EngineConfig(str(folder), attention_backend="torch", device="cpu", kv_cache_bytes=1 << 22)
     with Engine(config) as engine:
-        used = threading.Thread(
-            target=engine.generate, args=(["hello"], SamplingParams(max_tokens=3)), name="another"
-        )
+        used = threading.Thread(target=engine.generate, args=(["hello"], SamplingParams(max_tokens=3)), name="another")
         used.start()
         used.join()
     assert cuda.seen == {(threading.current_thread().name, "cpu"), ("another", "cpu")}

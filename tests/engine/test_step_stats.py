@@ -10,9 +10,7 @@ from tests.engine.test_logprobs import NAME, config
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_generated_tokens_steps_and_times_are_those_of_the_completions(
-    folders: dict[str, Path], overlap: bool
-) -> None:
+def test_generated_tokens_steps_and_times_are_those_of_the_completions(folders: dict[str, Path], overlap: bool) -> None:
     """Also where the pool is too small, and sequences are preempted and end in the middle of a step."""
     began = time.monotonic()
     values = {"kv_cache_bytes": 48 << 10, "max_num_seqs": 4, "max_model_len": 48, "async_scheduling": overlap}

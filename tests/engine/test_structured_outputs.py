@@ -129,9 +129,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_reason(engine: Engine, spec
 
 def test_one_that_fails_while_it_runs_costs_its_row_alone(engine: Engine) -> None:
     rows = [{"regex": "a"}, {"regex": "(a{1000}){1000}"}, {"regex": "b"}]
-    one, failed, other = engine.generate(
-        ["hello"] * 3, [SamplingParams(structured_outputs=spec) for spec in rows]
-    )
+    one, failed, other = engine.generate(["hello"] * 3, [SamplingParams(structured_outputs=spec) for spec in rows])
     assert (one.text, other.text) == ("a", "b")
     assert failed.finish_reason == "error"
     assert failed.error
@@ -171,8 +169,7 @@ def test_it_says_the_same_however_it_is_computed(
         {"json_object": True},
     ]
     rows = [
-        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0)
-        for i, spec in enumerate(specs)
+        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0) for i, spec in enumerate(specs)
     ]
     prompts = [f"this is prompt number {i}, of some length" for i in range(len(rows))]
     expected = [each.token_ids for each in engine.generate(prompts, rows)]

@@ -57,9 +57,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("odd") / ODD.name, ODD)
 
 
-def test_log_probabilities_are_those_of_the_whole_vocabulary(
-    shared: Engine, references: dict[str, Reference]
-) -> None:
+def test_log_probabilities_are_those_of_the_whole_vocabulary(shared: Engine, references: dict[str, Reference]) -> None:
     """Of which each rank computes a part."""
     asked = mixed_requests()[3:7]
     truth = true_logprobs(references["gqa2_tied_hub"])
@@ -92,9 +90,7 @@ def test_two_kv_heads_and_tied_embeddings_give_transformers_tokens(
     assert stats.num_blocks == 600, "the pool is counted per rank, with half of the KV heads"
 
 
-def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(
-    references: dict[str, Reference],
-) -> None:
+def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(references: dict[str, Reference]) -> None:
     reference, shape = references["gqa4_tied"], SHAPE_OF["gqa4_tied"]
     with Engine(config(reference.folder, shape, pool_blocks=14, max_num_batched_tokens=33)) as built:
         stats = compare(reference, built)
@@ -229,9 +225,7 @@ def test_overlapping_ranks_give_the_tokens_of_ranks_that_wait(folders: dict[str,
     assert {each["request_id"] for each in answers[0]} == {each[0] for each in asked} - {"1"}
 
 
-def test_missing_weights_are_the_error_one_process_would_raise(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_missing_weights_are_the_error_one_process_would_raise(folders: dict[str, Path], tmp_path: Path) -> None:
     """And no rank is left, whichever of them said so first."""
     folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")

@@ -15,23 +15,7 @@ from engine.text.sentencepiece_file import read_sentencepiece
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
-BITS = [
-    "the",
-    " ",
-    "  ",
-    "   ",
-    "quick",
-    "März",
-    "日本",
-    "\n",
-    "\n\n",
-    "\t",
-    "🎉",
-    "1987",
-    "\u2581",
-    "e\u0301",
-    "ﬁ",
-]
+BITS = ["the", " ", "  ", "   ", "quick", "März", "日本", "\n", "\n\n", "\t", "🎉", "1987", "\u2581", "e\u0301", "ﬁ"]
 SENTENCEPIECE = {
     "llama": {},
     "gemma": {"add_dummy_prefix": False, "user_defined_symbols": ["<turn>", "\n\n", "\u2581\u2581"]},
@@ -121,9 +105,7 @@ def merge(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_begins_with_one_token_for_its_beginning(
-    text_models: dict[str, Tokenizer], family: str
-) -> None:
+def test_a_text_begins_with_one_token_for_its_beginning(text_models: dict[str, Tokenizer], family: str) -> None:
     """None where the family has none; one also where the text brings its own."""
     tokenizer = text_models[family]
     bos, bos_id = tokenizer._bos
@@ -161,9 +143,7 @@ def test_text_in_parts_is_the_text_of_the_whole(text_models: dict[str, Tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "mistral"])
-def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
-    text_models: dict[str, Tokenizer], family: str
-) -> None:
+def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(text_models: dict[str, Tokenizer], family: str) -> None:
     """A line's end, and a character of several bytes, with one beside it that is not complete."""
     tokenizer = text_models[family]
     for stop in ("\n", "本", "日本", "🎉"):
@@ -177,9 +157,7 @@ def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_text_has_fewer_tokens_than_its_family_bounds(
-    text_models: dict[str, Tokenizer], family: str
-) -> None:
+def test_no_text_has_fewer_tokens_than_its_family_bounds(text_models: dict[str, Tokenizer], family: str) -> None:
     """And the bound is of use: a prompt far too long is not tokenized."""
     tokenizer = text_models[family]
     bos = tokenizer._bos[0] or "<|im_end|>"

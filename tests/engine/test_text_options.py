@@ -106,9 +106,7 @@ def test_what_is_too_long_fits_when_it_is_truncated(shared: Engine) -> None:
             completion = complete(shared, prompt, wanted)
             assert completion.finish_reason == "length"
             assert completion.num_prompt_tokens == (most if fits == -1 else fits)
-        assert len(shared.chat_token_ids(long_chat, truncate_prompt_tokens=fits)) == (
-            most if fits == -1 else fits
-        )
+        assert len(shared.chat_token_ids(long_chat, truncate_prompt_tokens=fits)) == (most if fits == -1 else fits)
     for limit in (None, most + 1):
         with pytest.raises(PromptTooLong):
             shared.prepare(long_ids, truncate_prompt_tokens=limit)

@@ -20,15 +20,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.models.served import model_table, refuse_known, served_architectures
 from engine.run.forward.model_runner import ModelRunner
 from jobs.cli import main
-from tests.engine.architectures import (
-    REFUSED,
-    SERVED,
-    Architectures,
-    add_sizes,
-    class_name,
-    make_architecture,
-    small,
-)
+from tests.engine.architectures import REFUSED, SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
@@ -36,11 +28,7 @@ from tests.engine.graphs import simulate_graphs
 #: Each for something that the others lack: values narrower than keys, a soft cap with
 #: windows, other names in config.json, chunks, a window that the mask alone tells of.
 SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "llama4_text", "qwen2_moe"]
-MIXING = [
-    "bloom",
-    "jamba",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "qwen3_next")),
-]
+MIXING = ["bloom", "jamba", *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "qwen3_next"))]
 
 
 @pytest.fixture
@@ -86,9 +74,7 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
 ) -> None:
     """By comparing the model with itself as transformers runs it."""
     call_type = engine.models.attention_calls.AttentionCall
-    monkeypatch.setattr(
-        engine.models.attention_calls, "AttentionCall", lambda *args: change(call_type(*args))
-    )
+    monkeypatch.setattr(engine.models.attention_calls, "AttentionCall", lambda *args: change(call_type(*args)))
     folder = architecture(name).reference.folder
     with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
         Engine(small(folder, model_path="transformers"))
@@ -107,9 +93,7 @@ def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> 
         assert "layers attend" in str(refused.value) or "mixes the sequences" in str(refused.value)
 
 
-def test_a_state_beside_the_cache_is_found(
-    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that adds what its first row was in the step before forgets nothing within a step."""
     last: dict[str, Tensor] = {}
 
@@ -177,9 +161,7 @@ def test_the_way_is_chosen_and_logged(
         small(foreign, model_path="fast")
 
 
-def test_auto_takes_another_backend_where_a_layer_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_another_backend_where_a_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An explicit one is an error."""
     pytest.importorskip("numba", reason="numba is not installed, so 'auto' takes torch anyway")
     folder = make_architecture(tmp_path / "model", "gemma", head_dim=272)
@@ -203,15 +185,11 @@ def test_ranks_share_a_model_over_gloo(architecture: Architectures) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")]
-)
+@pytest.mark.parametrize(("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")])
 def test_a_split_that_is_not_built_is_refused(name: str, message: str, architecture: Architectures) -> None:
     folder = architecture(name).reference.folder
     config = small(folder, model_path="transformers")
-    with pytest.raises(
-        UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"
-    ):
+    with pytest.raises(UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"):
         ModelRunner(config, read_model_config(folder), folder, TensorParallel(0, 2))
 
 

@@ -87,9 +87,7 @@ def test_fp8_is_refused_where_triton_cannot_compile_it(
     capability: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is loaded: an A100 would raise Triton's own error at the first launch."""
-    properties = SimpleNamespace(
-        major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=8
-    )
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=8)
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(engine.attention, "find_spec", lambda name: True)

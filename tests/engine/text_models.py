@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text.token_bound import byte_alphabet
 from tests.engine.checkpoints import TEXTS
@@ -27,11 +17,7 @@ LLAMA_3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {
-    "llama3": LLAMA_3_SPLIT,
-    "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""),
-    "gpt_oss": r"\p{N}{1,3}|\s*\S+|\s+",
-}
+SPLITS = {"llama3": LLAMA_3_SPLIT, "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""), "gpt_oss": r"\p{N}{1,3}|\s*\S+|\s+"}
 LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GEMMA_NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 SPACE = "\u2581"
@@ -51,9 +37,7 @@ def train_sentencepiece(path: Path, **options: Any) -> None:
         "hard_vocab_limit": False,
         "minloglevel": 3,
     }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=content, **llama | options
-    )
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=content, **llama | options)
     path.write_bytes(content.getvalue())
 
 
@@ -85,21 +69,14 @@ def _gemma(folder: Path) -> dict[str, Any]:
 
 
 def _pieces(
-    folder: Path,
-    names: dict[str, str],
-    *,
-    normalizer: Any = None,
-    splits: Any = None,
-    has_prefix: bool = True,
+    folder: Path, names: dict[str, str], *, normalizer: Any = None, splits: Any = None, has_prefix: bool = True
 ) -> dict[str, Any]:
     """As converted from SentencePiece: pieces of characters, and one for each byte."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     if splits is not None:
         made.pre_tokenizer = splits
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    made.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     special = [*names.values(), *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
     lines = [line[:9] if splits is not None else line[:9].replace(" ", SPACE) for line in LINES]
@@ -110,9 +87,7 @@ def _pieces(
     if normalizer is not None:
         made.normalizer = normalizer
     if names is GEMMA_NAMES:
-        made.add_special_tokens(
-            [AddedToken(text, normalized=False) for text in ("<start_of_turn>", "<end_of_turn>")]
-        )
+        made.add_special_tokens([AddedToken(text, normalized=False) for text in ("<start_of_turn>", "<end_of_turn>")])
     _begin_with(made, names["bos_token"])
     made.save(str(folder / "tokenizer.json"))
     return {**names, "tokenizer_class": "LlamaTokenizerFast"}
@@ -135,9 +110,7 @@ def _byte_level(folder: Path, split: str, special: list[str], bos: str | None) -
     )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    )
+    made.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
     made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     if bos is not None:
         _begin_with(made, bos)
@@ -176,10 +149,7 @@ def _tekken(folder: Path) -> dict[str, Any]:
             "default_vocab_size": len(ranks) + 10,
             "default_num_special_tokens": 10,
         },
-        "vocab": [
-            {"rank": rank, "token_bytes": base64.b64encode(token).decode()}
-            for rank, token in enumerate(ranks)
-        ],
+        "vocab": [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(ranks)],
         "special_tokens": [{"rank": rank, "token_str": text} for rank, text in enumerate(special)],
     }
     (folder / "tekken.json").write_text(json.dumps(content))

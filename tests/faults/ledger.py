@@ -175,9 +175,7 @@ class Ledger:
     def _ask_child(self, parent: Job, queue: Queue, prompt: str) -> None:
         parent.save()
         after = Dependency([parent], allow_failure=True)
-        child = queue.enqueue(
-            "jobs.complete", prompt, max_tokens=2, depends_on=after, result_ttl=-1, job_timeout=-1
-        )
+        child = queue.enqueue("jobs.complete", prompt, max_tokens=2, depends_on=after, result_ttl=-1, job_timeout=-1)
         self._expected[child.id] = Expected(f"echo:{prompt}")
 
     def ask_run(
@@ -281,8 +279,7 @@ class Ledger:
             found.jobs += 1
             found.redone += int(deaths or 0)
             results = [
-                Result.restore(job_id, i.decode(), fields_, self._redis, JSONSerializer)
-                for i, fields_ in entries
+                Result.restore(job_id, i.decode(), fields_, self._redis, JSONSerializer) for i, fields_ in entries
             ]
             ends = [result for result in results if result.type in _ENDS]
             what = f"{job_id} ({expected}): {len(ends)} ends, {status}, listed {listed[job_id]} times"

@@ -11,9 +11,7 @@ AT_ONCE = 8
 """Workers that live at the same time while one after the other is killed."""
 
 RUN_STEPS = [
-    step
-    for step in STEPS
-    if step.startswith(("part", "shard", "run", "manifest", "plan", "file", "leftover"))
+    step for step in STEPS if step.startswith(("part", "shard", "run", "manifest", "plan", "file", "leftover"))
 ]
 
 

@@ -109,13 +109,7 @@ _ARGUMENTS = st.sampled_from(
     ]
 )
 FILES = st.builds(
-    Written,
-    _columns(),
-    _OPTIONS,
-    st.sampled_from([1, 2, 1000]),
-    _MOST.map(lambda most: not most),
-    _DAMAGE,
-    _ARGUMENTS,
+    Written, _columns(), _OPTIONS, st.sampled_from([1, 2, 1000]), _MOST.map(lambda most: not most), _DAMAGE, _ARGUMENTS
 )
 
 

@@ -33,9 +33,7 @@ JSON = st.recursive(
 )
 SAMPLING = st.dictionaries(
     st.one_of(
-        st.sampled_from([field.name for field in fields(SamplingParams)]),
-        st.sampled_from(sorted(NOT_BUILT)),
-        TEXTS,
+        st.sampled_from([field.name for field in fields(SamplingParams)]), st.sampled_from(sorted(NOT_BUILT)), TEXTS
     ),
     JSON,
     max_size=4,
@@ -78,9 +76,7 @@ PAYLOADS = st.one_of(_CALLS.map(_as_json), st.binary(max_size=40))
 """The field `data` of a job's hash: calls, almost calls, and bytes."""
 
 _HASH_VALUES = st.one_of(
-    SCALARS.map(lambda value: str(value).encode("utf-8", "surrogatepass")),
-    JSON.map(_as_json),
-    st.binary(max_size=12),
+    SCALARS.map(lambda value: str(value).encode("utf-8", "surrogatepass")), JSON.map(_as_json), st.binary(max_size=12)
 )
 _FIELDS = (
     "timeout result_ttl failure_ttl ttl retry_intervals repeat_intervals meta created_at enqueued_at "

@@ -77,9 +77,7 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
             return requests
 
 
-def shard_of(
-    prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any
-) -> ShardRequests:
+def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ShardRequests:
     """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of ShardRequests."""
     ask = Generate(RunSpec.from_arguments("in", "out", sampling=dict(sampling)), 0, Checks())
     rows = [Row(each) if isinstance(each, str) else each for each in prompts]
@@ -96,9 +94,7 @@ def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout,
         opened.close()
 
 
-def opened_task(
-    context: JobContext, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> OpenTask:
+def opened_task(context: JobContext, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> OpenTask:
     task = task_of(name, args, kwargs)
     assert task is not None
     return task.open(context)

@@ -45,9 +45,7 @@ def make_context(redis: Redis, tmp_path: Path) -> MakeContext:
 
     def make() -> JobContext:
         number = next(numbers)
-        return JobContext(
-            redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), MODEL
-        )
+        return JobContext(redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), MODEL)
 
     return make
 

@@ -12,16 +12,7 @@ from rq.job import Job
 
 from jobs.context import JobContext
 from jobs.tasks import OpenTask
-from tests.jobs.answering import (
-    Answer,
-    feed,
-    opened_task,
-    queued_jobs,
-    run_task,
-    score_parquet,
-    shout,
-    work_off,
-)
+from tests.jobs.answering import Answer, feed, opened_task, queued_jobs, run_task, score_parquet, shout, work_off
 
 
 class Runs:

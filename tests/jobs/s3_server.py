@@ -22,11 +22,7 @@ from moto.server import ThreadedMotoServer
 
 BUCKET = "bucket"
 
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
 #: 503: it asks to come back later. cut: its reply ends half way. lost: it does what is asked, and no reply
 #: comes. slow: it takes a while. 403, expired: it refuses.

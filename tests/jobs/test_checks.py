@@ -18,9 +18,7 @@ def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -
     assert checks.reason(options, {"prompt": "x"}, "12") is None
     assert checks.reason(options, {"prompt": "naïve"}, "11") == "11 is odd, and naïve wants an even one"
     assert checks.reason(options, {}, "silent") == "the check gave no reason"
-    assert checks.reason(options, {}, "true") == (
-        "the check returned bool, expected None or the reason as a text"
-    )
+    assert checks.reason(options, {}, "true") == ("the check returned bool, expected None or the reason as a text")
     assert len(checks.reason(options, {}, "long") or "") < 3_000
     assert checks.reason(options, {}, "prints") is None, "what it prints is none of its replies"
 

@@ -63,9 +63,7 @@ def write_with_pyarrow(path: Path) -> None:
     table = pa.table(
         {
             "prompt": pa.array(["a", "b", "a", None], pa.large_string()),
-            "code": pa.array(["x", None, "y", "x"])
-            .dictionary_encode()
-            .cast(pa.dictionary(pa.int8(), pa.string())),
+            "code": pa.array(["x", None, "y", "x"]).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string())),
             "time": pa.array([1, 2, None, 4], pa.timestamp("ns", tz="UTC")),
             "half": pa.array([1.5, 2, None, 4], pa.float16()),
             "map": pa.array([[("k", 1)], [], None, []], pa.map_(pa.string(), pa.int32())),
@@ -77,20 +75,14 @@ def write_with_pyarrow(path: Path) -> None:
     pq.write_table(table, path, row_group_size=3, compression="zstd")
 
 
-@pytest.mark.parametrize(
-    "write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow]
-)
+@pytest.mark.parametrize("write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow])
 def test_input_columns_come_back_with_their_types_and_values(
     redis: Redis, make_context: MakeContext, tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     write(tmp_path / "in.parquet")
     sampling = {"temperature": 0}
     score_parquet(
-        make_context(),
-        str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
-        sampling=sampling,
-        rows_per_shard=3,
+        make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), sampling=sampling, rows_per_shard=3
     )
     work_off(redis, make_context)
     before = pq.read_table(tmp_path / "in.parquet")
@@ -103,9 +95,7 @@ def test_input_columns_come_back_with_their_types_and_values(
     assert after["error"].to_pylist() == [None, None, None, "prompt is null"]
 
 
-def test_pandas_polars_and_duckdb_read_the_output(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_pandas_polars_and_duckdb_read_the_output(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     write_with_pandas(tmp_path / "in.parquet")
     score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=3)
     work_off(redis, make_context)
@@ -147,9 +137,7 @@ def test_readers_take_a_folder_of_a_run_that_goes_on_and_of_one_that_ended(
     assert read(str(tmp_path / "out")) == 3
 
 
-def test_chats_written_by_other_tools_are_chats(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_chats_written_by_other_tools_are_chats(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     pl.DataFrame({"messages": [CHAT, CHAT]}).write_parquet(tmp_path / "polars.parquet")
     duckdb.sql(
         f"copy (select [{{'role': 'user', 'content': 'hi', 'name': null::varchar}}] as messages) "

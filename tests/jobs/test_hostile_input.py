@@ -37,12 +37,8 @@ def test_a_missing_column_names_those_found(context: JobContext, three_rows: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_columns_that_cannot_be_prompts_are_refused(
-    context: JobContext, three_rows: Path, tmp_path: Path
-) -> None:
-    assert "int64" in str(
-        fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", prompt_column="id")
-    )
+def test_columns_that_cannot_be_prompts_are_refused(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
+    assert "int64" in str(fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", prompt_column="id"))
     fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", messages_column="id")
     pq.write_table(pa.table({"prompt": [[b"y"]], "raw": [b"x"]}), three_rows)
     fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", template="{prompt}")
@@ -50,9 +46,7 @@ def test_columns_that_cannot_be_prompts_are_refused(
 
 
 @pytest.mark.parametrize("name", ["completion", "error", "cached_tokens"])
-def test_an_input_column_named_like_an_output_column_is_refused(
-    context: JobContext, tmp_path: Path, name: str
-) -> None:
+def test_an_input_column_named_like_an_output_column_is_refused(context: JobContext, tmp_path: Path, name: str) -> None:
     pq.write_table(pa.table({"prompt": ["a"], name: ["x"]}), tmp_path / "in.parquet")
     assert name in str(fails(errors.ColumnConflict, context, tmp_path / "in.parquet", tmp_path / "out"))
 
@@ -63,20 +57,14 @@ def test_two_columns_of_one_name_are_refused(context: JobContext, tmp_path: Path
     fails(errors.SchemaMismatch, context, tmp_path / "in.parquet", tmp_path / "out")
 
 
-def test_files_with_other_columns_are_refused_by_name(
-    context: JobContext, three_rows: Path, tmp_path: Path
-) -> None:
+def test_files_with_other_columns_are_refused_by_name(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "id": ["text"]}), tmp_path / "other.parquet")
-    error = fails(
-        errors.SchemaMismatch, context, [str(three_rows), str(tmp_path / "other.parquet")], tmp_path / "out"
-    )
+    error = fails(errors.SchemaMismatch, context, [str(three_rows), str(tmp_path / "other.parquet")], tmp_path / "out")
     assert "other.parquet" in str(error)
     assert "id: string" in str(error)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"PAR1", b"hello world, no parquet at all", b"PAR1" + b"\xff" * 50 + b"PAR1"]
-)
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"hello world, no parquet at all", b"PAR1" + b"\xff" * 50 + b"PAR1"])
 def test_what_is_no_parquet_is_named(context: JobContext, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.parquet").write_bytes(content)
     error = fails(errors.CorruptParquet, context, tmp_path / "in.parquet", tmp_path / "out")
@@ -170,11 +158,7 @@ def test_a_folder_with_a_link_that_leads_out_is_refused(
 
 
 def test_a_shard_job_trusts_neither_its_arguments_nor_its_plan(
-    redis: Redis,
-    make_context: MakeContext,
-    three_rows: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    redis: Redis, make_context: MakeContext, three_rows: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = score_parquet(make_context(), str(three_rows), str(tmp_path / "out"))["run"]
     plan_path = tmp_path / "out" / PLAN

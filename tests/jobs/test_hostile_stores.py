@@ -107,9 +107,7 @@ def test_of_a_refusal_its_code_is_told_and_no_more(asked: str, store: Callable[.
 
 @pytest.mark.parametrize("objects", [0, 1000])
 @pytest.mark.parametrize("asked", ["names", "written_at"])
-def test_a_listing_that_repeats_itself_is_refused(
-    objects: int, asked: str, store: Callable[..., Storage]
-) -> None:
+def test_a_listing_that_repeats_itself_is_refused(objects: int, asked: str, store: Callable[..., Storage]) -> None:
     page = PAGE.format(objects="".join(OBJECT.format(name=number) for number in range(objects))).encode()
     found = store(lambda handler: reply(handler, 200, page))
     with pytest.raises(StoreRefused, match="listing went on for more than 4 s"):

@@ -90,9 +90,7 @@ def test_what_was_made_of_an_input_and_is_gone_is_made_again(
     assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{n}" for n in range(23)]
 
 
-def test_csv_is_read_as_the_csv_module_writes_it(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_csv_is_read_as_the_csv_module_writes_it(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     texts = ['say "hi"', "a,b", "two\r\nlines", "ünï", " spaces ", 'in 5" of', "'"]
     frame = pd.DataFrame(
         {
@@ -149,13 +147,7 @@ def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(
     score(make_context(), tmp_path / "in.csv", tmp_path)
     work_off(redis, make_context)
     rows = read_rows(tmp_path / "out")
-    assert [(row["prompt"], row["n"]) for row in rows] == [
-        ("a", 1),
-        (None, None),
-        ("b", 3),
-        (None, None),
-        ("c", 4),
-    ]
+    assert [(row["prompt"], row["n"]) for row in rows] == [("a", 1), (None, None), ("b", 3), (None, None), ("c", 4)]
     assert rows[1]["error"].startswith("line 3 begins a row that has more than the limit")
     assert rows[3]["error"].startswith("line 5 has more than the limit of 8388608 bytes")
     (tmp_path / "in.csv").write_bytes(b'prompt\na\n"open\nb\n')
@@ -184,9 +176,7 @@ def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
     make_context: MakeContext, tmp_path: Path
 ) -> None:
     column = pa.RunEndEncodedArray.from_arrays([2], [1])
-    with pa.ipc.new_file(
-        tmp_path / "in.arrow", pa.schema([("prompt", pa.string()), ("n", column.type)])
-    ) as file:
+    with pa.ipc.new_file(tmp_path / "in.arrow", pa.schema([("prompt", pa.string()), ("n", column.type)])) as file:
         file.write_batch(pa.record_batch([pa.array(["a", "b"]), column], names=["prompt", "n"]))
     with pytest.raises(SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"):
         score(make_context(), tmp_path / "in.arrow", tmp_path)
@@ -212,9 +202,7 @@ def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
         assert row["error"].startswith(start), row["error"]
 
 
-def test_chats_and_values_of_several_kinds_in_jsonl(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_chats_and_values_of_several_kinds_in_jsonl(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     chats: list[Any] = [
         [{"role": "user", "content": "hi"}],
         [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
@@ -245,12 +233,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt'"),
-        (
-            "in.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20],
-            CorruptTable,
-            "in.jsonl.gz",
-        ),
+        ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20], CorruptTable, "in.jsonl.gz"),
         ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "arrow"),
         ("in.arrow", b"PAR1", CorruptTable, "arrow"),
         ("in.arrow", b"", CorruptTable, "arrow"),
@@ -291,9 +274,7 @@ def test_a_file_that_changes_is_scored_as_it_was_planned_and_refused_where_it_is
     with pytest.raises(InputChanged, match="other contents"):
         score(make_context(), source, tmp_path)
     work_off(redis, make_context)
-    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [
-        f"P{number}" for number in range(23)
-    ]
+    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{number}" for number in range(23)]
 
 
 def test_files_of_a_run_share_one_schema(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
@@ -316,9 +297,7 @@ def test_a_limit_looks_at_no_row_behind_it(redis: Redis, make_context: MakeConte
     assert [row["n"] for row in read_rows(tmp_path / "out")] == [1] * 7
 
 
-def test_columns_are_chosen_and_added_as_for_parquet(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_columns_are_chosen_and_added_as_for_parquet(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     for lang in ("de", "en"):
         (tmp_path / "in" / f"lang={lang}").mkdir(parents=True)
         write_jsonl(tmp_path / "in" / f"lang={lang}" / "x.jsonl")

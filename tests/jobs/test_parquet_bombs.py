@@ -46,9 +46,7 @@ def answer_all(make_context: MakeContext, path: Path, **arguments: Any) -> pa.Ta
 
 
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
-def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(
-    tmp_path: Path, encoding: str
-) -> None:
+def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tmp_path: Path, encoding: str) -> None:
     rows, path = 160, tmp_path / "in.parquet"
     values = one_text(rows, MIB)
     options: dict[str, Any] = {"column_encoding": {"text": encoding}, "use_dictionary": False}
@@ -83,9 +81,7 @@ def test_nulls_that_stand_for_hundreds_of_megabytes_fail_their_shard(
     assert "took more than" in str(not_read(make_context(), tmp_path / "in.parquet"))
 
 
-def test_a_page_beyond_the_limit_fails_its_shard_and_lets_go_of_all(
-    make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_page_beyond_the_limit_fails_its_shard_and_lets_go_of_all(make_context: MakeContext, tmp_path: Path) -> None:
     table = pa.table({"prompt": ["a"], "other": ["x" * (80 * MIB)]})
     pq.write_table(table, tmp_path / "in.parquet", compression="zstd", use_dictionary=False)
     assert "shorter values" in str(not_read(make_context(), tmp_path / "in.parquet"))
@@ -128,9 +124,7 @@ def kill_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: os.kill(lent[-1].pid, signal.SIGKILL)
 
 
-def test_a_child_that_is_killed_costs_a_retry_and_no_row(
-    tmp_path: Path, kill_child: Callable[[], None]
-) -> None:
+def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path, kill_child: Callable[[], None]) -> None:
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
@@ -243,9 +237,7 @@ def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
     assert room.held == room.reading == 0
 
 
-def test_one_reader_more_than_there_is_room_for_waits(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     submit_two_shards(make_context(), tmp_path, rows_per_shard=2)
     context = make_context()
     room = context.shard_bytes
@@ -259,9 +251,7 @@ def test_one_reader_more_than_there_is_room_for_waits(
     assert room.reading == others - 1
 
 
-def test_readers_that_nobody_uses_make_room_for_others(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_readers_that_nobody_uses_make_room_for_others(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     names = [f"{number}" for number in range(READERS + 1)]
     for name in names:
         pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / f"{name}.parquet")

@@ -42,11 +42,7 @@ def open_files(path: Path) -> int:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("row_group_size", [10, ROWS])
 def test_shards_in_a_row_share_plan_and_position(
-    redis: Redis,
-    make_context: MakeContext,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    row_group_size: int,
+    redis: Redis, make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group_size: int
 ) -> None:
     source = tmp_path / "in.parquet"
     table = pa.table({"prompt": [f"p{n}" for n in range(ROWS)], "id": range(ROWS)})
@@ -82,9 +78,7 @@ def test_shards_in_a_row_share_plan_and_position(
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
 
 
-def test_a_shard_that_cannot_be_read_holds_no_file(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_shard_that_cannot_be_read_holds_no_file(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     source = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": ["a"]}), source)
     score_parquet(make_context(), str(source), str(tmp_path / "out"))

@@ -15,14 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ops.deployed import (
-    DASHBOARD_SETTINGS,
-    DEPLOY,
-    LEAVING_S,
-    ROOT,
-    assert_is_a_command,
-    assert_settings_exist,
-)
+from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, ROOT, assert_is_a_command, assert_settings_exist
 from worker.metrics.server import MetricsServer
 
 FOLDER = DEPLOY / "docker"

@@ -12,13 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from redis import Redis
 
-from tests.ops.deployed import (
-    DASHBOARD_SETTINGS,
-    DEPLOY,
-    LEAVING_S,
-    assert_is_a_command,
-    assert_settings_exist,
-)
+from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, assert_is_a_command, assert_settings_exist
 from tokenmill_dashboard.queue_metrics import QueueMetrics
 from worker.settings import WorkerSettings
 
@@ -34,9 +28,7 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def found(kind: str, name: str = "") -> dict[str, Any]:
-    (one,) = [
-        each for each in manifests() if each["kind"] == kind and each["metadata"]["name"].endswith(name)
-    ]
+    (one,) = [each for each in manifests() if each["kind"] == kind and each["metadata"]["name"].endswith(name)]
     return one
 
 
@@ -104,9 +96,7 @@ def test_a_worker_has_time_to_hand_back_and_to_load() -> None:
     assert found("Deployment", "worker")["spec"]["progressDeadlineSeconds"] > 1800
 
 
-def test_what_is_started_takes_its_arguments_and_its_settings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_started_takes_its_arguments_and_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("worker", "dashboard"):
         assert_is_a_command(container(name)["args"])
     settings = found("ConfigMap")["data"]
@@ -133,9 +123,7 @@ def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None
         assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
     assert container("worker")["envFrom"][0]["configMapRef"]["name"] == found("ConfigMap")["metadata"]["name"]
     assert found("ScaledObject")["spec"]["scaleTargetRef"]["name"] == "tokenmill-worker"
-    assert (
-        found("PodDisruptionBudget")["spec"]["selector"] == found("Deployment", "worker")["spec"]["selector"]
-    )
+    assert found("PodDisruptionBudget")["spec"]["selector"] == found("Deployment", "worker")["spec"]["selector"]
 
 
 def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:

@@ -51,9 +51,7 @@ def test_every_pin_takes_the_python_of_this_system() -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     (tmp_path / "ops").mkdir()
     shutil.copy(ROOT / "ops/environment.sh", tmp_path / "ops")
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n'
-    )
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n')
     (tmp_path / "ops/constraints.txt").write_text("pip==2\n")
     made = subprocess.run(
         ["bash", "-c", ". ops/environment.sh && make_environment dev"],

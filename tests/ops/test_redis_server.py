@@ -102,10 +102,7 @@ def test_the_procfile_sends_worker_and_dashboard_to_its_own_server_unless_told_o
 
 
 def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_folder: Path) -> None:
-    with (
-        running_server(short_folder) as process,
-        Redis.from_url(socket_url(socket_in(short_folder))) as worker,
-    ):
+    with running_server(short_folder) as process, Redis.from_url(socket_url(socket_in(short_folder))) as worker:
         worker.sadd(REDIS_WORKER_KEYS, "rq:worker:w")
         process.terminate()
         assert process.stdout is not None
@@ -135,9 +132,7 @@ def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[
     environment |= {"RQ_REDIS_URL": url, "TOKENMILL_DRAIN_S": "0.5", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "honcho", "-d", str(ROOT), "-f", str(folder / "Procfile"), "start"]
     with (folder / "log").open("w") as out:
-        honcho = subprocess.Popen(
-            command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT
-        )
+        honcho = subprocess.Popen(command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT)
     try:
         wait_until_ready(url)
         yield honcho
@@ -166,9 +161,7 @@ def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(sho
 
 
 @pytest.mark.long
-def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(
-    short_folder: Path,
-) -> None:
+def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(short_folder: Path) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         running_honcho(short_folder, DASHBOARD_PORT=str(taken.getsockname()[1])) as honcho,

@@ -86,9 +86,7 @@ def _enter(summary: Summary, test: str, result: dict[str, str], suite: Path, env
     elif departs is not None and result["outcome"] == "failed":
         summary.departures[test] = departs
     elif departs is not None:
-        summary.wrong[test] = (
-            "in the table of departures, but it passes: take it from there, and from docs/operator.md"
-        )
+        summary.wrong[test] = "in the table of departures, but it passes: take it from there, and from docs/operator.md"
     elif result["outcome"] == "passed":
         summary.passed.append(test)
     else:
@@ -127,11 +125,7 @@ def _run_tests(suite: Path, tests: Sequence[str], env: dict[str, str]) -> dict[s
         command, env=env, cwd=suite, capture_output=True, text=True, timeout=FILE_TIMEOUT_S, check=False
     )
     reports = json.loads(report.read_text()) if report.exists() else {}
-    died = {
-        "outcome": "failed",
-        "workers": 1,
-        "text": f"not run:\n{said.stdout[-2000:]}{said.stderr[-2000:]}",
-    }
+    died = {"outcome": "failed", "workers": 1, "text": f"not run:\n{said.stdout[-2000:]}{said.stderr[-2000:]}"}
     return {test: reports.get(test, died) for test in tests}
 
 

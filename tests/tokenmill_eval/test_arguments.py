@@ -22,9 +22,7 @@ def params(**values: Any) -> SamplingParams:
 
 
 def test_arguments_are_the_engines_and_the_hf_class_names_of_them() -> None:
-    asked = config(
-        pretrained="m", dtype="float32", max_length=64, enforce_eager=True, trust_remote_code=False
-    )
+    asked = config(pretrained="m", dtype="float32", max_length=64, enforce_eager=True, trust_remote_code=False)
     assert asked == EngineConfig(model="m", dtype="float32", max_model_len=64, enforce_eager=True)
     assert config(model="m", max_model_len=64, max_length=64) == EngineConfig(model="m", max_model_len=64)
 

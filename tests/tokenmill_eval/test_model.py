@@ -88,9 +88,7 @@ def test_log_likelihoods_are_those_of_the_hf_class(models: Any, arguments: dict[
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"max_length": 24}, {"add_bos_token": True}], ids=str)
-def test_answers_are_those_of_the_hf_class(
-    models: Any, arguments: dict[str, Any], values: dict[str, Any]
-) -> None:
+def test_answers_are_those_of_the_hf_class(models: Any, arguments: dict[str, Any], values: dict[str, Any]) -> None:
     own, hf = models(**arguments)
     contexts = CONTEXTS if own.tokenizer.bos_token_id is not None else [text for text in CONTEXTS if text]
     hf_values = {**values, "until": [text for text in values.get("until", []) if text]}

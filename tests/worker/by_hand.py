@@ -27,13 +27,7 @@ from worker.store.user_code import Callbacks, Webhooks
 from worker.threads.functions import FunctionPool
 
 LIMITS = Limits(
-    burst=False,
-    max_jobs=None,
-    max_idle_s=None,
-    lease_s=60,
-    max_worker_deaths=5,
-    max_stuck_threads=16,
-    drain_s=None,
+    burst=False, max_jobs=None, max_idle_s=None, lease_s=60, max_worker_deaths=5, max_stuck_threads=16, drain_s=None
 )
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}

@@ -49,9 +49,7 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0, **_: Any
-    ) -> None:
+    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
         if prompt == "refuse" or not prompt:
             raise InvalidRequest("the prompt is empty or refused")
         self.waiting.append(_Sequence(request_id, str(prompt), params, lane))
@@ -102,8 +100,7 @@ class FakeEngine:
 
     def progress(self) -> dict[str, RequestProgress]:
         return {
-            each.request_id: RequestProgress(len(each.prompt), 0, each.params.n * each.steps)
-            for each in self.running
+            each.request_id: RequestProgress(len(each.prompt), 0, each.params.n * each.steps) for each in self.running
         }
 
     def stats(self) -> EngineStats:

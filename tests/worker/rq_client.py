@@ -139,18 +139,7 @@ def workers_shown() -> Any:
     return [worker.name for worker in Worker.all(connection=redis)]
 
 
-FEATURES = (
-    retries,
-    callbacks,
-    dependents,
-    cancelled,
-    stopped,
-    scheduled,
-    repeated,
-    grouped,
-    unique,
-    workers_shown,
-)
+FEATURES = (retries, callbacks, dependents, cancelled, stopped, scheduled, repeated, grouped, unique, workers_shown)
 NEW_IN_3 = (stopped_execution, rate_limited, running)
 
 

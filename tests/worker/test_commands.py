@@ -117,9 +117,7 @@ def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(workers: Workers) 
     ],
     ids=["job class", "queue class", "dequeue strategy"],
 )
-def test_what_rq_offers_and_a_batch_cannot_do_is_refused(
-    workers: Workers, flags: tuple[str, ...], says: str
-) -> None:
+def test_what_rq_offers_and_a_batch_cannot_do_is_refused(workers: Workers, flags: tuple[str, ...], says: str) -> None:
     process = workers.start("--burst", *flags)
     assert process.wait(timeout=60) == 1
     assert says in workers.log(process)

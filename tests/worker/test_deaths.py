@@ -27,9 +27,7 @@ def enqueue(workers: Workers, prompt: str, **options: object) -> Job:
     return workers.queue("bulk").enqueue("jobs.complete", prompt, max_tokens=2, **options)
 
 
-def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(workers: Workers, tmp_path: Path) -> None:
     gate = f"file:{tmp_path}/go"
     jobs = [enqueue(workers, gate, retry=Retry(max=1) if i % 2 else None) for i in range(8)]
     first = workers.start()
@@ -58,9 +56,7 @@ def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers,
     (tmp_path / "go").touch()
     while poison.get_status() != JobStatus.FAILED:
         workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
-        wait_until(
-            lambda: workers.processes[-1].poll() is not None or poison.get_status() == JobStatus.FAILED
-        )
+        wait_until(lambda: workers.processes[-1].poll() is not None or poison.get_status() == JobStatus.FAILED)
     assert len(workers.processes) == 4, "it took more than its last life and one worker to set it aside"
     assert "3 workers died while they ran this job" in (workers.result(poison).exc_string or "")
     for job in (*beside, last):
@@ -93,9 +89,7 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     prompts = [f"file:{tmp_path}/go"] * 8
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     output = tmp_path / "out"
-    workers.queue("bulk").enqueue(
-        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=2
-    )
+    workers.queue("bulk").enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=2)
     frozen = workers.start("--name", "frozen")
     wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 4)
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -116,9 +110,7 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(
-    workers: Workers,
-) -> None:
+def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(workers: Workers) -> None:
     fine, crash = enqueue(workers, "hang"), enqueue(workers, "crash")
     worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="2")
     assert worker.wait(timeout=60) == 1
@@ -127,9 +119,7 @@ def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(workers: Workers, tmp_path: Path) -> None:
     """The server is frozen for longer than a lease and longer than the client's patience."""
     job = enqueue(workers, f"file:{tmp_path}/go")
     worker = workers.start("--name", "w")

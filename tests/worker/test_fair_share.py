@@ -115,9 +115,7 @@ def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> 
 
 def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
     redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
-    records = [
-        WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")
-    ]
+    records = [WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")]
     for record, silent_s in zip(records, (0, 5, 60), strict=True):
         record.show("busy", None, {}, Point(at=time.time() - silent_s))
     assert records[0].count().workers == {"bulk": 2}

@@ -68,9 +68,7 @@ ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], d
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(
-    redis: Redis, bulk: Queue, kind: str
-) -> None:
+def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(redis: Redis, bulk: Queue, kind: str) -> None:
     enqueue, end, options = ENDS[kind]
     enqueue(bulk)
     jobs = worker_store(redis, **options)
@@ -134,9 +132,7 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     assert leftovers(redis, "bulk", "high") == []
 
 
-def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_once(
-    redis: Redis, bulk: Queue
-) -> None:
+def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_once(redis: Redis, bulk: Queue) -> None:
     for _ in range(2):
         bulk.enqueue("f")
     mine, other = worker_store(redis), worker_store(redis, "other")

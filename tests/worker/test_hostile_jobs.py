@@ -74,9 +74,7 @@ def test_a_pickle_payload_is_never_loaded(workers: Workers, tmp_path: Path) -> N
     assert not mark.exists()
 
 
-def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(workers: Workers, tmp_path: Path) -> None:
     mark, bomb = tmp_path / "mark", pickle.dumps(Bomb(tmp_path / "mark"))
     queue = workers.queue("bulk")
     first = queue.enqueue("jobs.complete", "a", max_tokens=1)
@@ -169,9 +167,7 @@ def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers) -> None
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(
-    workers: Workers,
-) -> None:
+def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(workers: Workers) -> None:
     odd = "x\x1b[2J\x1b[8m\r\n12:00:00 job good finished \u202e\x9b2J" + "y" * 100_000
     for queue in ("high", "bulk"):
         job = workers.queue(queue).enqueue("jobs.complete", "a", max_tokens=1)
@@ -192,9 +188,7 @@ def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_th
 
 
 @pytest.mark.long
-def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(
-    workers: Workers,
-) -> None:
+def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(workers: Workers) -> None:
     queue = workers.queue("bulk")
     attacks = [queue.enqueue("jobs.complete", "a", max_tokens=1) for _ in range(8)]
     for job in attacks:

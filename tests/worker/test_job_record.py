@@ -74,16 +74,12 @@ def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
 def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> None:
     values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
     record, damage = read_record("j", values, MAX_BYTES)
-    failed = Outcome(
-        replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True
-    )
+    failed = Outcome(replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True)
     with pytest.raises(ValueError, match="invalid literal"):
         failed.as_left_by(None)
 
 
-@pytest.mark.parametrize(
-    ("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)]
-)
+@pytest.mark.parametrize(("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)])
 def test_a_result_is_kept_as_long_as_its_job_says(ttl: int | None, kept_s: int) -> None:
     step = next_step(Policy(result_ttl=ttl), is_finished=True, default_result_ttl_s=77)
     assert step == End(kept_s)

@@ -54,9 +54,7 @@ def test_a_worker_under_a_pipe_writes_json_lines_and_nothing_else(workers: Worke
         ("json", ("--log-format", "%(message)s"), "TOKENMILL_LOG_FORMAT=json, and --log-format"),
     ],
 )
-def test_what_cannot_be_meant_stops_the_start(
-    workers: Workers, wanted: str, flags: tuple[str, ...], says: str
-) -> None:
+def test_what_cannot_be_meant_stops_the_start(workers: Workers, wanted: str, flags: tuple[str, ...], says: str) -> None:
     process = workers.start(*flags, TOKENMILL_LOG_FORMAT=wanted)
     assert process.wait(timeout=60) == 1
     (line,) = [line for line in workers.log(process).splitlines() if "cannot start" in line]

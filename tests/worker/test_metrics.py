@@ -226,9 +226,7 @@ def test_a_flood_of_half_requests_keeps_nobody_from_being_answered(server: Metri
             client.close()
 
 
-def test_a_request_that_trickles_ends_at_its_deadline(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_trickles_ends_at_its_deadline(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.metrics.server.REQUEST_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
         client.settimeout(60)

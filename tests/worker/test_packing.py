@@ -25,12 +25,7 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
     opened = cast(Any, SimpleNamespace(num_requests=length))
     return HeldJob(
-        number,
-        cast(Any, SimpleNamespace()),
-        lane,
-        is_file=length is not None,
-        open_task=opened,
-        requests=requests,
+        number, cast(Any, SimpleNamespace()), lane, is_file=length is not None, open_task=opened, requests=requests
     )
 
 

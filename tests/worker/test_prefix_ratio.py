@@ -10,9 +10,7 @@ from tests.jobs.answering import shard_of
 from tests.worker.test_urgent_prompts import BLOCK_SIZE, DrawingRunner
 
 ROWS, SLOTS = 300, 32
-TEMPLATE = (
-    "Read the date in the following text and write it as year, month and day, with nothing else beside. "
-)
+TEMPLATE = "Read the date in the following text and write it as year, month and day, with nothing else beside. "
 
 
 def rows() -> list[str]:
@@ -34,9 +32,7 @@ def least_prefill(prompts: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("blocks_per_slot", "as_shard"),
-    [(40, False), (5, True)],
-    ids=["prompts", "rows of a shard in a small pool"],
+    ("blocks_per_slot", "as_shard"), [(40, False), (5, True)], ids=["prompts", "rows of a shard in a small pool"]
 )
 def test_prefill_computes_each_shared_block_once(blocks_per_slot: int, as_shard: bool) -> None:
     """In any order while the pool holds the whole tree; a shard sorts its rows, and needs no such pool."""

@@ -12,9 +12,7 @@ from worker.io_thread.pool_calls import TRY_AGAIN_S, Place, PoolCall, PoolCalls,
 class Pool:
     """Runs each call at once, in the caller's thread."""
 
-    def submit(
-        self, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None], *_: Any
-    ) -> None:
+    def submit(self, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None], *_: Any) -> None:
         try:
             value = function()
         except NoRoomYet as error:
@@ -96,6 +94,4 @@ def test_a_job_that_was_withdrawn_while_it_waits_for_memory_leaves_the_line() ->
     for place in (FIRST, SECOND):
         line.finds_no_room(place)
     line.lost.add(FIRST)
-    assert line.pass_time() == [FIRST, SECOND], (
-        "its call comes to its end at once, beside the first of the line"
-    )
+    assert line.pass_time() == [FIRST, SECOND], "its call comes to its end at once, beside the first of the line"

@@ -77,9 +77,7 @@ def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_p
     assert "queue bulk 0, 0 executing, 2 finished, 1 failed" in shown
 
 
-def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_arguments(
-    workers: Workers,
-) -> None:
+def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_arguments(workers: Workers) -> None:
     """RQ's own worker runs it once for each entry on the queue."""
     for prompt in ("old", "new"):
         job = workers.queue("bulk").enqueue("jobs.complete", prompt, job_id="same", max_tokens=1)
@@ -176,9 +174,7 @@ def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_pa
     assert workers.job(f"{run}-00000").meta["tokens"] == 6
     wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("tokens_open", 0) > 2)
     meta = workers.job(f"{run}-00000").meta
-    assert (meta["prompt_tokens"], meta["prompt_tokens_open"]) == (3, len(prompts[3])), (
-        "the open row moves too"
-    )
+    assert (meta["prompt_tokens"], meta["prompt_tokens_open"]) == (3, len(prompts[3])), "the open row moves too"
     (tmp_path / "go").touch()
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
 

@@ -175,9 +175,7 @@ REFUSED = [
 ]
 
 
-def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(
-    server: SecureRedis,
-) -> None:
+def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(server: SecureRedis) -> None:
     with Redis.from_url(server.url("producer", PRODUCER_PASSWORD)) as client:
         for words in REFUSED:
             with pytest.raises(ResponseError) as refusal:

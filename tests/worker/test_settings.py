@@ -65,9 +65,7 @@ def test_a_misspelt_variable_in_a_shared_env_file_is_refused_and_other_programs_
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("4GiB", 4 << 30), ("512MB", 512_000_000), ("64 MiB", 64 << 20), ("4096", 4096)]
 )
-def test_a_size_may_carry_its_unit(
-    text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_may_carry_its_unit(text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text, TOKENMILL_MAX_JOB_BYTES=text)
     assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
 
@@ -92,10 +90,7 @@ def test_object_stores_stand_among_the_folders_of_the_data_roots(
     assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS=roots).data_roots == (str(tmp_path), *stores, "/")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3x").mkdir()
-    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3x://").data_roots == (
-        str(tmp_path / "s3x"),
-        "/",
-    )
+    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3x://").data_roots == (str(tmp_path / "s3x"), "/")
     with pytest.raises(SettingsError, match="is no object's path"):
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
 

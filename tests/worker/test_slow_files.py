@@ -177,9 +177,7 @@ def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
     model = ServedModel("fake", "fingerprint of fake", "auto")
     roots = (str(folder.resolve()),)
     context = JobContext(workers.redis, "bulk", f"plan-{name}", f"execution-{name}", roots, model)
-    return str(
-        score_parquet(context, str(folder / f"{name}.parquet"), str(folder / name), rows_per_shard=1)["run"]
-    )
+    return str(score_parquet(context, str(folder / f"{name}.parquet"), str(folder / name), rows_per_shard=1)["run"])
 
 
 def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Workers, tmp_path: Path) -> None:
@@ -205,9 +203,7 @@ def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Work
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(workers: Workers, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
     os.mkfifo(tmp_path / "in.parquet.hangs")
     bulk = workers.queue("bulk")

@@ -11,22 +11,12 @@ from rq.job import JobStatus
 
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.watch.samples import read_samples, worker_names
-from tests.rq_workers import (
-    Workers,
-    leftovers,
-    signal_until_it_ends,
-    stats_of,
-    text_of,
-    wait_until,
-    wait_until_started,
-)
+from tests.rq_workers import Workers, leftovers, signal_until_it_ends, stats_of, text_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
 
 
-def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(workers: Workers, tmp_path: Path) -> None:
     gate = f"file:{tmp_path}/go"
     jobs = [workers.queue("bulk").enqueue("jobs.complete", gate, max_tokens=1) for _ in range(2)]
     process = workers.start("--name", "w")
@@ -77,9 +67,7 @@ def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: W
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(workers: Workers, tmp_path: Path) -> None:
     """As a supervisor stops a worker, with SIGTERM and a time, while shards run that take longer."""
     rows = [f"file:{tmp_path}/go", *map(str, range(9))]
     pq.write_table(pa.table({"id": range(10), "prompt": rows}), tmp_path / "in.parquet")

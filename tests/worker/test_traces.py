@@ -50,9 +50,7 @@ class Collector:
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def take(self, body: bytes) -> None:
         self.bodies.append(body)
@@ -142,10 +140,7 @@ def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, coll
         "gen_ai.usage.output_tokens": 6,
     }
     assert found["jobs.chat"]["messaging.message.id"] == "one"
-    assert (
-        collector.resources[0].items()
-        >= {"service.name": "tokenmill", "service.instance.id": "node-1"}.items()
-    )
+    assert collector.resources[0].items() >= {"service.name": "tokenmill", "service.instance.id": "node-1"}.items()
     assert SECRET.encode() not in b"".join(collector.bodies)
 
 
@@ -186,9 +181,7 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     assert never.begin(EXECUTION, META) is None
 
 
-def test_a_prompt_and_a_run_are_traced_by_a_real_worker(
-    workers: Workers, collector: Collector, tmp_path: Path
-) -> None:
+def test_a_prompt_and_a_run_are_traced_by_a_real_worker(workers: Workers, collector: Collector, tmp_path: Path) -> None:
     """The context goes by the job's meta, and from a run's planning to its shards."""
     provider = TracerProvider()
     tracer = provider.get_tracer("producer")

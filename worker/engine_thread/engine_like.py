@@ -34,13 +34,7 @@ class EngineLike(Protocol):
         ...
 
     def add(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: RequestParams,
-        *,
-        lane: int = 0,
-        continued: Sequence[int] = (),
+        self, request_id: str, prompt: Any, params: RequestParams, *, lane: int = 0, continued: Sequence[int] = ()
     ) -> None:
         """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
 

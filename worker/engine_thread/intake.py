@@ -12,15 +12,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
-from engine import (
-    Completion,
-    EngineError,
-    InvalidRequest,
-    RequestParams,
-    SamplingParams,
-    ScoringParams,
-    request_params,
-)
+from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
 from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.orders import Add
 from worker.engine_thread.preparer import Preparer

@@ -198,7 +198,5 @@ class Claimer:
 
     def _note_suspension(self, suspended: bool) -> None:
         if suspended != self.is_suspended:
-            self._log.info(
-                "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
-            )
+            self._log.info("suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again")
             self.is_suspended = suspended

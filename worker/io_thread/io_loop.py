@@ -263,10 +263,7 @@ class IoLoop:
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         self._log.error(
-            "Redis did not answer (%s: %s); trying again in %.1f s",
-            type(error).__name__,
-            error,
-            self._backoff_s,
+            "Redis did not answer (%s: %s); trying again in %.1f s", type(error).__name__, error, self._backoff_s
         )
         self._runner.counts.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s

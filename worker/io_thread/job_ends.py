@@ -74,9 +74,7 @@ class JobEnds:
         text: the error's traceback, where user code has raised it.
         """
         fault, job.reason = fault_of(job, error), type(error).__name__
-        self._log.warning(
-            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error)
-        )
+        self._log.warning("%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error))
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
             text = None if text is None else f"{text}{fault_line(fault)}\n"
@@ -85,9 +83,7 @@ class JobEnds:
 
     def stop(self, job: HeldJob) -> None:
         """End a job on a person's word."""
-        self._end(
-            job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}"
-        )
+        self._end(job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}")
 
     def forget(self, job: HeldJob) -> None:
         """Drop an end that is not written yet."""
@@ -98,19 +94,12 @@ class JobEnds:
         return self._writer.is_waiting(job)
 
     def _end(
-        self,
-        job: HeldJob,
-        status: EndStatus,
-        value: Any,
-        error: BaseException | None = None,
-        retries: bool = False,
+        self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
         job.end()
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        outcome = Outcome(
-            job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
-        )
+        outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
         if status != "finished" and outcome.is_final and tells_of(job.claimed.job_id):
             self._tell_run(job, outcome, error)
         else:
@@ -121,9 +110,7 @@ class JobEnds:
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
-                self._log.error(
-                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, failure
-                )
+                self._log.error("job %s: nobody is told that its run has failed: %s", job.claimed.job_id, failure)
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
@@ -183,9 +170,7 @@ class JobEnds:
         call = PoolCall(call_back, then)
         self._calls.submit(self._pool, job, call)
 
-    def _callback_raised(
-        self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
-    ) -> None:
+    def _callback_raised(self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None) -> None:
         """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
         if outcome.status == "finished":
             self.fail(job, failure, text)

@@ -42,9 +42,7 @@ class JobRunner:
         inspections = Inspections(post, lent.checks)
         self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(clock)
-        self.streams = Streams(
-            self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally
-        )
+        self.streams = Streams(self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally)
         self._function_runner = FunctionRunner(parts, self._calls, self._beginnings)
         self._ends = JobEnds(parts, self._calls, self._ended)
 
@@ -217,9 +215,7 @@ class JobRunner:
         self._beginnings.forget(job)
         if not written:
             self.counts.tally.lost()
-            self._log.warning(
-                "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
-            )
+            self._log.warning("job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id)
         elif outcome is not None:
             self.counts.add(job, outcome)
             self._log.debug("%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status)
@@ -324,15 +320,11 @@ class JobRunner:
 
     def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:
         """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
-        return self._withdraw_all(
-            [job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths]
-        )
+        return self._withdraw_all([job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths])
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
-        return self._withdraw_all(
-            [job for job in self.jobs if not job.is_ending or self._ends.is_waiting(job)]
-        )
+        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.is_waiting(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         for job in jobs:

@@ -76,9 +76,7 @@ class PollRates:
     worker, so that those that began to wait at the same moment do not ask at the same moment for ever.
     """
 
-    def __init__(
-        self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None) -> None:
         """jitter: a factor around 1, drawn each time that it hears."""
         self._queue_names, self._limits = queue_names, limits
         self._jitter = jitter or (lambda: random.uniform(0.9, 1.1))

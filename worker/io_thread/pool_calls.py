@@ -128,10 +128,7 @@ class PoolCalls:
 
         def start() -> None:
             job.call = pool.submit(
-                call.function,
-                lambda value, error: self._post(lambda: report(value, error)),
-                not is_ours,
-                call.discard,
+                call.function, lambda value, error: self._post(lambda: report(value, error)), not is_ours, call.discard
             )
 
         def start_again() -> None:
@@ -313,11 +310,7 @@ class TaskFiles:
     def interrupt_silent(self, planning: HeldJob) -> None:
         """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
         call = planning.call
-        if (
-            call is not None
-            and call.error is None
-            and seconds_of_silence(call, self._clock()) > self._limit_s
-        ):
+        if call is not None and call.error is None and seconds_of_silence(call, self._clock()) > self._limit_s:
             planning.interrupt_function(self._not_planned)
 
     def give_up_stuck(self, grace_s: float) -> list[str]:

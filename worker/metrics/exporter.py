@@ -54,10 +54,7 @@ class _WorkerCollector(Collector):
         yield from self._of_requests()
 
     def _of_queues(self, shown: Shown) -> Iterator[Metric]:
-        name, queues = (
-            safe_name(str(self._worker.facts.get("worker", ""))),
-            ",".join(self._worker.queue_names),
-        )
+        name, queues = (safe_name(str(self._worker.facts.get("worker", ""))), ",".join(self._worker.queue_names))
         workers = GaugeMetricFamily("rq_workers", "Workers, this one.", labels=["name", "state", "queues"])
         workers.add_metric([name, shown.state, queues], 1)
         yield workers
@@ -77,34 +74,24 @@ class _WorkerCollector(Collector):
 
     def _of_jobs(self, shown: Shown) -> Iterator[Metric]:
         counts = self._worker.counts
-        held = GaugeMetricFamily(
-            "tokenmill_jobs_held", "Jobs claimed here and not ended.", labels=["queue", "kind"]
-        )
+        held = GaugeMetricFamily("tokenmill_jobs_held", "Jobs claimed here and not ended.", labels=["queue", "kind"])
         for queue in self._worker.queue_names:
             for kind in ("engine", "function"):
                 held.add_metric([queue, kind], shown.held.get((queue, kind), 0))
         yield held
-        ended = CounterMetricFamily(
-            "tokenmill_jobs", "Jobs ended here.", labels=["queue", "outcome", "reason"]
-        )
+        ended = CounterMetricFamily("tokenmill_jobs", "Jobs ended here.", labels=["queue", "outcome", "reason"])
         for (queue, outcome, reason), number in dict(counts.jobs).items():
             ended.add_metric([queue, outcome, reason], number)
         yield ended
-        rows = CounterMetricFamily(
-            "tokenmill_rows", "Rows of finished shards.", labels=["queue", "outcome", "reason"]
-        )
+        rows = CounterMetricFamily("tokenmill_rows", "Rows of finished shards.", labels=["queue", "outcome", "reason"])
         for (queue, outcome, reason), number in dict(counts.rows).items():
             rows.add_metric([queue, outcome, reason], number)
         yield rows
         yield CounterMetricFamily(
             "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", counts.claims_lost
         )
-        yield _by_queue(
-            "tokenmill_job_queue_time_seconds", "From a job's enqueueing to its begin.", counts.queue_times
-        )
-        yield _by_queue(
-            "tokenmill_job_latency_seconds", "From a job's enqueueing to its end.", counts.latencies
-        )
+        yield _by_queue("tokenmill_job_queue_time_seconds", "From a job's enqueueing to its begin.", counts.queue_times)
+        yield _by_queue("tokenmill_job_latency_seconds", "From a job's enqueueing to its end.", counts.latencies)
 
     def _of_redis(self) -> Iterator[Metric]:
         counts = self._worker.counts
@@ -146,9 +133,7 @@ class _WorkerCollector(Collector):
             yield self._one(CounterMetricFamily, name, text, value)
 
     def _of_steps(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        seconds = CounterMetricFamily(
-            "tokenmill_step_seconds", "Time of steps by part.", labels=["model_name", "part"]
-        )
+        seconds = CounterMetricFamily("tokenmill_step_seconds", "Time of steps by part.", labels=["model_name", "part"])
         for part, value in stats.get("step_seconds", {}).items():
             seconds.add_metric([self._model, part], value)
         yield seconds
@@ -161,9 +146,7 @@ class _WorkerCollector(Collector):
     def _of_requests(self) -> Iterator[Metric]:
         counts = self._worker.counts
         done = CounterMetricFamily(
-            "tokenmill_request_success",
-            "Samples by how they ended.",
-            labels=["model_name", "finished_reason"],
+            "tokenmill_request_success", "Samples by how they ended.", labels=["model_name", "finished_reason"]
         )
         for reason, number in dict(counts.requests).items():
             done.add_metric([self._model, reason], number)

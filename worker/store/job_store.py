@@ -18,16 +18,7 @@ from rq.utils import now, utcformat
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.claimed_job import (
-    CLAIM_BATCH,
-    Claim,
-    ClaimedJob,
-    EarlierJob,
-    Mode,
-    Wanted,
-    address,
-    restore,
-)
+from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, EarlierJob, Mode, Wanted, address, restore
 from worker.store.records.next_step import End, Repeat, Retry
 from worker.store.records.outcome import FinishReply, Outcome
 from worker.store.scripts import Call, Scripts
@@ -245,9 +236,7 @@ class JobStore:
             "models": self._models,
             "done_tokens": list(self._answered),
         }
-        calls = [
-            Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH)}) for each in wanted
-        ]
+        calls = [Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH)}) for each in wanted]
         tokens = {each.token for each in wanted}
         first_sent = tokens - self._unanswered
         self._unanswered |= tokens
@@ -296,8 +285,7 @@ class JobStore:
         """
         # Pushed to the head one by one, the last goes first.
         places = [
-            {**claimed.address, "left_before": claimed.left_before, "kind": claimed.kind}
-            for claimed in reversed(held)
+            {**claimed.address, "left_before": claimed.left_before, "kind": claimed.kind} for claimed in reversed(held)
         ]
         return self._release(places, mode, max_deaths)
 
@@ -312,9 +300,7 @@ class JobStore:
             if reply[0] in (b"exhausted", b"ended")
         ]
 
-    def reclaim_abandoned(
-        self, queue_names: Sequence[str], period_s: float, max_deaths: int
-    ) -> list[ClaimedJob]:
+    def reclaim_abandoned(self, queue_names: Sequence[str], period_s: float, max_deaths: int) -> list[ClaimedJob]:
         """Queue jobs again whose worker died; at most one worker looks at a queue in each period.
 
         Returns those that this worker holds now instead, as `release` does.
@@ -331,9 +317,7 @@ class JobStore:
             for name in queue_names:
                 pipe.hkeys(held_key(name))
             held = [
-                (name, member)
-                for name, members in zip(queue_names, pipe.execute(), strict=True)
-                for member in members
+                (name, member) for name, members in zip(queue_names, pipe.execute(), strict=True) for member in members
             ]
         found = [(name, *member.decode(errors="replace").rpartition(":")[::2]) for name, member in held]
         with self._client.pipeline(transaction=False) as pipe:

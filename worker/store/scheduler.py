@@ -27,9 +27,7 @@ class Scheduler(RQScheduler):
     It turns also while another one has the locks, and takes them over when that one dies.
     """
 
-    def __init__(
-        self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
-    ) -> None:
+    def __init__(self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]) -> None:
         """formats: of dates and lines in the log, as `rq worker` takes them."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
         client: Any = own_client(connection, _REDIS_TIMEOUT_S)
@@ -50,9 +48,7 @@ class Scheduler(RQScheduler):
         """Enqueue what is due. RQ's own way ends at the first job that it cannot read."""
         moment = {"now_iso": utcformat(now()), "now_ts": str(current_timestamp())}
         same = {**moment, "registry": "scheduled", "most": _MOST}
-        self._scripts.call_many(
-            [Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)]
-        )
+        self._scripts.call_many([Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)])
 
     def turn(self) -> None:
         """Keep the locks and enqueue what is due, in a thread; nothing while the last turn goes on."""

@@ -83,6 +83,4 @@ class Scripts:
         return answered
 
     def _load(self) -> None:
-        self._shas = {
-            name: self._client.script_load(self._bounds + text) for name, text in _sources().items()
-        }
+        self._shas = {name: self._client.script_load(self._bounds + text) for name, text in _sources().items()}

@@ -35,9 +35,7 @@ class StockJobs:
     def __init__(self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time) -> None:
         self._client, self._store, self._clock = client, store, clock
 
-    def take_over(
-        self, queue_names: Sequence[str], period_s: float
-    ) -> list[tuple[ClaimedJob, AbandonedJobError]]:
+    def take_over(self, queue_names: Sequence[str], period_s: float) -> list[tuple[ClaimedJob, AbandonedJobError]]:
         """Take over what was left behind; at most one worker looks at a queue in each period.
 
         Returns the jobs, which this worker holds then, and the reason to fail each with.

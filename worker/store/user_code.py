@@ -73,11 +73,7 @@ class Callbacks:
     """
 
     def __init__(
-        self,
-        exception_handlers: Sequence[Callable[..., Any]],
-        client: Redis,
-        user_client: Redis,
-        webhooks: Webhooks,
+        self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis, webhooks: Webhooks
     ) -> None:
         self._exception_handlers, self._client = exception_handlers, client
         self.user_client, self.webhooks = user_client, webhooks

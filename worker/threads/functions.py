@@ -186,9 +186,7 @@ class FilePool(FunctionPool):
     there are never more than `most` threads.
     """
 
-    def __init__(
-        self, threads: int, most: int, name: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, threads: int, most: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._relieved: set[threading.Thread] = set()
         super().__init__(threads, name, clock)

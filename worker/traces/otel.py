@@ -45,13 +45,7 @@ class OtelTraces(Traces):
     """
 
     def __init__(
-        self,
-        worker_name: str,
-        model: str,
-        version: str,
-        *,
-        begins: bool,
-        exporter: SpanExporter | None = None,
+        self, worker_name: str, model: str, version: str, *, begins: bool, exporter: SpanExporter | None = None
     ) -> None:
         self._model, self._begins = model, begins
         instance = safe_name(worker_name)

@@ -142,9 +142,7 @@ def norm_linear(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Te
     return _product(x, weight, bias, norm=(squares, eps))
 
 
-def norm_gate(
-    x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool
-) -> Tensor:
+def norm_gate(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
     """silu(gate) * up, or gelu by tanh, of (gate, up) = norm(x) W^T + b.
 
     weight: [2 * out, in], the gate's rows first; the rest as for norm_linear. Returns [rows, out].

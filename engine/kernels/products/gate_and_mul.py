@@ -54,9 +54,7 @@ def clamped_swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tenso
     return _gate_and_mul(gate_up, clamped=(alpha, limit))
 
 
-def _gate_and_mul(
-    gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, float] | None = None
-) -> Tensor:
+def _gate_and_mul(gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, float] | None = None) -> Tensor:
     num_rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     columns = min(triton.next_power_of_2(dim), MAX_COLUMNS)

@@ -46,9 +46,7 @@ def grouped_product_kernel(
             else:
                 inside = depth < IN - done
                 x = tl.load(x_places + done, mask=inside_rows[:, None] & inside[None, :], other=0.0)
-                weight = tl.load(
-                    weight_places + done, mask=inside[:, None] & inside_columns[None, :], other=0.0
-                )
+                weight = tl.load(weight_places + done, mask=inside[:, None] & inside_columns[None, :], other=0.0)
             if WIDEN:
                 x, weight = x.to(tl.float32), weight.to(tl.float32)
             acc = tl.dot(x, weight, acc, input_precision="ieee")

@@ -45,9 +45,7 @@ class ModelRunner:
     Raises ConfigError and its subclasses for whatever cannot be loaded or does not fit.
     """
 
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel) -> None:
         self.device = numbered(resolve_device(config.device))
         served = served_dtype(config.dtype, model_config.dtype, config.device)
         if served.reason and tp.rank == 0:
@@ -336,9 +334,7 @@ class ModelRunner:
         except RuntimeError as error:
             if not model.may_wait or isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.warning(
-                "decode steps run without CUDA graphs, as this model's cannot be recorded: %s", error
-            )
+            logger.warning("decode steps run without CUDA graphs, as this model's cannot be recorded: %s", error)
             self._graphs_failed = True
             return None
 

@@ -59,9 +59,7 @@ class Probe:
         if _differ(alone[half:], chunks[1], dtype):
             return "forgets what came before a chunk of a prompt: it keeps a state outside the KV cache"
         if expected is not None and _differ(expected, alone, dtype):
-            return (
-                "attends otherwise here than by transformers' own code: it needs something that is not built"
-            )
+            return "attends otherwise here than by transformers' own code: it needs something that is not built"
         return None
 
     def _step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:

@@ -78,9 +78,7 @@ class LogprobPieces:
     def all(self) -> DeviceLogprobs:
         """What was added; some were."""
         device = self._ranks[0].device
-        no_ids, no_logprobs = (
-            torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)
-        )
+        no_ids, no_logprobs = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
         return DeviceLogprobs(
             torch.cat(self._logprobs),
             torch.cat(self._ranks),
@@ -129,13 +127,7 @@ class StepLogprobs:
     """
 
     def __init__(
-        self,
-        step: StepBatch,
-        model: CausalModel,
-        tp: TensorParallel,
-        device: torch.device,
-        *,
-        by_row: bool = False,
+        self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device, *, by_row: bool = False
     ) -> None:
         """by_row: as LogprobPieces has it."""
         self._model, self._tp, self._by_row = model, tp, by_row

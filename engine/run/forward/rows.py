@@ -95,9 +95,7 @@ class BatchRows:
         order[: len(rows)] = rows[np.argsort(-context_lens, kind="stable")]
         return order
 
-    def _new_blocks(
-        self, step: StepBatch, num_known: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _new_blocks(self, step: StepBatch, num_known: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sequence and column of each block that the device does not know. num_known: [seqs] int64."""
         num_new = np.maximum(self._blocks_of(step) - num_known, 0)
         seqs = np.repeat(np.arange(len(num_new)), num_new)
@@ -161,13 +159,9 @@ class StaticRows:
         wide, narrow = _padding(max_num_seqs)
         none_sampled = np.full(max_num_seqs, -1)
         order = rows.astype(np.int32)
-        self._write_rows(
-            self._memory, RowWrites(rows, wide, narrow, none_sampled, NONE, NO_BLOCKS, order), None
-        )
+        self._write_rows(self._memory, RowWrites(rows, wide, narrow, none_sampled, NONE, NO_BLOCKS, order), None)
 
-    def write(
-        self, changes: RowChanges, step: StepBatch, sampling: SamplingBatch, last: Sampled | None
-    ) -> None:
+    def write(self, changes: RowChanges, step: StepBatch, sampling: SamplingBatch, last: Sampled | None) -> None:
         """Write what has changed, in one transfer; nothing where nothing has.
 
         last: what the step launched before has sampled, for the pending tokens among it.

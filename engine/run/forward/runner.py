@@ -45,9 +45,7 @@ class PendingTokens(ABC):
 class DeviceTokens(PendingTokens):
     """On their way from the device: copies into pinned memory, queued behind the step that samples them."""
 
-    def __init__(
-        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
-    ) -> None:
+    def __init__(self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None) -> None:
         token_ids, self._places = sampled.token_ids, sampled.places
         self._logprobs, self._has_pooled = logprobs, pooled is not None
         said = [] if logprobs is None else logprobs.tensors

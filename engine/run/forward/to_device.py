@@ -40,9 +40,7 @@ def to_device(
     return batch, SamplingRows(*values) if values else None
 
 
-def pool(
-    hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]
-) -> Tensor:
+def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]) -> Tensor:
     """[seqs, modes * hidden] float32: what the rows of each sequence add to its vectors.
 
     hidden: [rows, hidden], final states, those of a sequence one after another.  counts: [seqs] int64, how

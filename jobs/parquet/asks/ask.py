@@ -70,11 +70,7 @@ class AskedOnce(Asked):
 
 
 def request_of(
-    row: Row,
-    is_chat: bool,
-    values: Mapping[str, Any],
-    options: Mapping[str, Any] = _NO_OPTIONS,
-    kind: str = "generate",
+    row: Row, is_chat: bool, values: Mapping[str, Any], options: Mapping[str, Any] = _NO_OPTIONS, kind: str = "generate"
 ) -> Request:
     """Return the request of a row's prompt. options: as chat_options of Request."""
     if is_chat:

@@ -83,10 +83,7 @@ class _Chained(Asked):
         number = len(self._answers)
         step, source = self._chain.steps[number], self._chain.sources[number]
         known = json.loads(self._row.values or "{}")
-        known |= {
-            step.name: answer.completion
-            for step, answer in zip(self._chain.steps, self._answers, strict=False)
-        }
+        known |= {step.name: answer.completion for step, answer in zip(self._chain.steps, self._answers, strict=False)}
         try:
             return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
         except RowProblem as problem:

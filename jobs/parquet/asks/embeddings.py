@@ -21,9 +21,7 @@ class Embeddings(Ask):
 
     def __init__(self, spec: RunSpec) -> None:
         truncation = spec.chat[0].get("truncate_prompt_tokens")
-        self._values = pooling_values(
-            spec.dimensions, prompt_name=spec.prompt_name, truncate_prompt_tokens=truncation
-        )
+        self._values = pooling_values(spec.dimensions, prompt_name=spec.prompt_name, truncate_prompt_tokens=truncation)
 
     def begin(self, row: Row, number: int) -> AskedOnce:
         return AskedOnce(request_of(row, False, self._values, kind="embed"), self._answer)

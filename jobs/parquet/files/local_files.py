@@ -46,9 +46,7 @@ class LocalFiles:
     file that was swapped for one since `resolve` raises PathSwapped.
     """
 
-    def __init__(
-        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
-    ) -> None:
+    def __init__(self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted) -> None:
         """check_interrupted: called before what may take time, and before any of it is done."""
         self.check_interrupted = check_interrupted
         self._roots = tuple(os.path.realpath(root) for root in roots)

@@ -76,10 +76,7 @@ class ObjectFiles:
     """Objects below the data roots that are prefixes in stores; see Storage for its methods."""
 
     def __init__(
-        self,
-        roots: Sequence[str],
-        check_interrupted: Callable[[], None] = never_interrupted,
-        timeout_s: float = 300.0,
+        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
         """roots: as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
@@ -171,9 +168,7 @@ class ObjectFiles:
     def publish(self, temporary: str, target: str) -> bool:
         store, key = self._place(target)
         try:
-            self._make(
-                target, lambda: obstore.copy(store, self._key(temporary, target), key, overwrite=False)
-            )
+            self._make(target, lambda: obstore.copy(store, self._key(temporary, target), key, overwrite=False))
         except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
             return False
         except FileNotFoundError:

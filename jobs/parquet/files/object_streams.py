@@ -77,10 +77,7 @@ class ObjectWriter:
     """
 
     def __init__(
-        self,
-        put: Callable[[bytes], None],
-        open_upload: Callable[[], Any],
-        once: Callable[[Callable[[], Any]], None],
+        self, put: Callable[[bytes], None], open_upload: Callable[[], Any], once: Callable[[Callable[[], Any]], None]
     ) -> None:
         self._put, self._open_upload, self._once = put, open_upload, once
         self._waiting = bytearray()

@@ -57,10 +57,7 @@ class Storage:
     """
 
     def __init__(
-        self,
-        roots: Sequence[str],
-        check_interrupted: Callable[[], None] = never_interrupted,
-        timeout_s: float = 300.0,
+        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
         """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
         what may take time, and before any of it is done. timeout_s: in which a store has to serve."""

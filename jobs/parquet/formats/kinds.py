@@ -143,8 +143,7 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
     kind."""
     if kind == "json":
         values = [
-            each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False)
-            for each in values
+            each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values
         ]
     return pa.array(values, _arrow_type(kind))
 

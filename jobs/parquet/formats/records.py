@@ -166,9 +166,7 @@ def _csv_records(lines: Iterable[_Line], delimiter: str) -> Iterator[Record]:
         except StopIteration:
             return
         except _TooLong:
-            problem = (
-                _TOO_LONG if len(feed.taken) == 1 else f"begins a row that {_TOO_LONG}, or close its quote"
-            )
+            problem = _TOO_LONG if len(feed.taken) == 1 else f"begins a row that {_TOO_LONG}, or close its quote"
             feed.end_behind_first()
         except csv.Error as error:
             problem = f"is not CSV: {str(error)[:200]}"

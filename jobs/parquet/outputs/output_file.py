@@ -86,9 +86,7 @@ def _schema(storage: Storage, plan: Plan) -> pa.Schema:
 
 
 @contextmanager
-def open_part(
-    storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS
-) -> Iterator[TableReading]:
+def open_part(storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS) -> Iterator[TableReading]:
     """Lend a part to be read once. Raises PartDamaged, also for what the body cannot read."""
     path = plan.part_path(shard)
     try:

@@ -53,9 +53,7 @@ LABEL_FIELDS = (
 EMBEDDING = "embedding"
 
 #: What each completion of a row has of its own.
-OF_EACH_COMPLETION = frozenset(
-    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"}
-)
+OF_EACH_COMPLETION = frozenset({"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"})
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
@@ -131,9 +129,7 @@ def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
     return pa.field(spec.output_prefix + field.name, kind)
 
 
-def with_answers(
-    batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
-) -> pa.RecordBatch:
+def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:
     """Return the kept columns of a batch with the answers of its rows behind them.
 
     schema: what output_schema returned.

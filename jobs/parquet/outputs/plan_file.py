@@ -11,14 +11,7 @@ from typing import Any
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.storage import Storage, reading, remove_replacements, replace_file, writing
-from jobs.runs.plans.names import (
-    PLAN,
-    TEMPORARY_PREFIX,
-    output_names,
-    part_name,
-    replacement_name,
-    temporary_name,
-)
+from jobs.runs.plans.names import PLAN, TEMPORARY_PREFIX, output_names, part_name, replacement_name, temporary_name
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -50,9 +43,7 @@ def remove_extensions(storage: Storage, folder: str) -> None:
         remove_replacements(storage, folder, _REPLACEMENT)
 
 
-def replace_plan(
-    storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]
-) -> bool:
+def replace_plan(storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]) -> bool:
     """Put an extended plan in the place of the one that it was made of; return False where that is not there.
 
     held: raises where the job is another execution's. Raises DiskFull or OutputNotWritable.

@@ -115,9 +115,7 @@ class FolderReader:
             with open_part(self._storage, self.plan, shard) as file:
                 rows = pa.Table.from_batches(file.batches(), file.schema)
                 tables.append(rows.combine_chunks())
-        metadata = {
-            key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS
-        }
+        metadata = {key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS}
         return pa.concat_tables(each.replace_schema_metadata(metadata) for each in tables)
 
     def failed(self, shards: list[int]) -> Iterator[FailedRow]:

@@ -220,9 +220,7 @@ class RunFolder:
     def _record_reasons(self, stats: PartStats) -> None:
         reasons = Reasons()
         if stats.errors:
-            with suppress(
-                RunError
-            ):  # whoever ends the run looks at each part, and says what is wrong with it
+            with suppress(RunError):  # whoever ends the run looks at each part, and says what is wrong with it
                 reasons = part_reasons(self.storage, self.plan, stats.shard)
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
@@ -353,9 +351,7 @@ class RunFolder:
                 if self.refresh():
                     return False
                 remove_converted(self.storage, self.plan)
-                return all(
-                    self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
-                )
+                return all(self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True))
         finally:
             for claim in claims:
                 self.storage.remove(claim)

@@ -219,9 +219,7 @@ class _Search:
         searched = pattern.split("/")
         fixed = _first_glob_segment(pattern)
         names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
-        for match in self.walk.matches(
-            pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)
-        ):
+        for match in self.walk.matches(pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)):
             segments = match.named.split("/")[fixed:]
             if not match.is_folder:
                 keys = (*above, *_keys(segments[:-1]))

@@ -59,11 +59,7 @@ class Inputs:
 
 
 def read_inputs(
-    context: JobContext,
-    storage: Storage,
-    spec: RunSpec,
-    found: Sequence[FoundFile],
-    before: Plan | None = None,
+    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile], before: Plan | None = None
 ) -> Inputs:
     """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint.
 
@@ -107,11 +103,7 @@ def read_columns(
     if file_format in LINES - HEADED:
         return None
     path = found[0].path
-    schema = (
-        look_at(storage, path).schema
-        if file_format == PARQUET
-        else scan(storage, path, file_format, 0).schema
-    )
+    schema = look_at(storage, path).schema if file_format == PARQUET else scan(storage, path, file_format, 0).schema
     columns, _ = _added_columns(found, schema.names, filename_column)
     return None if file_format in LINES else with_added_fields(schema, columns)
 

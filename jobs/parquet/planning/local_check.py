@@ -2,14 +2,7 @@
 
 from contextlib import suppress
 
-from jobs.errors import (
-    ColumnConflict,
-    InputError,
-    MissingColumn,
-    MixedFormats,
-    SearchTooLong,
-    WrongColumnType,
-)
+from jobs.errors import ColumnConflict, InputError, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType
 from jobs.runs.plans.spec import RunSpec
 
 

@@ -187,12 +187,7 @@ def _check_is_of(plan: Plan, spec: RunSpec) -> None:
 
 
 def _agreed_plan(
-    context: JobContext,
-    storage: Storage,
-    spec: RunSpec,
-    inputs: Inputs,
-    model: str | None,
-    before: Plan | None,
+    context: JobContext, storage: Storage, spec: RunSpec, inputs: Inputs, model: str | None, before: Plan | None
 ) -> Plan:
     """Return the plan on disk, or write a new one. model: that is asked for. before: the plan there was."""
     plan = before

@@ -34,9 +34,7 @@ def shard_lengths(
     return tuple(map(round, _by_groups(plan, inputs.row_groups, groups)))
 
 
-def _by_groups(
-    plan: Plan, row_groups: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]
-) -> Iterator[float]:
+def _by_groups(plan: Plan, row_groups: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> Iterator[float]:
     rows = [[0, *accumulate(each)] for each in row_groups]
     sizes = [[0, *accumulate(each)] for each in groups]
 

@@ -91,9 +91,7 @@ class _Survey:
     def take(self, pick: int, first: bool, max_rows: int | None) -> dict[str, Any]:
         every = 1 if max_rows is None else max(1, -(-self._plan.rows // max(1, max_rows)))
         for start, rows in self._rendered(None):
-            looked_at = {
-                start + number: row for number, row in enumerate(rows) if (start + number) % every == 0
-            }
+            looked_at = {start + number: row for number, row in enumerate(rows) if (start + number) % every == 0}
             self._look_at(looked_at)
         if first:
             picks = [(each, 1.0) for each in sorted(self._requests, key=lambda each: each.row)[:pick]]

@@ -8,13 +8,7 @@ import pyarrow as pa
 
 from jobs.context.children import CHILDREN
 from jobs.errors import InvalidJob
-from jobs.parquet.prompts.prompt_source import (
-    PromptSource,
-    check_defaults,
-    check_texts,
-    checked_chat,
-    checked_text,
-)
+from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, check_texts, checked_chat, checked_text
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, template_texts
 from sandbox import ChildFailed, Limits

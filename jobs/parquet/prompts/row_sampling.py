@@ -25,10 +25,7 @@ class RowSampling:
     """
 
     def __init__(
-        self,
-        by_name: Mapping[str, str],
-        sampling: Mapping[str, Any],
-        check: Callable[[Mapping[str, Any]], None],
+        self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
     ) -> None:
         self.columns = tuple(by_name.values())
         self._by_name, self._sampling, self._check_sampling = dict(by_name), dict(sampling), check

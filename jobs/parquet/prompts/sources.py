@@ -25,9 +25,7 @@ from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
 
 
-def row_source(
-    spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
-) -> RowSource:
+def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
     """Return the source that a run's arguments name. Raises InvalidJob.
 
     check_sampling: see JobContext; asked of the values that rows bring.

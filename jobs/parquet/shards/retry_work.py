@@ -59,11 +59,7 @@ class RetryWork(AgainTask):
     def progress(self) -> dict[str, Any]:
         """Return the shard's rows, those that have an answer or are asked no more, and tokens generated."""
         kept = self._old.rows - len(self._rows)
-        return {
-            "rows": self._old.rows,
-            "rows_done": kept + self.asked.rows_done,
-            "tokens": self.asked.generated_tokens,
-        }
+        return {"rows": self._old.rows, "rows_done": kept + self.asked.rows_done, "tokens": self.asked.generated_tokens}
 
     def result(self) -> dict[str, Any]:
         """Put the part in place with the new answers, count it, and end the run if it was the last one.
@@ -93,9 +89,7 @@ class RetryWork(AgainTask):
                 raise
             return False
         self._check_held()
-        return self._folder.replace_part(
-            self._temporary, self._number, lambda: self._storage.stat(path) == before
-        )
+        return self._folder.replace_part(self._temporary, self._number, lambda: self._storage.stat(path) == before)
 
     def _write_merged(self, answers: dict[int, Answer]) -> None:
         """Write the part that is there with answers for its errors, beside it."""

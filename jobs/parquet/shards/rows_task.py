@@ -88,9 +88,7 @@ class AgainTask(RowsTask):
         context.checks.admit(plan.spec.repairs)
         wanted, source = set(rows), row_source(plan.spec, context.check_sampling)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = texts = ShardTexts(
-            plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows"
-        )
+        self._texts = texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
         try:
             with ExitStack() as stack:
                 limit = context.shard_bytes.limit

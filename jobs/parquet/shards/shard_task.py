@@ -21,9 +21,7 @@ class ShardTask(Task):
 
     blocking = reads_rows = True
 
-    def __init__(
-        self, run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
-    ) -> None:
+    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False) -> None:
         """Check the arguments. Raises InvalidJob."""
         _check_run(run, plan)
         if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:

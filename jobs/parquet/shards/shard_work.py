@@ -25,13 +25,7 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
-from jobs.parquet.tables.columns import (
-    ColumnChoice,
-    kept,
-    split_problems,
-    with_added_fields,
-    with_added_values,
-)
+from jobs.parquet.tables.columns import ColumnChoice, kept, split_problems, with_added_fields, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
@@ -73,9 +67,7 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(
-        cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False
-    ) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
         folder = opened_folder(context, plan_path, run)
         if shard >= len(folder.plan.shards):
@@ -166,9 +158,7 @@ class ShardWork(RowsTask):
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
-    def _batches(
-        self, reader: RowReader, answers: list[Answer], schema: pa.Schema
-    ) -> Iterator[pa.RecordBatch]:
+    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in reader.read(self._shard, self._context.check_interrupted):
             batch = self._with_added(split_problems(batch)[0])

@@ -74,9 +74,7 @@ def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.S
     return pa.schema([*schema, *fields], metadata=schema.metadata)
 
 
-def with_added_values(
-    batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]
-) -> pa.RecordBatch:
+def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
     """Append a file's values to a batch of its rows."""
     if not columns:
         return batch

@@ -75,8 +75,7 @@ def _as_table(given: Any) -> pa.Table:
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
     raise InvalidValue(
-        "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table",
-        brief(type(given).__name__),
+        "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table", brief(type(given).__name__)
     )
 
 

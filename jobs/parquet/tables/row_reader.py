@@ -67,9 +67,7 @@ class RowReader:
         """Whether the shard lies ahead, and no new reader would start nearer to it."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
-    def read(
-        self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a shard that lies ahead; of a text file with their problems (columns.py).
 
         check_interrupted: called before rows are decoded. Raises ShardTooLarge.

@@ -35,9 +35,7 @@ def holds_bytes(kind: pa.DataType) -> bool:
 def holds_map(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind):
         return True
-    return pa.types.is_nested(kind) and any(
-        holds_map(kind.field(number).type) for number in range(kind.num_fields)
-    )
+    return pa.types.is_nested(kind) and any(holds_map(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
@@ -48,9 +46,7 @@ def with_dicts(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list):
         return [with_dicts(each, kind.value_type) for each in value]
     if isinstance(value, dict):
-        return {
-            kind.field(name).name: with_dicts(each, kind.field(name).type) for name, each in value.items()
-        }
+        return {kind.field(name).name: with_dicts(each, kind.field(name).type) for name, each in value.items()}
     return value
 
 
@@ -144,15 +140,13 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
     if pa.types.is_nested(row.type):
         if (found := num_values(row)) > MAX_NESTED_VALUES:
             return RowProblem(
-                f"column {name!r} has a value of {found} values, more than the limit of {MAX_NESTED_VALUES}: "
-                "shorten it"
+                f"column {name!r} has a value of {found} values, more than the limit of {MAX_NESTED_VALUES}: shorten it"
             )
         size = _num_bytes(row)
     else:
         size = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0
     if size > MAX_VALUE_BYTES:
         return RowProblem(
-            f"column {name!r} has a value of {size} bytes, more than the limit of {MAX_VALUE_BYTES}: "
-            "shorten it"
+            f"column {name!r} has a value of {size} bytes, more than the limit of {MAX_VALUE_BYTES}: shorten it"
         )
     return None

@@ -83,9 +83,7 @@ def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.R
     sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
     row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
     rows = max(1, min(question["rows"], int(BATCH_BYTES / max(1.0, row_bytes))))
-    found: Iterator[pa.RecordBatch] = file.iter_batches(
-        rows, row_groups=groups, columns=columns, use_threads=False
-    )
+    found: Iterator[pa.RecordBatch] = file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
     return found
 
 

@@ -44,9 +44,7 @@ def check_served(
             "how, and TOKENMILL_POOLING is not set"
         )
     if dimensions is not None and dimensions > model.embedding_size:
-        raise InvalidJob(
-            f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
-        )
+        raise InvalidJob(f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}")
     if prompt_name is not None and prompt_name not in model.embedding_prompts:
         raise InvalidValue(
             "prompt_name is {}, and {} has {}",
@@ -94,9 +92,7 @@ def check_nothing_generated(
     what, read = ("embeddings", OF_PROMPTS[:1]) if task == EMBED else ("labels", OF_PROMPTS)
     for name in options.get("sampling") or ():
         if name not in read:
-            raise InvalidValue(
-                f"sampling has {{}}, and for {what} nothing is generated: leave it out", brief(name)
-            )
+            raise InvalidValue(f"sampling has {{}}, and for {what} nothing is generated: leave it out", brief(name))
     excluded = ("sampling_columns", "prompts", *(_OF_ANSWERS if task == EMBED else ()))
     for name in excluded:
         if options.get(name):

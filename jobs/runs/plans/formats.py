@@ -49,9 +49,7 @@ def parse_single_file(value: Any) -> str | None:
     if value is True:
         return PARQUET
     if not isinstance(value, str) or value not in OUTPUTS:
-        raise InvalidValue(
-            f"single_file is {{}}, expected true, false, or one of {', '.join(OUTPUTS)}", brief(value)
-        )
+        raise InvalidValue(f"single_file is {{}}, expected true, false, or one of {', '.join(OUTPUTS)}", brief(value))
     return value
 
 

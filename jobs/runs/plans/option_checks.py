@@ -13,8 +13,7 @@ def column_name(argument: str, value: Any) -> str:
     """Return what can be the name of a column. Raises InvalidValue."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise InvalidValue(
-            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters",
-            brief(value),
+            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters", brief(value)
         )
     return value
 
@@ -30,8 +29,7 @@ def column_names(argument: str, value: Any) -> list[str] | None:
         return None
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise InvalidValue(
-            f"{argument} is {{}}, expected a list of columns: on the command line of RQ write "
-            f"{argument}:='[\"id\"]'",
+            f"{argument} is {{}}, expected a list of columns: on the command line of RQ write {argument}:='[\"id\"]'",
             brief(value),
         )
     return sorted({column_name(f"a column of {argument}", each) for each in value})
@@ -93,13 +91,9 @@ def model_alias(value: Any, is_batch: bool) -> list[str] | None:
     if value is None or value == []:
         return None
     if not is_batch:
-        raise InvalidJob(
-            "model_alias is for batch files, whose lines name a model: input_format openai-batch"
-        )
+        raise InvalidJob("model_alias is for batch files, whose lines name a model: input_format openai-batch")
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise InvalidValue(
-            'model_alias is {}, expected names such as ["gpt-4o-mini"], or ["*"]', brief(value)
-        )
+        raise InvalidValue('model_alias is {}, expected names such as ["gpt-4o-mini"], or ["*"]', brief(value))
     return value
 
 
@@ -108,9 +102,7 @@ def sampling_columns(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidValue(
-            'sampling_columns is {}, expected a mapping such as {{"max_tokens": "limit"}}', brief(value)
-        )
+        raise InvalidValue('sampling_columns is {}, expected a mapping such as {{"max_tokens": "limit"}}', brief(value))
     for name in value:
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
             raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", brief(name))
@@ -141,9 +133,7 @@ def template_format(options: Mapping[str, Any]) -> str:
     if value not in ("fields", "jinja"):
         raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", brief(value))
     if value == "jinja" and options.get("prompts") is not None:
-        raise InvalidJob(
-            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
-        )
+        raise InvalidJob("template_format is 'jinja', and prompts have {column} templates alone: leave it out")
     if value == "jinja" and options.get("template") is None:
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
     return str(value)

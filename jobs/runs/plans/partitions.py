@@ -50,9 +50,7 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
     return unquote(key), None if value == NULL else unquote(value)
 
 
-def partition_columns(
-    files: Sequence[FoundFile], in_files: Sequence[str]
-) -> tuple[list[AddedColumn], list[list[Any]]]:
+def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
     A column whose values are all integers is int64, any other string. in_files: the columns of the files
@@ -62,9 +60,7 @@ def partition_columns(
     names = files[0].key_names
     for file in files:
         if file.key_names != names:
-            raise SchemaMismatch(
-                file.path, f"its folders give the columns {file.key_names}, the first file's {names}"
-            )
+            raise SchemaMismatch(file.path, f"its folders give the columns {file.key_names}, the first file's {names}")
         if len(set(names)) < len(names):
             raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
     columns: list[AddedColumn] = []

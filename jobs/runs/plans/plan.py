@@ -234,9 +234,7 @@ class Plan:
                 seed=content["seed"],
                 model=PinnedModel(**content["model"]),
                 version=content["version"],
-                files=tuple(
-                    PlannedFile(**{**file, "values": tuple(file["values"])}) for file in content["files"]
-                ),
+                files=tuple(PlannedFile(**{**file, "values": tuple(file["values"])}) for file in content["files"]),
                 shards=Shards(content["shards"]),
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
@@ -279,11 +277,7 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
 
 
 def cut_further(
-    shards: Shards,
-    first_file: int,
-    row_groups: Sequence[Sequence[int]],
-    begins: Sequence[int],
-    rows_per_shard: int,
+    shards: Shards, first_file: int, row_groups: Sequence[Sequence[int]], begins: Sequence[int], rows_per_shard: int
 ) -> Shards:
     """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
 
@@ -320,9 +314,7 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
     return cut
 
 
-def _cut(
-    row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int
-) -> Iterator[Shard]:
+def _cut(row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int) -> Iterator[Shard]:
     """Yield shards of at most and, where a file does not end, at least so many rows."""
     left = sum(map(sum, row_groups)) - sum(begins)
     least = _smallest(left, most)

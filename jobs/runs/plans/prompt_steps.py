@@ -75,10 +75,7 @@ class Template:
         """Return the prompt, or the messages, for one row's values."""
         parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
         parts[None] = ""
-        filled = [
-            "".join([part for literal, name in text for part in (literal, parts[name])])
-            for text in self.texts
-        ]
+        filled = ["".join([part for literal, name in text for part in (literal, parts[name])]) for text in self.texts]
         if self.roles is None:
             return filled[0]
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
@@ -104,9 +101,7 @@ def _parse_text(text: str, what: str) -> Pieces:
                 )
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(
-            f"{what}: {error}; write {{{{ and }}}} for braces of text{jinja_hint([text])}"
-        ) from None
+        raise InvalidJob(f"{what}: {error}; write {{{{ and }}}} for braces of text{jinja_hint([text])}") from None
     return tuple(pieces)
 
 
@@ -155,8 +150,7 @@ def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not value:
         raise InvalidValue(
-            'prompts is {}, expected a list such as [{{"name": "summary", "template": "..."}}, ...]',
-            brief(value),
+            'prompts is {}, expected a list such as [{{"name": "summary", "template": "..."}}, ...]', brief(value)
         )
     if len(value) > MAX_STEPS:
         raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
@@ -164,14 +158,9 @@ def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {
-        "name",
-        "template",
-        "sampling",
-    }:
+    if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {"name", "template", "sampling"}:
         raise InvalidValue(
-            f"prompts[{number}] is {{}}, expected an object of name, template and, if at all, sampling",
-            brief(value),
+            f"prompts[{number}] is {{}}, expected an object of name, template and, if at all, sampling", brief(value)
         )
     name, sampling = value["name"], value.get("sampling")
     longest = MAX_NAME_CHARS - len(FINISH_REASON)
@@ -213,9 +202,7 @@ def make_steps(
         is_chat = template.roles is not None
         own = parse_sampling(prompt.get("sampling") or {}, is_chat)  # by the names that the run's have
         if twice := sorted(own.keys() & from_columns):
-            raise InvalidJob(
-                f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out"
-            )
+            raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
         values, chat = split_chat_options(parse_sampling({**sampling, **own}, is_chat))
         if values.get("n", 1) != 1:
             raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
@@ -230,9 +217,7 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
     for step in steps:
         for column in step.columns:
             if column in taken:
-                raise InvalidJob(
-                    f"prompt {step.name!r} has a column {column!r}, which is there already: rename it"
-                )
+                raise InvalidJob(f"prompt {step.name!r} has a column {column!r}, which is there already: rename it")
             taken.add(column)
     for number, step in enumerate(steps):
         named = step.template.columns

@@ -107,8 +107,7 @@ class RunSpec:
         known = [each.name for each in fields(cls)][2:]
         if unknown := given.keys() - set(known):
             raise InvalidValue(
-                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
-                brief(min(unknown)),
+                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known), brief(min(unknown))
             )
         get = given.get
         prompt_column = get("prompt_column", DEFAULT_PROMPT_COLUMN)
@@ -204,9 +203,7 @@ class RunSpec:
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(
-            self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard
-        )
+        return make_steps(self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -234,9 +231,7 @@ def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
     _ = spec.steps  # raises where they cannot be
     check_num_labels(spec.labels, spec.rows_per_shard)
-    check_nothing_generated(
-        spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat
-    )
+    check_nothing_generated(spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat)
     check_run_repairs(
         spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
     )
@@ -280,17 +275,14 @@ def _inputs(value: Any) -> list[str]:
 def check_num_files(found: int) -> None:
     """Raise InvalidJob beyond MAX_FILES."""
     if found > MAX_FILES:
-        raise InvalidJob(
-            f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it"
-        )
+        raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
 
 
 def check_queue_name(value: Any) -> None:
     """Raise InvalidValue for what can be no queue's name."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
         raise InvalidValue(
-            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters",
-            brief(value),
+            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters", brief(value)
         )
 
 

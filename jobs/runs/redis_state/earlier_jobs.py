@@ -90,9 +90,7 @@ def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
 
 
 def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> EarlierJob:
-    return EarlierJob(
-        job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions))
-    )
+    return EarlierJob(job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions)))
 
 
 #: Entries that are read at once: Redis is busy with them for about a millisecond.

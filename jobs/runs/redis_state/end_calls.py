@@ -88,9 +88,7 @@ class ErrorLimit:
                 return cls(rows=int(text))
         except ValueError:
             pass
-        raise InvalidValue(
-            "max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value)
-        )
+        raise InvalidValue("max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value))
 
     def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
         """Say whether a run is to stop. rows: finished ones; errors: those among them with an error.
@@ -157,9 +155,7 @@ class Submission:
         flags = {name: own.pop(name, False) for name in ("redo_damaged", "extend")}
         for name, value in flags.items():
             if not isinstance(value, bool):
-                raise InvalidValue(
-                    f"{name} is {{}}, expected true or false: write {name}:=true", brief(value)
-                )
+                raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
         model, limit = parse_model(own.pop("model", None)), ErrorLimit.parse(own.pop("max_errors", None))
         calls = EndCalls.parse(own.pop(WEBHOOK, None), own.pop(ON_END, None))
         return cls(queue, model, limit, calls, **flags), own
@@ -168,8 +164,7 @@ class Submission:
         """Raise InvalidJob where a run of such arguments cannot be extended."""
         if self.extend and spec.limit is not None:
             raise InvalidJob(
-                f"limit is {spec.limit}, and a run of an input's first rows gains none: "
-                "leave extend or limit out"
+                f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
             )
 
     def to_arguments(self) -> dict[str, Any]:

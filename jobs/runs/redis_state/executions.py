@@ -58,9 +58,7 @@ def silent_workers(connection: Redis, names: Iterable[str]) -> set[str]:
         for name in asked:
             pipe.ttl(worker_key(name))
         left = pipe.execute()
-    return {
-        name for name, left_s in zip(asked, left, strict=True) if 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S
-    }
+    return {name for name, left_s in zip(asked, left, strict=True) if 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S}
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:

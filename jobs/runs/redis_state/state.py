@@ -98,9 +98,7 @@ class RunState(RecordedParts):
         found: Any = self._redis.hget(self._key, "cancelled_submission")
         return _number(found)
 
-    def submit(
-        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
-    ) -> None:
+    def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run.
 
         Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.

@@ -125,10 +125,7 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     every = max(1, -(-len(bounds) // 7))
     marks = [(place + 0.5, f"{bounds[place]:,}") for place in range(0, len(bounds), every)]
     chart = _chart([float(count) for count in counts], marks, title, _NARROW)
-    return (
-        f"<section><h2>{_text(title)}</h2>{chart}"
-        "<p class=soft>Rows by most tokens of each range.</p></section>"
-    )
+    return f"<section><h2>{_text(title)}</h2>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
 
 
 def _chart(values: Sequence[float], marks: Sequence[tuple[float, str]], label: str, width: int) -> str:
@@ -142,9 +139,7 @@ def _chart(values: Sequence[float], marks: Sequence[tuple[float, str]], label: s
     for share in (0, 0.5, 1):
         y = _TOP + height * (1 - share)
         shapes.append(f'<line class="axis" x1="{_LEFT}" x2="{width - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(most * share)}</text>'
-        )
+        shapes.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(most * share)}</text>')
     for place, value in enumerate(values):
         tall = height * value / most if most else 0.0
         shapes.append(
@@ -170,11 +165,7 @@ def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
         for each in reasons
     )
     told = sum(each["rows"] for each in reasons)
-    rest = (
-        f"<p class=soft>{errors - told:,} more rows, whose reasons are not listed.</p>"
-        if errors > told
-        else ""
-    )
+    rest = f"<p class=soft>{errors - told:,} more rows, whose reasons are not listed.</p>" if errors > told else ""
     table = (
         "<div class=scroll><table><thead><tr><th class=n>Rows</th><th>Reason</th><th>Such as row</th></tr>"
         f"</thead><tbody>{rows}</tbody></table></div>"

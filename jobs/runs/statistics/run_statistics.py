@@ -87,9 +87,7 @@ class RunStatistics:
             "working_seconds": fsum(end - start for start, end in busy),
             "timeline": self._timeline(busy),
             "prompt_lengths": {str(bound): self._prompts[bound] for bound in sorted(self._prompts)},
-            "completion_lengths": {
-                str(bound): self._completions[bound] for bound in sorted(self._completions)
-            },
+            "completion_lengths": {str(bound): self._completions[bound] for bound in sorted(self._completions)},
             "workers": [
                 {
                     "name": name,

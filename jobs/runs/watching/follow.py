@@ -82,9 +82,7 @@ def follow(
         took_s = clock() - looked_at
 
 
-def _look_again(
-    look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]
-) -> RunSnapshot:
+def _look_again(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> RunSnapshot:
     """Look as often as it takes until Redis answers."""
     is_away = False
     while True:

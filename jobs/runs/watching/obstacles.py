@@ -77,9 +77,7 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     count = f"{len(ahead)}{' or more' if len(ahead) == MAX_AHEAD else ''}"
     runs = _runs([*running, *ahead])
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
-    return [
-        f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"
-    ]
+    return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]
 
 
 def _is_of(snapshot: RunSnapshot, job_id: str) -> bool:

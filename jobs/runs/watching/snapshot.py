@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import (
-    WORKER_PREFIX,
-    JobStatus,
-    job_key,
-    job_status,
-    last_error,
-    last_value,
-    queue_keys,
-)
+from jobs.common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, last_error, last_value, queue_keys
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.end_calls import ErrorLimit
@@ -233,11 +225,7 @@ def _num_gone(connection: Redis, run: str, shards: Sequence[int]) -> int:
 
 
 def _plan_error(
-    connection: Redis,
-    facts: Mapping[str, str],
-    plan_job: str | None,
-    shards: int | None,
-    status: JobStatus | None,
+    connection: Redis, facts: Mapping[str, str], plan_job: str | None, shards: int | None, status: JobStatus | None
 ) -> str | None:
     """Return why a run's planning failed, as it may be shown; None where it did not."""
     if status in (JobStatus.STOPPED, JobStatus.CANCELED):

@@ -81,9 +81,7 @@ def try_job(connection: Redis, queue: str, trial: Trial, model: str | None = Non
     return tried.value
 
 
-def _enqueue(
-    connection: Redis, queue: str, ids: Sequence[str], trials: Sequence[Trial], model: str | None
-) -> None:
+def _enqueue(connection: Redis, queue: str, ids: Sequence[str], trials: Sequence[Trial], model: str | None) -> None:
     jobs = JobQueue(connection, queue)
     with connection.pipeline() as pipe:
         for job_id, trial in zip(ids, trials, strict=True):
@@ -103,11 +101,7 @@ def _enqueue(
 
 
 def _await(
-    connection: Redis,
-    queue: str,
-    ids: Sequence[str],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+    connection: Redis, queue: str, ids: Sequence[str], clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> None:
     heard_at = clock()
     while True:

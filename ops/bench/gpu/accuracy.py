@@ -55,11 +55,7 @@ class Outcome:
 
 
 def compare(
-    answer: Answer,
-    rows: Rows,
-    batches: Sequence[int] = BATCHES,
-    *,
-    first_rows: Mapping[int, int] | None = None,
+    answer: Answer, rows: Rows, batches: Sequence[int] = BATCHES, *, first_rows: Mapping[int, int] | None = None
 ) -> list[Outcome]:
     """Answer the rows at each batch size, and hold the answers against those of the largest.
 

@@ -11,9 +11,7 @@ DEFAULT = "graphs, overlap"
 SHIPPED = "Qwen3-0.6B, bfloat16"  # of ops/bench/static/kernel_cases.py
 GPU_TEST = "tests/engine/test_gpu.py"
 NEED_A_LIBRARY = {"tests/engine/test_flash_attn_backend.py"}
-ON_DEVICE = re.compile(
-    r"^from tests\.engine\.(paged import [^\n]*\bDEVICE\b|test_kernels_\w+ import )", re.MULTILINE
-)
+ON_DEVICE = re.compile(r"^from tests\.engine\.(paged import [^\n]*\bDEVICE\b|test_kernels_\w+ import )", re.MULTILINE)
 NOT_ON_GPU = "not slip_in_a_kernel"  # faulty on purpose: one may take the device down with it
 TEST_PROCESSES = 6
 # The suite turns every warning into an error, for the versions it is developed with; others warn of more.
@@ -77,7 +75,5 @@ def sections(out: Path, models: Path) -> list[Section]:
 
 def gpu_tests() -> list[str]:
     """The engine's ways on a GPU, and every file of tests that puts its tensors on one where there is one."""
-    files = sorted(
-        path for path in Path("tests/engine").glob("test_*.py") if ON_DEVICE.search(path.read_text())
-    )
+    files = sorted(path for path in Path("tests/engine").glob("test_*.py") if ON_DEVICE.search(path.read_text()))
     return [GPU_TEST, *(str(path) for path in files if str(path) not in NEED_A_LIBRARY)]

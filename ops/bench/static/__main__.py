@@ -125,9 +125,7 @@ def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
     """Each variant once."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # for the assembler to report on each kernel
-        return {
-            variant: compile_variant(variant) for variant in dict.fromkeys(each.variant for each in asked)
-        }
+        return {variant: compile_variant(variant) for variant in dict.fromkeys(each.variant for each in asked)}
 
 
 def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> None:
@@ -178,9 +176,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     parser.add_argument("--no-compile", action="store_true", help="only say which variants are asked for")
     parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument(
-        "--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS"
-    )
+    parser.add_argument("--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS")
     options = parser.parse_args()
     module = importlib.import_module(options.cases)
     chosen = [case for case in module.CASES if case.name.startswith(tuple(options.only or ("",)))]

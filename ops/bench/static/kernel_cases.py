@@ -109,10 +109,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**common(3584, 14_336, 16, 8, 256, 256_000), "hidden_activation": "gelu_pytorch_tanh"},
     ),
     "gpt-oss-20b": ("GptOssForCausalLM", {**common(2880, 2880, 64, 8, 64, 201_088), "num_local_experts": 32}),
-    "Qwen3-30B-A3B": (
-        "Qwen3MoeForCausalLM",
-        {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True},
-    ),
+    "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True}),
 }
 
 

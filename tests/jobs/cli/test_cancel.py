@@ -159,9 +159,7 @@ def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
     after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
     later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
     limit = RateLimit("one", 1)
-    slot, limited = (
-        queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited")
-    )
+    slot, limited = (queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited"))
     ready = queue.enqueue("jobs.complete", job_id="ready", depends_on=first)
     with redis.pipeline() as pipe:
         queue.ready_job_registry.register_jobs([ready], pipe)
@@ -179,9 +177,7 @@ def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
     assert cancel_job(redis, "none") is JobCancel.GONE
 
 
-def test_a_job_that_is_claimed_in_between_is_told_to_stop(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_claimed_in_between_is_told_to_stop(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue("bulk", connection=redis, serializer="json")
     queue.enqueue("jobs.complete", "x", job_id="one")
     take = module._take

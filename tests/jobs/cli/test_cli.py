@@ -12,9 +12,7 @@ from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 
-def test_submit_prints_the_run_and_enqueues_only_its_planning(
-    runs: Runs, invoke: Invoke, source: Path
-) -> None:
+def test_submit_prints_the_run_and_enqueues_only_its_planning(runs: Runs, invoke: Invoke, source: Path) -> None:
     result = invoke("submit", source, runs.output, "--max-tokens", 5, "--temperature", 0, "--stop", "x")
     assert result.exit_code == 0, result.output
     run = result.stdout.strip()
@@ -119,9 +117,7 @@ def test_an_unknown_run_is_said_clearly(invoke: Invoke) -> None:
 
 
 def test_a_redis_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    result = click.testing.CliRunner().invoke(
-        cli.main, ["--url", f"unix://{tmp_path}/none", "status", "0" * 16]
-    )
+    result = click.testing.CliRunner().invoke(cli.main, ["--url", f"unix://{tmp_path}/none", "status", "0" * 16])
     assert result.exit_code == 1
     assert "RQ_REDIS_URL" in result.output
     assert "Traceback" not in result.output

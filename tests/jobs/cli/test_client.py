@@ -161,10 +161,7 @@ for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path 
 
 
 def test_a_misspelt_argument_is_refused_with_the_one_that_is_like_it(source: Path, tmp_path: Path) -> None:
-    for name, told in (
-        ("temperatur", "did you mean temperature"),
-        ("zzz", "its arguments are .*temperature"),
-    ):
+    for name, told in (("temperatur", "did you mean temperature"), ("zzz", "its arguments are .*temperature")):
         with pytest.raises(errors.InvalidJob, match=told):
             jobs.submit(source, tmp_path / "out", **{name: 0})
 

@@ -108,17 +108,10 @@ def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Re
     assert shown.warnings == []
 
 
-def test_following_keeps_waiting_and_says_that_no_worker_listens(
-    runs: Runs, redis: Redis, source: Path
-) -> None:
+def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source)["run"]
     redis.sadd("rq:workers:bulk", "rq:worker:dead")  # killed: its key has expired
-    events = [
-        lambda: None,
-        lambda: add_worker(redis, "w"),
-        lambda: redis.delete("rq:worker:w"),
-        lambda: runs.work(),
-    ]
+    events = [lambda: None, lambda: add_worker(redis, "w"), lambda: redis.delete("rq:worker:w"), lambda: runs.work()]
     clock, shown = WorkersClock(*events), Shown()
     assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED
     assert ["no worker" in text for text in shown.warnings] == [True, False, True]

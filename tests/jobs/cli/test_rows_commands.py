@@ -41,11 +41,7 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
             {"reason": "prompt is null", "rows": 2, "examples": [0, 4]},
         ]
         files = [(each["row"], Path(each["file"]).name, each["file_row"]) for each in told["rows"]]
-        assert files == [
-            (0, "0.parquet", 0),
-            (1, "0.parquet", 1),
-            *((n, "1.parquet", n - 3) for n in (3, 4, 5)),
-        ]
+        assert files == [(0, "0.parquet", 0), (1, "0.parquet", 1), *((n, "1.parquet", n - 3) for n in (3, 4, 5))]
     text = invoke("errors", planned, "--limit", 1).stdout
     assert f"run {planned}: 5 rows with an error" in text
     assert text.count("parquet") == 1

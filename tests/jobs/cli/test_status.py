@@ -35,9 +35,7 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     assert f"{failed.id}: jobs.errors.InputChanged: it changed" in result.stderr
 
 
-def test_status_of_a_folder_needs_no_key_in_redis(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
+def test_status_of_a_folder_needs_no_key_in_redis(runs: Runs, invoke: Invoke, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=2)["run"]
     assert f"run {run}: running" in invoke("status", runs.output).stdout
     first, *rest = runs.jobs
@@ -56,9 +54,7 @@ def test_status_of_a_folder_needs_no_key_in_redis(
     assert "PlanDamaged" in invoke("status", runs.output).output
 
 
-def test_what_others_wrote_steers_no_terminal(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
-) -> None:
+def test_what_others_wrote_steers_no_terminal(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
     fail(redis, job, "ValueError: \x1b[2J\x1b]0;title\x07" + "x" * 5000)

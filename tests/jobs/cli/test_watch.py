@@ -25,9 +25,7 @@ from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_verify import drawn
 
 
-def test_status_without_a_run_shows_all_of_them(
-    runs: Runs, invoke: Invoke, source: Path, tmp_path: Path
-) -> None:
+def test_status_without_a_run_shows_all_of_them(runs: Runs, invoke: Invoke, source: Path, tmp_path: Path) -> None:
     assert "no run" in invoke("status").stdout
     assert json.loads(invoke("status", "--json").stdout) == []
     done = runs.plan(source, tmp_path / "one")["run"]

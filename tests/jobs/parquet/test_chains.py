@@ -65,9 +65,7 @@ def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
     assert runs.jobs == []
 
 
-def test_the_command_line_takes_prompts_by_name_or_as_json(
-    invoke: Invoke, redis: Redis, tmp_path: Path
-) -> None:
+def test_the_command_line_takes_prompts_by_name_or_as_json(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
     write(tmp_path, ["a"])
     source, out = tmp_path / "in.parquet", tmp_path / "out"
     named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
@@ -94,9 +92,7 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
     spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
     gone: list[Row] = []
     batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
-    shard = ShardRequests(
-        list(row_source(spec).rows(batch)), Chain(spec, 0), lambda row: row, let_go=gone.append
-    )
+    shard = ShardRequests(list(row_source(spec).rows(batch)), Chain(spec, 0), lambda row: row, let_go=gone.append)
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):
@@ -206,9 +202,7 @@ def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score
     assert "first_reasoning" not in rows[0]
 
 
-def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(
-    score: Score, tmp_path: Path
-) -> None:
+def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["same"] * 6)
     asked: list[Request] = []
 

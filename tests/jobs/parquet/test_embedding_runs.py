@@ -60,9 +60,7 @@ def embed(runs: Runs) -> Embed:
 
 
 @pytest.mark.parametrize("dimensions", [None, 4])
-def test_each_row_has_its_embedding_and_equal_texts_one(
-    embed: Embed, tmp_path: Path, dimensions: int | None
-) -> None:
+def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: Path, dimensions: int | None) -> None:
     asked = embed(dimensions=dimensions, prompt_name="query")
     size = dimensions or SIZE
     found = pq.read_table(tmp_path / "out").sort_by("id")
@@ -93,9 +91,7 @@ def test_what_does_not_go_together_is_named(values: dict[str, Any], problem: str
         RunSpec.from_arguments("/in.parquet", "/out", **{"task": "embed", **values})
 
 
-def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
-    runs: Runs, embed: Embed, context: JobContext
-) -> None:
+def test_a_run_that_this_model_cannot_do_fails_once_at_planning(runs: Runs, embed: Embed, context: JobContext) -> None:
     with pytest.raises(InvalidJob, match="gives no embeddings"):
         score_parquet(replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed")
     with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):

@@ -26,9 +26,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), min_size=1, max_size=8))
-def test_any_objects_come_back_as_they_are_or_as_their_json(
-    tmp_path: Path, rows: list[dict[str, Any]]
-) -> None:
+def test_any_objects_come_back_as_they_are_or_as_their_json(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_all(path, "jsonl")

@@ -158,9 +158,7 @@ def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Pa
         ({"calibrate": True}, "calibrate is for labels"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(
-    tmp_path: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         RunSpec.from_arguments("in", str(tmp_path), **arguments)
 

@@ -179,8 +179,7 @@ def test_a_custom_id_is_known_again_in_another_file_and_shard(score: Score, tmp_
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"template": "{body}"}, {"keep": ["url"]}, {"sampling": {"max_tokens": 4}}, {"single_file": "csv"}],
+    "options", [{"template": "{body}"}, {"keep": ["url"]}, {"sampling": {"max_tokens": 4}}, {"single_file": "csv"}]
 )
 def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match=f"{next(iter(options))} and a batch file"):

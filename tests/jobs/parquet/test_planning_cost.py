@@ -77,15 +77,12 @@ def test_a_glob_lists_each_folder_of_a_deep_tree_once(
 
 
 NAMES = st.sampled_from(["a", "b", "_c", ".d", "k=1", "x.parquet"])
-PARTS = st.sampled_from(
-    ["*", "**", "?", "a", "[ab]", "[!a]", ".d", ".*", "_*", "k=*", "*.parquet", "[", "x.parquet"]
-)
+PARTS = st.sampled_from(["*", "**", "?", "a", "[ab]", "[!a]", ".d", ".*", "_*", "k=*", "*.parquet", "[", "x.parquet"])
 
 
 @settings(max_examples=60)
 @given(
-    st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), max_size=8),
-    st.lists(PARTS, min_size=1, max_size=4),
+    st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), max_size=8), st.lists(PARTS, min_size=1, max_size=4)
 )
 def test_a_glob_finds_what_pythons_own_finds(
     tmp_path_factory: pytest.TempPathFactory, files: set[str], parts: list[str]

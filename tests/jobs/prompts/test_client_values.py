@@ -113,8 +113,7 @@ CALLS = st.builds(
 MESSAGES = st.fixed_dictionaries(
     {
         "role": TEXTS,
-        "content": TEXTS
-        | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), max_size=2),
+        "content": TEXTS | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), max_size=2),
     },
     optional={
         **dict.fromkeys(("name", "tool_call_id", "reasoning"), st.none() | TEXTS),
@@ -153,9 +152,7 @@ def test_tools_and_variables_reach_the_template_and_not_the_sampler(context: Job
         ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ],
 )
-def test_options_of_a_chat_that_cannot_be_are_named(
-    context: JobContext, options: dict[str, Any], says: str
-) -> None:
+def test_options_of_a_chat_that_cannot_be_are_named(context: JobContext, options: dict[str, Any], says: str) -> None:
     with pytest.raises(errors.InvalidJob) as refused:
         opened_task(context, "jobs.chat", [HI], options)
     assert says in str(refused.value)

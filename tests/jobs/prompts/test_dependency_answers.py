@@ -60,9 +60,7 @@ def test_answers_stand_in_the_order_of_depends_on_whatever_the_job_returned(
     context: JobContext, ended: Ended, after: Any
 ) -> None:
     completion = run_task(context, "jobs.complete", "a")
-    chat = run_task(
-        context, "jobs.chat", [{"role": "user", "content": "b"}], answer=lambda _: FakeCompletion("B")
-    )
+    chat = run_task(context, "jobs.chat", [{"role": "user", "content": "b"}], answer=lambda _: FakeCompletion("B"))
     several = run_task(context, "jobs.complete", ["c", "d"], n=2)
     jobs = [ended(value) for value in (several, chat, completion, {"n": 3}, "plain", [1, None], 7)]
     context = after(*jobs)
@@ -99,10 +97,7 @@ def test_a_classification_may_be_of_answers_too(ended: Ended, after: Any) -> Non
 
 def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, context: JobContext) -> None:
     partly = run_task(
-        context,
-        "jobs.complete",
-        ["a", "b"],
-        answer=lambda r: refuse("no") if r.prompt == "b" else FakeCompletion("A"),
+        context, "jobs.complete", ["a", "b"], answer=lambda r: refuse("no") if r.prompt == "b" else FakeCompletion("A")
     )
     nothing, failed = ended(None), ended(kind=Result.Type.FAILED)
     context = after(Dependency([nothing, failed, ended(partly)], allow_failure=True))

@@ -36,8 +36,7 @@ def test_completion_has_openais_shape(context: JobContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("a", ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [3]], ["a", [3]])],
+    ("prompt", "expected"), [("a", ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [3]], ["a", [3]])]
 )
 def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
     context: JobContext, prompt: object, expected: list[object]

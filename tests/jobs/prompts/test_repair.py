@@ -136,9 +136,7 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(
         ({"check": {"regex": "a"}, "prompt": [1, 2]}, "prompt of token ids"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
-    checking: JobContext, arguments: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_is_refused_by_name(checking: JobContext, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidJob) as error:
         run_task(checking, "jobs.complete", **{"prompt": "?", **arguments})
     assert says in str(error.value)
@@ -152,9 +150,7 @@ def test_what_cannot_be_is_refused_by_name(
         ({"function": "tests.jobs.checking.nothing"}, "tests.jobs.checking.nothing cannot be imported"),
     ],
 )
-def test_a_check_that_can_check_nothing_fails_its_job(
-    checking: JobContext, check: dict[str, Any], says: str
-) -> None:
+def test_a_check_that_can_check_nothing_fails_its_job(checking: JobContext, check: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidJob) as error:
         run_task(checking, "jobs.complete", "?", check=check, answer=Answers("a"))
     assert says in str(error.value)
@@ -249,9 +245,7 @@ def test_rows_take_the_same_way_wherever_they_are_scored(runs: Runs, tmp_path: P
         ({"check": {"regex": "a"}, "input_format": "openai-batch"}, "its lines say what is asked"),
     ],
 )
-def test_a_run_that_cannot_be_checked_is_refused_at_planning(
-    runs: Runs, options: dict[str, Any], says: str
-) -> None:
+def test_a_run_that_cannot_be_checked_is_refused_at_planning(runs: Runs, options: dict[str, Any], says: str) -> None:
     runs.write(["a"])
     with pytest.raises(InvalidJob) as error:
         runs.plan(**options)

@@ -119,22 +119,16 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, en
         ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
     ],
 )
-def test_what_cannot_be_asked_is_named(
-    context: JobContext, name: str, options: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_asked_is_named(context: JobContext, name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(errors.InvalidJob) as refused:
-        opened_task(
-            replace(context, check_sampling=check_sampling), name, [HI if "chat" in name else "a"], options
-        )
+        opened_task(replace(context, check_sampling=check_sampling), name, [HI if "chat" in name else "a"], options)
     assert says in str(refused.value)
 
 
 def test_a_chats_reasoning_stands_apart(context: JobContext, engine: Engine) -> None:
     options = GREEDY | {"thinking_token_budget": 3}
     message = answered(context, engine, "jobs.chat", HI, **options)["choices"][0]["message"]
-    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)["choices"][0][
-        "message"
-    ]
+    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)["choices"][0]["message"]
     assert "reasoning" not in whole
     inner, _, after = whole["content"].partition("</think>")
     assert (message["reasoning"], message["content"]) == (inner.strip("\n"), after.lstrip("\n"))
@@ -158,30 +152,17 @@ CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], None),
         ("<tool_call>" + "[" * 100_000, [], None),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], None),
-        (
-            '{"name": "f", "parameters": {"\\ud800": "\\ud83d\\ude00"}}',
-            [("f", '{"\\ud800": "\\ud83d\\ude00"}')],
-            "",
-        ),
+        ('{"name": "f", "parameters": {"\\ud800": "\\ud83d\\ude00"}}', [("f", '{"\\ud800": "\\ud83d\\ude00"}')], ""),
     ],
 )
-def test_calls_of_tools_are_read_and_what_is_none_stays(
-    text: str, calls: list[Any], content: str | None
-) -> None:
-    wanted = [
-        call if isinstance(call, dict) else dict(zip(("name", "arguments"), call, strict=True))
-        for call in calls
-    ]
+def test_calls_of_tools_are_read_and_what_is_none_stays(text: str, calls: list[Any], content: str | None) -> None:
+    wanted = [call if isinstance(call, dict) else dict(zip(("name", "arguments"), call, strict=True)) for call in calls]
     assert parse_tool_calls(text) == (wanted, text if content is None else content)
 
 
-def test_calls_become_tool_calls_and_go_back_through_the_template(
-    context: JobContext, engine: Engine
-) -> None:
+def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobContext, engine: Engine) -> None:
     text = f"Let me see.{HERMES}{HERMES}"
-    response = run_task(
-        context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: FakeCompletion(text, reasoning="why")
-    )
+    response = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: FakeCompletion(text, reasoning="why"))
     choice = ChatCompletion.model_validate(response).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."

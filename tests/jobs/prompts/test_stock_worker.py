@@ -133,9 +133,7 @@ def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engin
 
 def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a", "", "b"] * 10, "id": range(30)}), tmp_path / "in.parquet")
-    plan = queue.enqueue(
-        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=7
-    )
+    plan = queue.enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=7)
     work(queue)
     assert plan.return_value()["shards_enqueued"] == 5
     rows = pq.read_table(tmp_path / "out").to_pylist()

@@ -45,9 +45,7 @@ def survey(context: MakeContext, source: Path, **arguments: Any) -> dict[str, An
     return found
 
 
-def answering(
-    context: MakeContext, answer: Callable[[Request], FakeCompletion]
-) -> Callable[..., list[Tried]]:
+def answering(context: MakeContext, answer: Callable[[Request], FakeCompletion]) -> Callable[..., list[Tried]]:
     def run(trials: Sequence[Trial]) -> list[Tried]:
         values = [run_task(context(), each.function, answer=answer, **each.kwargs) for each in trials]
         return [Tried(value, None, 0.0, 1.0) for value in values]
@@ -128,9 +126,7 @@ def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) 
     assert (told.prompt_tokens, told.completion_tokens) == (4000, pytest.approx(3000))
 
 
-def test_the_first_rows_are_asked_with_the_runs_own_seeds(
-    redis: Redis, context: MakeContext, tmp_path: Path
-) -> None:
+def test_the_first_rows_are_asked_with_the_runs_own_seeds(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
     columns = {"prompt": ["c", "a", None, "b"], "limit": [1, 2, 3, 4]}
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     arguments = {"sampling": {"seed": 7}, "sampling_columns": {"max_tokens": "limit"}}

@@ -47,9 +47,7 @@ def test_a_run_whose_rows_all_fail_is_stopped_and_named(runs: Runs, invoke: Invo
     first.delete()
 
 
-def test_a_stopped_run_is_resumed_with_a_higher_limit(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
+def test_a_stopped_run_is_resumed_with_a_higher_limit(runs: Runs, invoke: Invoke, redis: Redis, source: Path) -> None:
     submit(invoke, source)
     runs.work()
     first = runs.jobs[0]

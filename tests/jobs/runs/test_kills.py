@@ -198,8 +198,7 @@ def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_o
     jobs = runs.jobs
     with ThreadPoolExecutor(4) as pool:
         work = [
-            pool.submit(run_task, runs.context(), job.func_name, *job.args)
-            for job in (*jobs, *reversed(jobs), *jobs)
+            pool.submit(run_task, runs.context(), job.func_name, *job.args) for job in (*jobs, *reversed(jobs), *jobs)
         ]
         assert any(future.result(timeout=60)["run_finished"] for future in work)
     assert [(row["id"], row["completion"]) for row in runs.rows()] == [(n, f"P{n}") for n in range(60)]

@@ -25,9 +25,7 @@ def test_every_row_is_in_exactly_one_shard_in_order(layout: list[list[int]], row
 
 @settings(max_examples=50)
 @given(layouts, st.integers(1, 70))
-def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
-    layout: list[list[int]], rows_per_shard: int
-) -> None:
+def test_a_shard_names_just_the_row_groups_that_hold_its_rows(layout: list[list[int]], rows_per_shard: int) -> None:
     for shard in cut_shards(layout, rows_per_shard):
         assert shard.rows <= rows_per_shard
         groups = layout[shard.file]
@@ -112,9 +110,7 @@ def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None
         ({"template": [{"role": "user"}]}, "exactly"),
     ],
 )
-def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(
-    changed: dict[str, object], says: str
-) -> None:
+def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(changed: dict[str, object], says: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         make_spec(**changed)
     assert says in str(caught.value)

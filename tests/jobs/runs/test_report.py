@@ -84,26 +84,16 @@ moments = st.floats(0, 1e6)
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(
-        st.tuples(moments, moments, st.integers(0, 10**6), st.sampled_from("abc")), min_size=1, max_size=60
-    )
-)
-def test_tokens_over_time_add_up_and_workers_are_not_counted_twice(
-    spans: list[tuple[float, float, int, str]],
-) -> None:
+@given(st.lists(st.tuples(moments, moments, st.integers(0, 10**6), st.sampled_from("abc")), min_size=1, max_size=60))
+def test_tokens_over_time_add_up_and_workers_are_not_counted_twice(spans: list[tuple[float, float, int, str]]) -> None:
     statistics = RunStatistics()
     for start, length, tokens, worker in spans:
-        statistics.add(
-            replace(PART, started_at=start, ended_at=start + length, generated_tokens=tokens, worker=worker)
-        )
+        statistics.add(replace(PART, started_at=start, ended_at=start + length, generated_tokens=tokens, worker=worker))
     told = statistics.to_object(Reasons())
     line = told["timeline"]
     assert len(line["tokens"]) <= MAX_BINS
     assert all(count >= 0 for count in line["tokens"])
-    assert sum(line["tokens"]) == pytest.approx(
-        sum(tokens for _, _, tokens, _ in spans), rel=1e-3, abs=MAX_BINS
-    )
+    assert sum(line["tokens"]) == pytest.approx(sum(tokens for _, _, tokens, _ in spans), rel=1e-3, abs=MAX_BINS)
     whole = max(start + length for start, length, *_ in spans) - min(start for start, *_ in spans)
     assert all(each["seconds"] <= whole * 1.001 + 1e-6 for each in told["workers"])
     counts = {"rows": 1, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}

@@ -128,12 +128,7 @@ _outputs = itertools.count()
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.integers(1, 40),
-    size=st.integers(1, 12),
-    group=st.integers(1, 12),
-    finished=st.sets(st.integers(0, 9)),
-)
+@given(rows=st.integers(1, 40), size=st.integers(1, 12), group=st.integers(1, 12), finished=st.sets(st.integers(0, 9)))
 def test_resume_enqueues_exactly_the_shards_without_part(
     runs: Runs, redis: Redis, tmp_path: Path, rows: int, size: int, group: int, finished: set[int]
 ) -> None:
@@ -178,9 +173,7 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
         assert all("seed" not in request.sampling for _, request in requests)
     else:
         seeds = [request.sampling["seed"] for _, request in requests]
-        assert sorted(seeds) == sorted(
-            row_seed(0, 1000 + row) for row, text in enumerate(rows) if text is not None
-        )
+        assert sorted(seeds) == sorted(row_seed(0, 1000 + row) for row, text in enumerate(rows) if text is not None)
 
 
 def test_a_drawn_rows_seed_depends_on_run_and_row_alone(runs: Runs, tmp_path: Path) -> None:

@@ -136,9 +136,7 @@ def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(site: Site) -> 
     assert site.told == [{**content, "rows": 3, "shards": 3, "rows_done": 1, "errors": 0}]
 
 
-def test_an_end_is_told_where_its_worker_was_killed_before(
-    planned: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_is_told_where_its_worker_was_killed_before(planned: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -226,9 +224,7 @@ def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(redis: Redis
     assert not site.runs.output.exists()
 
 
-def test_a_webhook_is_posted_until_it_is_taken(
-    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_webhook_is_posted_until_it_is_taken(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def post(*statuses: int) -> tuple[Any, list[float]]:
         answers, pauses = iter(statuses), list[float]()
         monkeypatch.setattr(end_notices, "call_webhook", lambda *_, **__: next(answers))

@@ -35,9 +35,7 @@ def test_a_lock_is_held_by_one_kept_on_and_let_go_without_a_script(redis: Redis)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_lock_that_another_has_taken_over_stays_the_others(
-    redis: Redis, call: Callable[[RunLock], object]
-) -> None:
+def test_a_lock_that_another_has_taken_over_stays_the_others(redis: Redis, call: Callable[[RunLock], object]) -> None:
     lock = held(redis)
     redis.delete(NAME)
     other = held(redis)

@@ -96,9 +96,7 @@ def test_a_folder_with_other_files_is_refused(context: JobContext, three_rows: P
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    context: JobContext, three_rows: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for output in ("file/out", "file", "x" * 300):
         fails(errors.OutputNotWritable, context, three_rows, tmp_path / output)
@@ -116,9 +114,7 @@ class FailingStorage(Storage):
         raise OSError(self._number, os.strerror(self._number))
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ENOSPC, errors.DiskFull), (errno.EROFS, errors.OutputNotWritable)]
-)
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, errors.DiskFull), (errno.EROFS, errors.OutputNotWritable)])
 def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     runs: Runs, three_rows: Path, number: int, kind: type[errors.JobsError]
 ) -> None:
@@ -152,9 +148,7 @@ def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["foreign", "cut", "other rows"])
-def test_a_damaged_part_is_named_before_the_run_ends(
-    runs: Runs, redis: Redis, three_rows: Path, damage: str
-) -> None:
+def test_a_damaged_part_is_named_before_the_run_ends(runs: Runs, redis: Redis, three_rows: Path, damage: str) -> None:
     runs.plan(rows_per_shard=2)
     first, second = runs.jobs
     runs.run(first)

@@ -89,8 +89,7 @@ def test_folders_globs_and_their_keys_are_found_in_a_store(s3: S3, context: JobC
     for source, expected in days.items():
         found = find_files(Storage.of(context), [source], f"{ROOT}/out")
         assert [
-            (*(value for _, value in each.keys), each.path[len(ROOT) + 4 : -len(".parquet")])
-            for each in found
+            (*(value for _, value in each.keys), each.path[len(ROOT) + 4 : -len(".parquet")]) for each in found
         ] == expected
     run_all(context, spec_of(f"{ROOT}/in"))
     assert [row["day"] for row in s3.rows("data/out")] == [1, 1, 2, 2]
@@ -122,9 +121,7 @@ def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(s3: S3, context
     s3.put_rows("data/in.parquet", rows(2))
     spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
     plan_run(context, storage, spec, Submission("bulk"))
-    slow, fast = (
-        open_work(replace(context, execution_id=each), spec, 0, storage) for each in ("slow", "fast")
-    )
+    slow, fast = (open_work(replace(context, execution_id=each), spec, 0, storage) for each in ("slow", "fast"))
     finish(fast)
     before = s3.get("data/out/part-00000.parquet")
     finish(slow)
@@ -149,9 +146,7 @@ def test_a_missing_part_is_computed_again_and_a_damaged_one_is_named(s3: S3, con
         plan_run(context, Storage.of(context), spec, Submission("bulk"))
 
 
-def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(
-    s3: S3, context: JobContext
-) -> None:
+def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(s3: S3, context: JobContext) -> None:
     s3.put_rows("data/in.parquet", rows(4))
     spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
     plan_run(context, storage, spec, Submission("bulk"))
@@ -229,9 +224,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     """In the place of a server: obstore's own store, for many runs in little time."""
     store = MemoryStore()
     monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
-    monkeypatch.setattr(
-        object_files, "listed", lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3])
-    )
+    monkeypatch.setattr(object_files, "listed", lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3]))
     return store
 
 

@@ -179,9 +179,7 @@ class Streams:
             lambda error: self._inspected(job, index, ordered, error),
         )
 
-    def _inspected(
-        self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
-    ) -> None:
+    def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
         """A task has looked at what a request got. error: what it raised over that."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile

@@ -83,9 +83,7 @@ def check_json_fields(values: Mapping[bytes, bytes]) -> None:
 
 def _check_field(name: str, text: bytes) -> None:
     if len(text) > _MAX_FIELD_BYTES:
-        raise TooLarge(
-            f"the job's {name} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it"
-        )
+        raise TooLarge(f"the job's {name} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it")
     check_containers(name, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
 
 

@@ -101,12 +101,7 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
 
     max_job_bytes: of the payload, unpacked.
     """
-    job_id, execution_id, fields, deaths = (
-        reply[0].decode(errors="replace"),
-        reply[1].decode(),
-        reply[2],
-        reply[3],
-    )
+    job_id, execution_id, fields, deaths = (reply[0].decode(errors="replace"), reply[1].decode(), reply[2], reply[3])
     left_before = reply[4].decode(errors="replace") if len(reply) > 4 else ""
     record = JobRecord()
     damage: Exception | None = None

@@ -16,13 +16,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import parse_timeout
 from rq.webhook import Webhook
 
-from worker.store.records.bounds import (
-    DEFAULT_MAX_JOB_BYTES,
-    check_counts,
-    check_json_fields,
-    check_seconds,
-    unpack,
-)
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_counts, check_json_fields, check_seconds, unpack
 from worker.store.records.next_step import Policy
 
 CALLBACKS = {
@@ -100,9 +94,7 @@ class JobRecord:
                 kept.pop(name, None)
         hash_bytes = sum(map(len, kept.values()))
         kept[b"data"] = b""
-        return replace(
-            self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {}
-        )
+        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {})
 
     def without_callbacks(self) -> JobRecord:
         """Of a job whose callbacks may not run here."""
@@ -117,9 +109,7 @@ class JobRecord:
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
-def read_record(
-    job_id: str, values: Mapping[bytes, bytes], max_job_bytes: int
-) -> tuple[JobRecord, Exception | None]:
+def read_record(job_id: str, values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
     """Read a job's hash as RQ does, but for the payload, which stays packed.
 
     Returns what could be read, and what reading the rest raised: TooLarge, or what RQ's reader raises for a

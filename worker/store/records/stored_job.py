@@ -97,9 +97,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
     Its timer would also raise into whatever the thread does next.
     """
 
-    def __init__(
-        self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
-    ) -> None:
+    def __init__(self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any) -> None:
         super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
         self._work, self._lock, self._is_over = current_work(), threading.Lock(), False
 
