@@ -116,7 +116,7 @@ def test_what_the_engine_refuses_is_told_by_its_variable(text: str, told: str) -
     assert with_variables(text) == told
 
 
-@pytest.mark.parametrize("sign", ["driver", "nvidia0"])
+@pytest.mark.parametrize("sign", ["driver", "nvidia0", "nvidia-smi"])
 def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     sign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +124,11 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "driver")
     monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert resolve_device("auto").type == "cpu"
-    (tmp_path / sign).write_text("NVRM version: NVIDIA")
+    (tmp_path / sign).write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tmp_path / sign).chmod(0o755)
     with pytest.raises(ConfigError, match=f"there is a GPU .*{sign}.* and torch .* cannot use it") as caught:
         resolve_device("auto")
     assert "set TOKENMILL_DEVICE=cpu to compute on the CPU" in with_variables(str(caught.value))
