@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -97,7 +96,7 @@ class BatchWorker(BaseWorker):
         cold shutdown.
         """
         leave_out_working_directory()
-        from worker.settings import name_variables, read_variable
+        from worker.settings import read_variable
 
         formats = date_format, log_format
         try:
@@ -108,7 +107,6 @@ class BatchWorker(BaseWorker):
         except StartupError as error:
             self._tell_no_start(error)
             raise
-        name_variables(logging.getLogger("engine"))
         share_freed_memory()
         spin_briefly(os.environ)
         self._install_signal_handlers()
