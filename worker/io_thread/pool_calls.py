@@ -18,7 +18,7 @@ from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
-from worker.threads.functions import FilePool, FunctionPool, seconds_of_silence, seconds_since_begin
+from worker.threads.functions import FunctionPool, seconds_of_silence, seconds_since_begin
 
 TRY_AGAIN_S = 0.5
 """Pause before a call that found no memory, or was cut off by an outage, is made again."""
@@ -243,8 +243,8 @@ class TaskFiles:
     ) -> None:
         self._packer, self._calls, self._limit_s = packer, calls, limit_s
         self._log, self._clock = log, clock
-        self._openers = FilePool(THREADS, MAX_OPENING, "tokenmill-files", clock)
-        self._writers = FilePool(THREADS, MAX_OPENING, "tokenmill-parts", clock)
+        self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
+        self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
         self._not_open = file_timeout("opening its file went on", limit_s)
         self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
@@ -300,7 +300,7 @@ class TaskFiles:
             if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
                 self._packer.opens_slowly(job)
         for pool in self.pools:
-            pool.relieve(SLOW_S)
+            pool.relieve(SLOW_S, MAX_OPENING)
         self._openers.interrupt_overdue(seconds_since_begin, self._limit_s, self._not_open)
         self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
 
