@@ -9,6 +9,7 @@ log2(sequences) tries.
 """
 
 import logging
+import traceback
 from collections import deque
 
 import numpy as np
@@ -153,14 +154,13 @@ class Stepper:
             self._finished += self._scheduler.receive(*arrived)
 
     def _write_text(self, seq: Sequence) -> None:
-        """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""
+        """Write the text of a sequence that has finished; it fails alone where that raises."""
         try:
             if seq.error is not None:
                 raise seq.error
             seq.text = self._text_of(seq)
         except Exception as error:  # noqa: BLE001 - whatever its text raises
             self._raise_engines_fault(error)
-            self._check_decoding(error)
             seq.fail(error)
             _log_failure(seq, error)
 
@@ -225,26 +225,10 @@ class Stepper:
         self._finished.append(seq)
         self._num_unexplained = 0
 
-    def _check_decoding(self, error: Exception) -> None:
-        """Raise StepFailed if the texts of all sequences fail, not of one alone."""
-        self._raise_engines_fault(error)
-        try:
-            self._tokenizer.decode([0])
-        except Exception:  # noqa: BLE001 - as above
-            raise StepFailed(f"decoding failed, of token 0 too: {error!r}") from error
-
 
 def _log_failure(seq: Sequence, error: Exception) -> None:
     """Without the error's text, which may hold a part of the prompt."""
     logger.error(
         "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
-        seq.request_id, seq.index, type(error).__name__, _where(error),
+        seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
     )  # fmt: skip
-
-
-def _where(error: Exception) -> str:
-    """File and line that raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "an unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
