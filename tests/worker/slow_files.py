@@ -13,7 +13,7 @@ from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_task import ShardTask
 from jobs.parquet.shards.shard_work import ShardWork
-from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from tests.worker.fake_engine import FakeEngineWorker
 from worker.settings import WorkerSettings
 
 
@@ -21,7 +21,7 @@ class GatedOpenWorker(FakeEngineWorker):
     """FakeEngineWorker whose shards open once the file OPEN_GATE is there; an error that is raised meanwhile
     is written beside it, to OPEN_GATE + ".error"."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         gate = Path(os.environ["OPEN_GATE"])
         open_now = ShardTask.open
 
@@ -42,7 +42,7 @@ class HangingFilesWorker(FakeEngineWorker):
     """FakeEngineWorker with inputs that hang in the kernel as on a dead mount: those beside which a FIFO of
     their name and ".hangs" stands into which nobody writes."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         open_now = Storage.open_input
 
         def open_hanging(storage: Storage, path: str) -> Any:
@@ -57,7 +57,7 @@ class HangingFilesWorker(FakeEngineWorker):
 class SlowLoadingWorker(FakeEngineWorker):
     """FakeEngineWorker that makes the file LOADING and then loads for ever."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         Path(os.environ["LOADING"]).touch()
         threading.Event().wait()
         return super().load_engine(settings)

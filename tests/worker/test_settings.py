@@ -1,7 +1,5 @@
 """Settings that cannot be used stop the start and name what to change."""
 
-import logging
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from engine import ConfigError, ModelIdentity
 from engine.run import device
 from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
-from worker.settings import WorkerSettings, name_variables, with_variables
+from worker.settings import WorkerSettings, with_variables
 from worker.start import load_functions
 
 
@@ -68,17 +66,6 @@ def test_a_misspelt_variable_in_a_shared_env_file_is_refused_and_other_programs_
 def test_a_size_may_carry_its_unit(text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text, TOKENMILL_MAX_JOB_BYTES=text)
     assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
-
-
-def test_the_engines_log_names_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = logging.StreamHandler(StringIO())
-    logger = logging.Logger("engine")
-    logger.addHandler(handler)
-    name_variables(logger)
-    name_variables(logger)
-    logger.warning("dtype=%r is slower; set max_model_len=%d", "float16", 512)
-    told = "TOKENMILL_DTYPE='float16' is slower; set TOKENMILL_MAX_MODEL_LEN=512\n"
-    assert handler.stream.getvalue() == told
 
 
 def test_object_stores_stand_among_the_folders_of_the_data_roots(
