@@ -34,7 +34,6 @@ from jobs.runs.redis_state.end_calls import WISHES
 from jobs.runs.refusals import RunFailed, RunNotHere
 from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
-from jobs.watch.runs import RunSummary, read_run
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -116,12 +115,12 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.id} in {self.output!r}>"
 
-    def status(self) -> RunSummary:
+    def status(self) -> RunSnapshot:
         """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s` and more.
 
         Raises UnknownRun where Redis has lost it.
         """
-        return read_run(self._connection, self.id).summary
+        return read_planned(self._connection, self.id)
 
     def wait(
         self,
@@ -129,7 +128,7 @@ class Run:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> RunSummary:
+    ) -> RunSnapshot:
         """Wait until it has finished; return how it stands then.
 
         timeout: seconds, after which TimeoutError is raised and the run goes on. However long no worker takes

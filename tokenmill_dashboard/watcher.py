@@ -8,9 +8,10 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.runs.watching.snapshot import RunSnapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
-from jobs.watch.runs import RunSummary, list_runs
+from jobs.watch.runs import list_runs
 from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
@@ -56,7 +57,7 @@ class Look:
     num_queues: int = 0
     workers: tuple[WorkerRow, ...] = ()
     num_workers: int = 0
-    runs: tuple[RunSummary, ...] = ()
+    runs: tuple[RunSnapshot, ...] = ()
     failed: tuple[FailedJob, ...] = ()
 
     def total(self, where: str) -> int:

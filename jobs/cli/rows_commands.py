@@ -73,7 +73,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
         rows: list[FailedRow] = []
         if reader is None:
             reasons = recorded_reasons(connection, found)
-            bad = () if snapshot is None else (snapshot.counts["failed_checks"], snapshot.counts["cut"])
+            bad = () if snapshot is None else (snapshot.failed_checks, snapshot.cut)
         else:
             reasons, rows = reader.errors(limit)
             bad = reader.bad_answers()

@@ -160,13 +160,14 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     if snapshot.rows is None:
         lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
         return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])
+    started = f"{snapshot.shards_started} started"
     return "\n".join(
         [
             f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *_why(snapshot),
-            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, {_rest(snapshot)}",
+            f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
             *_refused(snapshot),

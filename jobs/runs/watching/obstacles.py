@@ -24,7 +24,7 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     if snapshot.finished or snapshot.cancelled:
         return []
     # A shard that was started waits too, once the worker that had it is gone.
-    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.started > 0
+    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     found = [
         f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
         "them over when its leases run out"
@@ -37,7 +37,7 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         )
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
-    elif waits and not snapshot.started and snapshot.plan_status != JobStatus.STARTED:
+    elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
         found += _others_first(connection, snapshot)
     return found
 
