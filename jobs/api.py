@@ -1,7 +1,6 @@
 """The functions a producer enqueues, as a stock `rq worker` runs them.
 
-`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one
-batch.
+`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one batch.
 """
 
 from typing import Any
@@ -33,13 +32,12 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
 def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
-    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the
-    softmax over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is
-    scored with the end of the text behind it. options: messages instead of the prompt, with their
-    `chat_template_kwargs` and `tools`; prompt_template, messages_template: as of `complete` and `chat`;
-    calibrate: subtract the labels' log-likelihoods behind a prompt without content (Zhao et al. 2021): one
-    that is given, or for true the text "N/A", in a chat as the last message's content;
-    truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
+    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the softmax
+    over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is scored with the end
+    of the text behind it. options: messages instead of the prompt, with their `chat_template_kwargs` and `tools`;
+    prompt_template, messages_template: as of `complete` and `chat`; calibrate: subtract the labels' log-likelihoods
+    behind a prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as the
+    last message's content; truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
     """
     return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
 

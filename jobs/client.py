@@ -246,10 +246,7 @@ def _connection(given: Redis | None) -> Redis:
 
 
 def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of submit_run that options of the command line stand for, by their names.
-
-    Raises InvalidJob for one that is given by two names.
-    """
+    """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
     named = dict(given)
     values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
     if values:

@@ -141,10 +141,8 @@ MAX_SHOWN = 5
 
 
 def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print the errors of a failed planning job and of the first failed shards.
-
-    None of a cancelled run: its stopped shards are among RQ's failed ones.
-    """
+    """Print why planning and the first failed shards failed; of a cancelled run, whose stopped shards are no news,
+    nothing."""
     if snapshot.cancelled:
         return
     if snapshot.plan_error is not None:

@@ -86,10 +86,7 @@ def tell_troubles(connection: redis.Redis) -> None:
 
 
 def run_json(connection: redis.Redis, name: str) -> str:
-    """Return what is known of a run as JSON; where Redis lost it, what its folder tells.
-
-    Raises UnknownRun or what reading it does.
-    """
+    """Return what is known of a run, or its folder tells, as JSON. Raises UnknownRun or what reading does."""
     run, output = named_run(connection, name)
     try:
         snapshot = read_planned(connection, run)

@@ -93,9 +93,7 @@ class SharedFiles:
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
 
-        One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
-        the same rows again. What the body raises closes the reader. No exception may be raised into the
-        thread from outside.
+        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader.
         """
         with self._lock:
             file = self._files[key.path]
@@ -175,9 +173,8 @@ class NoRoomYet(Exception):
 class ShardBytes:
     """Counts the bytes that open shards hold: of prompts, and of files that are being read. Thread-safe.
 
-    limit: of the prompts of all shards together (held), and as much again of all files that are read
-    (reading). Who would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own
-    bounds hold then.
+    limit: of the prompts of all shards together (held), and as much again of all files that are read (reading). Who
+    would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own bounds hold then.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:

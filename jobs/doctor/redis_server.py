@@ -252,10 +252,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 
 
 def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> list[str] | None:
-    """Return how the server refuses each command to this user, "" where it does not.
-
-    None where no transaction can be had; nothing is asked then, as it would be carried out.
-    """
+    """Return how the server refuses each command to this user, "" where it does not; None without transactions."""
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:

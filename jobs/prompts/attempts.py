@@ -1,7 +1,6 @@
 """The way of a prompt to an answer that stands: it is checked, asked for again, or goes on where it was cut.
 
-What follows depends on the prompt, its seed and its answers alone: another worker that begins anew takes the
-same way.
+What follows depends on the prompt, its seed and its answers alone: another worker that begins anew takes the same way.
 """
 
 from collections.abc import Mapping, Sequence

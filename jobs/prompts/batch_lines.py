@@ -34,10 +34,8 @@ def custom_id(line: Any) -> str | None:
 
 
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
-    """Return the task of a line. Raises InvalidJob.
-
-    seed: for a body that names none. aliases: models in whose place the served one answers; "*" for any.
-    """
+    """Return the task of a line. seed: where it names none. aliases: models that the served one stands for. Raises
+    InvalidJob."""
     if custom_id(line) is None:
         raise InvalidValue("custom_id is {}, expected a text that names the line", brief(line.get("custom_id")))
     if line.get("method") != "POST":

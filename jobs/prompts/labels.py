@@ -69,10 +69,7 @@ def parse_truncation(value: object) -> int:
 def classify(
     labels: Sequence[str], logprobs: Sequence[float], prior: Sequence[float] | None = None
 ) -> Classified | None:
-    """Return the softmax over labels, or None if a log-likelihood is not finite.
-
-    logprobs: of each label. prior: the same behind a prompt without content.
-    """
+    """Return the softmax over labels' log-likelihoods, less those of `prior`, or None if one is not finite."""
     scores = list(logprobs)
     if prior is not None:
         scores = [score - before for score, before in zip(scores, prior, strict=True)]

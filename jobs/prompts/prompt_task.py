@@ -143,10 +143,7 @@ class OpenPrompts(OpenTask):
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return prompts, those that are answered, and tokens of their answers.
-
-        None of a job that is short.
-        """
+        """Return prompts, those that are answered, and tokens of their answers. None of a job that is short."""
         if self._began_at is None:
             return None
         now = self._clock()

@@ -21,10 +21,7 @@ TokenLogprobs = Mapping[int, Logprob]
 
 
 def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
-    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none.
-
-    `text_offset` counts the characters of the tokens before.
-    """
+    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none."""
     rows: list[tuple[str, TokenLogprobs | None]] = []
     if echo:
         of_prompt = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
@@ -223,10 +220,7 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
 def chat_completion(
     answers: Answers, job_id: str, options: ResponseOptions = PLAIN, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Return a `chat.completion`, one choice for each sample.
-
-    has_tools: calls of tools in a text become `tool_calls`. A message has its `reasoning` where there is any.
-    """
+    """Return a `chat.completion`, a choice for each sample. has_tools: calls of tools in a text become `tool_calls`."""
     choices = []
     for number, sample in _numbered(answers):
         choice = {"index": number, **_ending(sample)}

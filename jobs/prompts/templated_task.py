@@ -146,18 +146,12 @@ MAX_NULLS = 3
 
 
 class TemplatedTask(Task):
-    """The task that is made of a template once the answers are read.
-
-    Blocking, as it reads them from Redis and as a template may take seconds.
-    """
+    """The task that a template makes once the answers are read, which blocks."""
 
     blocking = True
 
     def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        """argument: prompt_template or messages_template. make: the task of the prompt, or the messages.
-
-        Raises InvalidJob for what cannot be such a template.
-        """
+        """Take prompt_template or messages_template, and what makes a task of its text. Raises InvalidJob."""
         kind, what = KINDS[argument]
         if not isinstance(template, kind):
             raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")

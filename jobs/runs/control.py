@@ -140,11 +140,10 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
 
 
 def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission
-    wants told.
+    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now.
-    Raises UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
+    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now. Raises
+    UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
     facts, submission = state.facts(), state.submission()
@@ -180,10 +179,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str], from_end: bool = False
 ) -> int:
-    """Take those of the jobs from their queue that wait on it; return how many. from_end: seek them there.
-
-    Raises RunResubmitted when the run was submitted again since `submission`.
-    """
+    """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
     queue_key, removed = queue_keys(queue_name).waiting, 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
@@ -230,10 +226,7 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way.
-
-    Raises PlanningUnderWay when that asks for another model, or would not do what is asked now.
-    """
+    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way that serves."""
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments.get("model"):
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))

@@ -45,10 +45,8 @@ RETRIES = 3
 
 
 def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
-    """Enqueue what the last submission asks for, unless it was told of.
-
-    verdict: why the run is stopped, and which submission that is of; None where the run has finished.
-    """
+    """Enqueue what the last submission asks for, unless it was told of. verdict: why the run is stopped, None for
+    finished."""
     if verdict is None:
         _tell_of(state, state.submission(), "finished", None)
     else:
@@ -68,10 +66,8 @@ def tells_of(job_id: str) -> bool:
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
-    Of a planning, why is noted as well.
-
-    To be called before the job's end is written. lease: of the execution that writes it; nothing is told
-    where it is another's by now. error: what the job fails with, in one line.
+    To be called before the job's end is written. lease: of the execution that writes it; nothing is told where it is
+    another's by now. error: what the job fails with, in one line.
     """
     found = _job_of(job_id)
     if found is None:
@@ -94,10 +90,7 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
 
 
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed.
-
-    more: what is known of that.
-    """
+    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed."""
     if count.has_failed:
         _tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 

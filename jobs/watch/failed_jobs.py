@@ -47,9 +47,8 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 class FailedJob:
     """One entry of a queue's failed jobs.
 
-    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error:
-    its last line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among
-    the failed ones.
+    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error: its last
+    line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among the failed ones.
     """
 
     job_id: str
@@ -87,10 +86,7 @@ class JobSeen:
 
 
 def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
-    """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`.
-
-    Those that were stopped are left out, as far as so many entries of a queue show others.
-    """
+    """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
             pipe.zrevrange(queue_keys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)

@@ -54,10 +54,7 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
-    """Requeue the failed jobs that are there now, the oldest first, `limit` at most.
-
-    Returns how many those were, and ids of those that are listed and gone.
-    """
+    """Requeue the oldest `limit` failed jobs at most; return how many those were, and ids that are listed and gone."""
     found: Any = connection.zrange(queue_keys(queue).failed, 0, limit - 1)
     job_ids = list(map(stored.text, found))
     done = set(requeue(connection, queue, job_ids))
@@ -65,10 +62,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[st
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
-    """Requeue those of the jobs that are among the queue's failed ones and have a payload.
-
-    pipe: watches their hashes, which whoever else requeues, deletes or ends one of them writes.
-    """
+    """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
     keys = queue_keys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction

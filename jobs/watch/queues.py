@@ -20,10 +20,7 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES.
-
-    due: scheduled ones whose time has come, and that no worker's scheduler has queued yet.
-    """
+    """How many jobs of a queue are at each of PLACES; `due` are scheduled ones that nobody has queued yet."""
 
     name: str
     counts: dict[str, int]

@@ -67,10 +67,7 @@ class ShardSeen:
 
 
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
-    """Return the runs that were submitted last, at most `limit`, the last one first.
-
-    states: only those among them. Raises RedisError.
-    """
+    """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
     listed = newest_runs(connection, limit)
     read = _read_facts(connection, listed)
     busy = {facts["queue"] for facts, *_ in read.values() if "finished" not in facts}
@@ -109,8 +106,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
 
 
 def run_reasons(connection: Redis, run: str) -> list[Reason]:
-    """Return why rows of a run have an error, the commonest first, at most MAX_REASONS kinds; texts as they
-    may be shown."""
+    """Return why rows of a run have an error, the commonest first, at most MAX_REASONS kinds, fit to be shown."""
     found = recorded_reasons(connection, run).commonest(MAX_REASONS)
     return [replace(each, text=safe_name(each.text, MAX_TEXT_CHARS)) for each in found]
 

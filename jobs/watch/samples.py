@@ -63,10 +63,7 @@ class Point:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def per_second(self, older: Point, name: str) -> float | None:
-        """How fast the count of this name has grown since an older point; None where that cannot be told.
-
-        So it is where the worker was started anew in between, or its clock set back.
-        """
+        """Return how fast a count has grown since an older point; None where the worker or its clock began anew."""
         seconds, grown = self.at - older.at, getattr(self, name) - getattr(older, name)
         return grown / seconds if seconds > 0 and grown >= 0 else None
 
@@ -87,10 +84,9 @@ class Point:
 class WorkerSample(Point):
     """How a worker stands.
 
-    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it
-    finishes what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first.
-    held: jobs that it holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most.
-    started_at: Unix seconds.
+    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it finishes
+    what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first. held: jobs that it
+    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
     """
 
     name: str = ""
@@ -113,20 +109,14 @@ class WorkerSample(Point):
 
 
 def worker_names(connection: Redis) -> list[str]:
-    """Return the names of all workers that are registered, RQ's own among them, in order.
-
-    One that was killed is among them for some minutes.
-    """
+    """Return the names of registered workers, RQ's own and for minutes killed ones among them, in order."""
     found: Any = connection.smembers(WORKERS_KEY)
     return sorted(text(key).removeprefix(WORKER_PREFIX) for key in found)
 
 
 def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
-    """Return how workers stand, in the order of their names: those of `names`, or all that are registered.
-
-    Those that have told nothing for an hour, or never, such as RQ's own, are left out. Raises
-    redis.exceptions.RedisError.
-    """
+    """Return how workers stand, by name: those of `names`, or all that told something within the hour. Raises
+    RedisError."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:

@@ -21,10 +21,7 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-    """Rename a file in one step that fails where the new name is taken (renameat2 of Linux).
-
-    Raises FileExistsError, or OSError with ENOSYS, ENOTSUP or EINVAL where kernel or filesystem cannot.
-    """
+    """Rename a file by renameat2, never over another. Raises FileExistsError, or OSError where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -146,8 +143,7 @@ class LocalFiles:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # Whoever finished the run removed leftovers, this file among them; that needs a published
-                # target.
+                # Whoever finished the run removed leftovers, this file among them; that needs a published target.
                 if not _exists(name, folder):
                     raise
                 return False

@@ -70,10 +70,9 @@ class ObjectSink(pa.PythonFile):  # type: ignore[misc]
 
 
 class ObjectWriter:
-    """What pyarrow needs of a Python file that it writes. It takes some five chunks of memory.
+    """What pyarrow needs of a Python file that it writes; takes some five chunks of memory.
 
-    put: uploads the whole object. open_upload: opens obstore's writer, for one in pieces. once: makes a
-    request to that, and names what goes wrong.
+    put: uploads the whole object. open_upload: opens obstore's writer. once: makes a request, and names what fails.
     """
 
     def __init__(

@@ -232,11 +232,10 @@ def _first_line(error: BaseException) -> str:
 def replace_file(storage: Storage, temporary: str, path: str, of: str, may: Callable[[], bool]) -> bool:
     """Put a written file over the one that is there, where that is as it was when the other was written.
 
-    temporary: this execution's file, in the same folder. of: what each execution calls such a file
-    (temporary_name of jobs/runs/plans/names.py). may: looks whether what is there is as it was. Returns False
-    where it is not, or where somebody has removed the file. Of two at once, one has written its file before
-    the other removed all others': that one's rename fails, or the other's look finds what it has put there.
-    Raises OutputNotWritable.
+    temporary: this execution's file, in the same folder. of: what each execution calls such a file (temporary_name of
+    jobs/runs/plans/names.py). may: looks whether what is there is as it was. Returns False where it is not, or where
+    somebody has removed the file. Of two at once, one has written its file before the other removed all others': that
+    one's rename fails, or the other's look finds what it has put there. Raises OutputNotWritable.
     """
     with writing(path):
         remove_replacements(storage, os.path.dirname(path), of, temporary)

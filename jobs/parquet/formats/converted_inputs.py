@@ -63,10 +63,9 @@ def scan(
 def convert_inputs(
     storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
 ) -> int:
-    """Make the Parquet files of some of a plan's inputs that have none; return how many bytes theirs have.
+    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have.
 
-    files: by their numbers. limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or
-    OutputNotWritable.
+    limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or OutputNotWritable.
     """
     if plan.input_format == PARQUET:
         return 0

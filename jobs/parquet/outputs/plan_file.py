@@ -44,10 +44,8 @@ def remove_extensions(storage: Storage, folder: str) -> None:
 
 
 def replace_plan(storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]) -> bool:
-    """Put an extended plan in the place of the one that it was made of; return False where that is not there.
-
-    held: raises where the job is another execution's. Raises DiskFull or OutputNotWritable.
-    """
+    """Replace a plan by its extension; return False where it is gone. Raises what `held` does, DiskFull,
+    OutputNotWritable."""
     folder = plan.spec.output
     path = os.path.join(folder, PLAN)
     temporary = os.path.join(folder, temporary_name(execution_id, _REPLACEMENT))

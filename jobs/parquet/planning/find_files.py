@@ -153,14 +153,13 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order.
 
-    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the
-    files of the one other format that it has; those of its folders named key=value too. A glob gives what it
-    matches, files and, unless it holds **, folders. Both come sorted, without names that start with a dot or
-    an underscore (unless a glob spells one out). Several inputs have the key=value of the folders below the
-    one that holds them all: a shell expands a glob to such a list. Files below the output are never input.
-    Raises InputNotFound, SearchTooLong, PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give
-    too many columns, MixedFormats, or NestedFolders for a folder that holds such files in folders of plain
-    names.
+    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the files of
+    the one other format that it has; those of its folders named key=value too. A glob gives what it matches, files and,
+    unless it holds **, folders. Both come sorted, without names that start with a dot or an underscore (unless a glob
+    spells one out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
+    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
+    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or NestedFolders
+    for a folder that holds such files in folders of plain names.
     """
     walk = Walk(storage)
     found: list[FoundFile] = []

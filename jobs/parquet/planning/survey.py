@@ -50,9 +50,8 @@ def survey_parquet(
 ) -> dict[str, Any]:
     """Look at what a run of these arguments would ask; write nothing.
 
-    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows.
-    max_rows: where the run has more, every so manyth of them is looked at. arguments: as of
-    RunSpec.from_arguments.
+    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows. max_rows: where
+    the run has more, every so manyth of them is looked at. arguments: as of RunSpec.from_arguments.
     Raises RunError or InvalidJob.
     """
     spec = RunSpec.from_arguments(input, output, **arguments)
@@ -213,10 +212,7 @@ class Asked:
 
 
 def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
-    """Choose at most `count` requests that stand for all, and tell for how many each does.
-
-    Large ones are likelier to be chosen, and count for fewer: what a few rows of a skewed file hold is seen.
-    """
+    """Choose at most `count` requests, large ones likelier, and tell for how many each stands."""
     order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
     if len(order) <= count:
         return [(each, 1.0) for each in order]

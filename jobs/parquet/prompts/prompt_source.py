@@ -123,10 +123,7 @@ class MessagesColumn(ValuesSource):
 
 
 class TemplateSource(ValuesSource):
-    """A template over any columns that have a text form; lists, structs and maps stand there as JSON.
-
-    defaults: for columns the text that stands for null; without one the row has no prompt.
-    """
+    """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raises InvalidJob for a default of a column that the template does not name."""
@@ -238,10 +235,8 @@ class RowSource:
             self._sampling.check(schema)
 
     def rows(self, batch: pa.RecordBatch, problems: Sequence[str | None] = ()) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing.
-
-        problems: why a row's line is none, None where it is one; empty where no row has such.
-        """
+        """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
+        such."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             prompts = self._prompts.rendered(part)

@@ -15,10 +15,7 @@ from jobs.tasks import Completion, Request
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that are asked together. key: names the row in the memo; None where equal rows may differ.
-
-    row, asked: until and while it is asked. num_sent: requests so far.
-    """
+    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered."""
 
     row: Row | None
     rows: list[int]

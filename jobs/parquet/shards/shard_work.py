@@ -43,10 +43,7 @@ class ShardWork(RowsTask):
         redo_damaged: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. Raises RunError or NoRoomYet.
-
-        redo_damaged: a part that is not what this run has written is replaced. clock: Unix time in seconds.
-        """
+        """Read the shard's rows. redo_damaged: replace a part that is not this run's. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number = context, folder, shard
         self._redo, self._clock = redo_damaged, clock
         self._started_at = clock()
@@ -89,10 +86,7 @@ class ShardWork(RowsTask):
         }
 
     def result(self) -> dict[str, Any]:
-        """Publish the part unless one is there, count it, and end the run if it was the last one.
-
-        Raises RunError.
-        """
+        """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         stats = self._publish(self._requests) if self._requests else None
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
@@ -125,8 +119,7 @@ class ShardWork(RowsTask):
                 else:
                     published = self._folder.publish(self._temporary, self._number)
             except (OSError, RunError):
-                # Of two executions the slower one may find the run ended and its own file, or the input,
-                # removed.
+                # Of two executions the slower one may find the run ended and its own file, or the input, removed.
                 if not self._has_part():
                     raise
                 return None

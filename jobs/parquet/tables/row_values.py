@@ -10,10 +10,7 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES
 
 
 def num_values(column: pa.Array) -> int:
-    """Return how many values stand in a column's lists, structs and maps, at all depths.
-
-    Each may take memory in Python where it takes none in Arrow. Slices are counted as what they are of.
-    """
+    """Return how many values a column's lists, structs and maps hold at all depths: each takes memory in Python."""
     if pa.types.is_struct(column.type):
         return sum(len(column) + num_values(each) for each in column.flatten())
     if pa.types.is_map(column.type):

@@ -28,8 +28,7 @@ _TASKS = "jobs.parquet.tables.table_child"
 
 T = TypeVar("T")
 
-#: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and
-#: ChildFailed.
+#: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
 
 
@@ -137,10 +136,8 @@ def _read(
 def open_table(
     storage: Storage, path: str, limit: int, input_format: str | None = None, share: float = CHILD_SHARE
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child that is given its bytes.
-
-    limit: of the process, of which the child may take a share. input_format: None for Parquet.
-    """
+    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes. input_format: None for
+    Parquet."""
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
     stack = ExitStack()
 

@@ -265,10 +265,9 @@ MIN_TAIL_ROWS = 128
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> Shards:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
-    row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
-    No row at all gives one empty shard, so that every run has a part and readers find the schema.
-    Raises InvalidJob beyond MAX_SHARDS.
+    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone. row_groups:
+    for each file the row count of each of its row groups. limit: of them all, only so many rows. No row at all gives
+    one empty shard, so that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)

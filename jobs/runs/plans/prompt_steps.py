@@ -26,9 +26,8 @@ Pieces = tuple[tuple[str, str | None], ...]
 class Template:
     """A text, or a chat whose message contents are such texts.
 
-    Only plain column names may stand in braces: no attribute, index, conversion or format, because the
-    template is part of a job and a job is not trusted. A value is never parsed again, so braces in the data
-    are harmless.
+    Only plain column names may stand in braces: no attribute, index, conversion or format, because the template is part
+    of a job and a job is not trusted. A value is never parsed again, so braces in the data are harmless.
     """
 
     texts: tuple[Pieces, ...]

@@ -76,10 +76,7 @@ def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
 
 
 def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
-    """Return a planning job's function, and its keyword arguments.
-
-    A payload that cannot be read names nothing and asks for nothing.
-    """
+    """Return a planning job's function and keyword arguments; nothing of a payload that cannot be read."""
     packed: Any = connection.hget(job_key(plan_job), "data")
     text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
     try:
@@ -98,10 +95,7 @@ PAGE = 5000
 
 
 class WaitingJobs:
-    """Those of one run, as they stood when they were first asked for.
-
-    What moves meanwhile may be missed: of a job that is not among them, look again.
-    """
+    """Jobs of one run that were on the queue when first asked for; of one that is not among them, look again."""
 
     def __init__(self, queue: JobQueue, run: str) -> None:
         self.queue, self._run = queue, run

@@ -116,16 +116,15 @@ class RecordedParts:
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
-        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves a part uncounted, until they are counted anew.
+        Nothing is watched, as many shards end at once: a worker killed in between leaves a part uncounted until a count
+        anew.
         """
         with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
     def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
-        """As `record_part`, of a part that may be replaced by another: whoever does records it then, and who
-        was frozen between reading and recording reads again."""
+        """Record a part that others may replace meanwhile, as read after any such replacement."""
 
         def record(pipe: Pipeline) -> PartCount:
             stats = read()
@@ -152,10 +151,7 @@ class RecordedParts:
         pipe.scard(self._failed_key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
-        """Add parts that a listing found and drop those it did not; the others stay as they are.
-
-        gone: records as they were before the listing: another one is of a part that came since.
-        """
+        """Add parts that a listing found and drop those `gone` whose record is as before the listing."""
         fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
 
@@ -192,25 +188,20 @@ class RecordedParts:
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
     def each_part(self) -> Iterator[PartStats]:
-        """Yield the recorded parts, which are read a thousand at a time: those of a long run take many MiB at
-        once. One that is recorded meanwhile may not be among them."""
+        """Yield the recorded parts, read a thousand at a time; one that is recorded meanwhile may not be among them."""
         fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
         shards = _shards(fields)
         for start in range(0, len(shards), MAX_LOOKED):
             yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
 
     def count_anew(self) -> None:
-        """Store what all recorded parts have together in the run's hash.
-
-        A part that is recorded meanwhile may be missed or counted twice, until this is called again.
-        """
+        """Store what all recorded parts have together; one recorded meanwhile may be missed or counted twice."""
         store_totals(self._redis, self._key, self.each_part())
 
     def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
+        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
 
-        running: shards under way. Of more than MAX_LOOKED parts their totals are told, which may lack a part
-        whose worker was killed as it recorded it, until planning or the run's end counts anew.
+        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
         """
         if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
             return SeenParts.of(self.parts())

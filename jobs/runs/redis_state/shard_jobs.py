@@ -123,11 +123,7 @@ class _JobSeen:
 
 
 def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> dict[str, _JobSeen]:
-    """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others.
-
-    One that was on it and is queued now is on it still. Another may have come back since, so all of it is
-    read in the same moment as the jobs. cancelled: the last submission of the run that was.
-    """
+    """Look at jobs; where one is queued and was not seen on the queue, at all of the queue in the same moment."""
     jobs = _read(on_queue.queue, job_ids, cancelled, with_queue=False)
     queued = [job_id for job_id, job in jobs.items() if job.status == JobStatus.QUEUED]
     if not queued:

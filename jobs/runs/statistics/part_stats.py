@@ -17,13 +17,11 @@ class PartStats:
     """Counts of one part.
 
     rows, errors: rows in the part, and those among them with an error.
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each
-    time.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
     generated_tokens: completion tokens that were computed, equal prompts counted once.
-    started_at, ended_at: Unix time in seconds; a retry of its rows counts as if it had followed at once.
-    model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
-    failed_checks, cut: rows without an error whose answer their check does not take, or ended at its limit of
-    tokens.
+    started_at, ended_at: Unix time in seconds; a retry of its rows counts as if it had followed at once. model,
+    fingerprint, dtype, attention_backend, version: of the model that answered, and of this code. failed_checks, cut:
+    rows without an error whose answer their check does not take, or ended at its limit of tokens.
     worker: the name of the one that answered.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """

@@ -71,10 +71,8 @@ def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
 
 
 def _speed(picked: Sequence[Mapping[str, Any]], batch: int, answer: Answer) -> tuple[float, float]:
-    """Measure what a token of a prompt, and one of an answer in a batch of so many rows, take in seconds.
-
-    Of two tries the faster counts. Prompts have a beginning of their own, behind which nothing is cached.
-    """
+    """Measure, by the faster of two tries, what a token of a prompt, and one of an answer in a full batch, take in
+    seconds."""
     if not picked:
         return 0.0, 0.0
     prompts_s = []

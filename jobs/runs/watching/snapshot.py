@@ -46,19 +46,18 @@ _TOLD = (
 class RunSnapshot:
     """A run's progress. Texts but the queue's name are as they may be shown.
 
-    rows, shards, model: None until the run is planned. shards_done, shards_started: by state; `queued` is the
-    rest. gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those
-    that wait inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end.
-    rows_done, tokens: running shards included; tokens are those generated, the other counts of tokens the
-    output's columns in finished shards. errors, failed_checks, cut: rows there with an error, that failed
-    their check, or ended at their limit of tokens. workers: those that listen on the queue. queue_length: jobs
-    of any run on it. awaited_model: the run's, where none of those workers serves it. stopped: why the run was
-    cancelled without anyone's word. stopped_jobs: failed ones that a cancel before the last submission
-    stopped. too_many_errors: how its rows pass the limit of the last submission. left_s: seconds until a
-    running one ends. silent_workers: those that hold shards of the run and tell nothing of themselves.
-    submitted_at, began_at, ended_at: Unix seconds, of the last submission, of the beginning of work on it, and
-    of its last part. rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None where
-    nothing can be told. worked_s: for how long workers had shards of a finished run, of all submissions.
+    rows, shards, model: None until the run is planned. shards_done, shards_started: by state; `queued` is the rest.
+    gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those that wait
+    inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end. rows_done, tokens:
+    running shards included; tokens are those generated, the other counts of tokens the output's columns in finished
+    shards. errors, failed_checks, cut: rows there with an error, that failed their check, or ended at their limit of
+    tokens. workers: those that listen on the queue. queue_length: jobs of any run on it. awaited_model: the run's,
+    where none of those workers serves it. stopped: why the run was cancelled without anyone's word. stopped_jobs:
+    failed ones that a cancel before the last submission stopped. too_many_errors: how its rows pass the limit of the
+    last submission. left_s: seconds until a running one ends. silent_workers: those that hold shards of the run and
+    tell nothing of themselves. submitted_at, began_at, ended_at: Unix seconds, of the last submission, of the beginning
+    of work on it, and of its last part. rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None
+    where nothing can be told. worked_s: for how long workers had shards of a finished run, of all submissions.
     """
 
     run: str
@@ -157,10 +156,7 @@ class RunSnapshot:
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether the run is planned now, or has to be before it moves on.
-
-        Submitted again while its shards run, its planning waits behind them, and they count as its progress.
-        """
+        """Whether the run is planned now, or has to be before it moves on; shards that run count as its progress."""
         return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started)
 
     @property
@@ -345,10 +341,7 @@ def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | N
 def awaited_model(
     facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
 ) -> str | None:
-    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown.
-
-    models: what those workers serve, as read_workers returns it.
-    """
+    """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
     if plan_status in WAITING:
         needed = shown = facts.get("plan_model")
     else:
@@ -393,10 +386,7 @@ class RunQueue:
 
 
 def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
-    """Look at a queue once, in the order in which jobs move on: so none is missed.
-
-    most: entries of a registry, the newest of the failed ones; 0 for all.
-    """
+    """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
     keys = queue_keys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
