@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.check_processes import Checks
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
 MAX_RESULT_BYTES = 16 << 20

@@ -8,7 +8,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
@@ -24,10 +27,6 @@ from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimi
 from jobs.runs.redis_state.executions import Holder, holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"

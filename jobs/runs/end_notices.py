@@ -13,7 +13,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.display import brief
@@ -28,11 +31,6 @@ from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: The function that posts.
 POSTING = "jobs.post_run_end"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import printable, safe_name
@@ -22,9 +24,6 @@ from jobs.common.rq_jobs import (
 from jobs.errors import fault_line
 from jobs.runs.watching.snapshot import error_line
 from jobs.watch.job_actions import CANCELLABLE
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: A job's payload and meta are read up to so many bytes, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16

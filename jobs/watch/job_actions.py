@@ -10,7 +10,10 @@ import enum
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.rq_jobs import (
@@ -26,11 +29,6 @@ from jobs.common.rq_jobs import (
 )
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.lock import transact
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: Jobs that are requeued in one transaction.
 CHUNK = 100

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, queue_keys
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Where jobs are counted.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
@@ -25,9 +26,6 @@ from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
 from jobs.runs.watching.snapshot import RunSnapshot, read_progress, read_queue, read_snapshot, shards_of, snapshot_of
 from jobs.runs.watching.time_left import Progress
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from redis import Redis
 
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import json_object, text
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360

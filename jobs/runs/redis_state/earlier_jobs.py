@@ -6,7 +6,10 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import RQ
@@ -21,11 +24,6 @@ from jobs.common.rq_jobs import (
     relatives_keys,
 )
 from jobs.runs.plans.names import job_shard
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
 MAX_PAYLOAD_BYTES = 4 << 20

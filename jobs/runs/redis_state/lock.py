@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import LockNotOwnedError, WatchError
 from redis.lock import Lock
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 T = TypeVar("T")
 

@@ -6,18 +6,16 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
 from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000

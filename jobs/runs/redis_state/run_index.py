@@ -6,13 +6,12 @@ It only lists; what a run is stands in the run's own keys.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, RUNS_KEY
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 KEPT_S = 2 * RUN_TTL_S

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
@@ -17,9 +19,6 @@ from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.earlier_jobs import WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
-
-if TYPE_CHECKING:
-    from redis.client import Pipeline
 
 #: A run's own record is its parts; RQ's results only help while someone looks.
 RESULT_TTL_S = 24 * 3600

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import LockError, LockNotOwnedError
 
 from jobs.common import stored
@@ -26,10 +28,6 @@ from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 T = TypeVar("T")
 

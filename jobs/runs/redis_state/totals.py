@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.run_statistics import working_s
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 #: Fields of a run's hash. Rows, and those with an error, of the parts recorded since the last submission.
 JUDGED = ("judged_rows", "judged_errors")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import safe_name
@@ -11,9 +13,6 @@ from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import WORKERS_KEY, JobStatus, queue_keys
 from jobs.runs.plans.names import is_run_id, job_shard
 from jobs.runs.watching.snapshot import RunSnapshot
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000

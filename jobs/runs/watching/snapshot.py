@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
@@ -19,9 +21,6 @@ from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.redis_state.totals import Totals
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: States of a job that has not ended.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)

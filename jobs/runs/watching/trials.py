@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
@@ -17,9 +19,6 @@ from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
 from jobs.runs.watching.snapshot import failure_text
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
