@@ -36,10 +36,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class SharedFiles:
-    """Keeps the work of a shard independent of how many shards and row groups its run has. Thread-safe.
-
-    Readers stay open only while a shard of their file is open, so that an idle worker holds no file.
-    """
+    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -135,8 +132,7 @@ class _Kind:
                 self.lent.release()
 
     def take(self, shard: Any) -> Reader | None:
-        """Take the reader that is nearest before a shard, if one is nearer than a new one would be; where
-        none is, make room for a new one."""
+        """Take the reader nearest before a shard, if one is nearer than a new one; where none is, make room for one."""
         self.idle.sort(key=lambda each: each.next_row)
         reader = next((each for each in reversed(self.idle) if each.reaches(shard)), None)
         if reader is not None:

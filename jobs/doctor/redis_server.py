@@ -123,10 +123,8 @@ def check_server(server: Server) -> Iterator[Finding]:
 
 
 def troubles(connection: Redis) -> list[str]:
-    """Say what is wrong with a server that answers and yet takes no jobs, or loses them, and what to mend.
-
-    Raises redis.exceptions.ConnectionError or TimeoutError.
-    """
+    """Say why a server that answers takes no jobs or loses them, and what to mend. Raises ConnectionError,
+    TimeoutError."""
     try:
         info: Any = connection.info()
     except ResponseError:  # not as this user

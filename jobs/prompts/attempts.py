@@ -43,10 +43,7 @@ class Attempted:
 
 
 class Attempts:
-    """One prompt. For each of its requests: `inspect` in any thread where there is a check, then `deliver`.
-
-    row: what a function that checks gets beside the answer's text.
-    """
+    """One prompt: for each request `inspect` in any thread, then `deliver`. row: what a function that checks gets."""
 
     def __init__(self, request: Request, row: Any, options: RepairOptions, checks: Checks) -> None:
         self._request, self._row, self._options, self._checks = request, row, options, checks

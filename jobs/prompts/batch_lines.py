@@ -63,10 +63,7 @@ def failure_text(error: JobsError) -> str:
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
-    """Return a line of the output, or of the errors where there is an error.
-
-    row: of the run, counted from 0. name: the custom_id. body: the response as JSON.
-    """
+    """Return a line of the output, or of the errors. row: counted from 0. name: the custom_id. body: JSON."""
     response = None
     if error is None:
         assert body is not None

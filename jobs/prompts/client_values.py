@@ -38,11 +38,7 @@ SAID_OF_IT: Mapping[str, type] = {"metadata": dict, "prompt_cache_key": str, "sa
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without those that change nothing, under the names they have here.
-
-    `max_completion_tokens` becomes `max_tokens`. Raises InvalidJob where one asks for what is not built, and
-    where both names of one value contradict each other.
-    """
+    """Return values by the names they have here, without neutral ones. Raises InvalidJob for what is not built."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if name in SAID_OF_IT:

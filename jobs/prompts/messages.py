@@ -20,10 +20,9 @@ class UnusableMessages(ValueError):
 
 
 def normal_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of a chat's messages, each with its role, its content and what else it holds that is not null.
+    """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
 
-    A content is a text or a list of {'type': 'text', 'text'}; an assistant's with tool calls may be null.
-    Raises UnusableMessages.
+    A content is a text or a list of texts; an assistant's with tool calls may be null. Raises UnusableMessages.
     """
     if not isinstance(messages, list) or not messages:
         raise UnusableMessages("messages must be a non-empty list of {'role': ..., 'content': ...}")
@@ -138,8 +137,7 @@ NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """template: keyword arguments of engine.Engine.chat_token_ids. has_tools: calls of tools are looked for
-    in the answers."""
+    """Keyword arguments of engine.Engine.chat_token_ids, and whether calls of tools are looked for in answers."""
 
     template: Mapping[str, Any] = field(default_factory=dict)
     has_tools: bool = False

@@ -198,10 +198,7 @@ Answers = Sequence[Sequence[Completion]]
 
 
 def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
-    """Return a `text_completion`; choices run over prompts, then samples.
-
-    The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
-    """
+    """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
     choices = []
     for number, sample in _numbered(answers):
         text = "" if options.prompt_only else sample.text

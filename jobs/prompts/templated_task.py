@@ -38,11 +38,8 @@ class Dependencies:
 
 
 def read_dependencies(context: JobContext) -> Dependencies:
-    """Read what the jobs ended with on which the context's job depends.
-
-    Raises AnswerMissing where one has left nothing, InvalidJob where there is none, or where their results
-    are larger together than one of a worker's may be.
-    """
+    """Read what the jobs ended with on which this one depends. Raises AnswerMissing, or InvalidJob for none or too
+    much."""
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")

@@ -103,10 +103,7 @@ def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
 
 
 def retry_run(connection: Redis, run: str) -> None:
-    """Enqueue what has a run's rows with an error asked again, and no others.
-
-    Raises UnknownRun where this Redis has lost the run, PlanningUnderWay, or RunBusy.
-    """
+    """Have a run's rows with an error, and no others, asked again. Raises UnknownRun, PlanningUnderWay, or RunBusy."""
     state, plan_job = RunState(connection, run), plan_job_id(run)
     facts = state.facts()
     arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN)}

@@ -38,11 +38,7 @@ REQUEUE_LIMIT = 10_000
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Put failed jobs of a queue back at its end, in the order given; whoever runs them counts deaths anew.
-
-    Each is moved at once or not at all, so that it is neither lost nor queued twice. Returns those that were;
-    the others are gone, or not failed.
-    """
+    """Put failed jobs back at their queue's end, each at once or not at all; return those that were."""
     chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
     return [
         job_id
@@ -125,11 +121,7 @@ class JobCancel(enum.Enum):
 
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a job from where it waits, as RQ's Job.cancel does, or tell the worker that holds it to stop it.
-
-    Jobs that depend on it go on waiting. One whose worker has died counts as gone until it is queued again.
-    Raises redis.exceptions.RedisError.
-    """
+    """Take a job from where it waits, or tell its worker to stop it; its dependents wait on. Raises RedisError."""
     for _ in range(TRIES):
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING

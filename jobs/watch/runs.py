@@ -48,10 +48,9 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class ShardSeen:
-    """A shard of a run. worker: which answers it now, or did.
+    """A shard of a run, and the worker that answers it, or did. rows: None where its part is not there yet.
 
     state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
-    Of a running one rows_done and tokens are those so far; rows are None where its part is not there yet.
     """
 
     shard: int

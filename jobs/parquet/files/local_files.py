@@ -133,10 +133,7 @@ class LocalFiles:
                     sink.write(text.encode())
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Raise PathSwapped, and take the name back, if the folder was moved away meanwhile.
-
-        The contents reach the disk before the name does: a part that is there is whole.
-        """
+        """Publish once the contents are on the disk; raise PathSwapped, and undo it, where its folder was moved."""
         with self._parent(target) as (folder, name):
             try:
                 self._place(os.path.basename(temporary), name, folder, _put_exclusively)

@@ -42,10 +42,7 @@ _pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
-    """Return what a listing of a kind tells of a prefix, a path as run_path returns it.
-
-    Raises what obstore does, and StoreRefused for a listing without an end.
-    """
+    """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
     scheme, _, rest = folder.partition("://")
     bucket, _, key = rest.partition("/")
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}

@@ -153,13 +153,11 @@ class Storage:
         self._of(path).make_void(path, text)
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, without replacing; return False if the place
-        was taken. A file that is there is whole."""
+        """Put a whole file in its place, in the same folder; return False if the place was taken."""
         return self._of(target).publish(temporary, target)
 
     def replace(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, over what was there; return False if someone
-        removed it first."""
+        """Put a file over one, in the same folder; return False if someone removed it first."""
         return self._of(target).replace(temporary, target)
 
     def rename(self, path: str, target: str) -> bool:

@@ -26,8 +26,7 @@ _REPLACEMENT = replacement_name(PLAN)
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, None where there is none yet; nobody who was about to replace it does any
-    more. Raises PlanDamaged or OutputNotWritable."""
+    """Return the plan in a folder, or None; nobody replaces it any more. Raises PlanDamaged or OutputNotWritable."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
@@ -37,8 +36,7 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def remove_extensions(storage: Storage, folder: str) -> None:
-    """Remove what executions have written of longer plans and not put in place; those of former planning jobs
-    put none in place any more."""
+    """Remove longer plans that were written and not put in place; former planning jobs put none there any more."""
     with writing(folder):
         remove_replacements(storage, folder, _REPLACEMENT)
 

@@ -23,10 +23,9 @@ NO_LIMIT = ErrorLimit(share=1.0)
 
 
 def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
-    """Enqueue the shards of a run that hold rows with an error; each asks those rows again, and no others.
+    """Enqueue the shards of a run, by its plan's path, to ask rows with an error again; return the run's id and counts.
 
-    plan: the path of the run's _plan.json. What is refused changes nothing. Returns the run's id and counts.
-    Raises RunError or InvalidJob.
+    What is refused changes nothing. Raises RunError or InvalidJob.
     """
     if not is_run_id(run) or not isinstance(plan, str):
         raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", brief(run))

@@ -202,8 +202,8 @@ class _Survey:
 
 
 class Asked:
-    """A request of the run. row: the first of the `rows` that it is for, counted over all files. tokens: of
-    its prompt. limit: its row's max_tokens, 0 where rows do not differ in it."""
+    """A request of a run, for `rows` rows from `row` on, counted over all files. limit: max_tokens, 0 where all are
+    alike."""
 
     __slots__ = ("is_greedy", "limit", "row", "rows", "tokens")
 

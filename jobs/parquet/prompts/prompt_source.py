@@ -209,10 +209,7 @@ class BatchLine(ValuesSource):
 
 
 class RowSource:
-    """Makes rows: prompts, with what stands beside them.
-
-    sampling: values that rows bring, if they do. beside: columns whose values are kept, as `write` does it.
-    """
+    """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
 
     def __init__(
         self,

@@ -72,8 +72,7 @@ class ShardWork(RowsTask):
         return cls(context, folder, shard, redo_damaged)
 
     def progress(self) -> dict[str, Any]:
-        """Return rows of the shard, rows done and being answered; and of the rows that this execution has
-        answered, the tokens of their prompts and those generated."""
+        """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
         rows = self._shard.rows
         if self._requests is None:
             return {"rows": rows, "rows_done": rows, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}

@@ -36,8 +36,7 @@ def holds_map(kind: pa.DataType) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return a value as Arrow gives it with dicts for its maps: Arrow gives lists of pairs, and of equal keys
-    the last one counts."""
+    """Return a value as Arrow gives it with dicts for its maps, in which of equal keys the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {_key(key): with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):

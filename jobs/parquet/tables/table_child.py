@@ -31,10 +31,7 @@ def look(worker: Worker) -> Replies:
 
 
 def read(worker: Worker) -> Replies:
-    """Reply the schema of a Parquet file, and then its rows from a group on in batches.
-
-    Of the question, `columns` are those wanted, `skip` rows were had before, and a batch has at most `rows`.
-    """
+    """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
     yield from named(worker, _read)
 
 

@@ -34,10 +34,7 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a file tells. groups: rows and bytes of each. stored_bytes: of data and footer.
-
-    metadata: of a Parquet file, by keys.
-    """
+    """What a look at a file tells: rows and bytes of each group, bytes of data and footer, metadata of a Parquet file."""
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
@@ -47,10 +44,7 @@ class Contents:
 
 
 def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:
-    """Return what a Parquet file holds.
-
-    limit: of the process, in bytes, as of ShardBytes. Raises CorruptParquet, TableNotRead or InputNotFound.
-    """
+    """Return what a Parquet file holds, in `limit` bytes. Raises CorruptParquet, TableNotRead or InputNotFound."""
 
     def look() -> Contents:
         with open_table(storage, path, limit) as ask:

@@ -141,10 +141,7 @@ class PromptStep:
 
 
 def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
-    """Return a run's prompts in their normal form, mappings of name, template and, if any, sampling.
-
-    Raises InvalidJob.
-    """
+    """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
     if value is None:
         return None
     if not isinstance(value, list) or not value:

@@ -91,11 +91,7 @@ class ErrorLimit:
         raise InvalidValue("max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value))
 
     def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
-        """Say whether a run is to stop. rows: finished ones; errors: those among them with an error.
-
-        is_whole: these are all of the run's rows, of which some have to succeed, however few they are, unless
-        the limit is 100%.
-        """
+        """Say whether finished rows stop a run; a whole one needs some row to succeed, unless the limit is 100%."""
         if is_whole and 0 < rows == errors:
             return self.share != 1
         if self.rows is not None:

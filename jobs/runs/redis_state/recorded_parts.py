@@ -42,8 +42,7 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
 
 @dataclass(frozen=True)
 class PartCount:
-    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys.
-    failed: shards whose jobs have failed for good, where that is kept (RunState.record_failed)."""
+    """Shards with a recorded part, all shards, None when Redis lost them, and those failed for good."""
 
     done: int
     total: int | None

@@ -69,10 +69,8 @@ class RunState(RecordedParts):
         self._change(write)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks `cancelled` and `finished`.
-
-        Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
-        """
+        """Return what `describe` stored, and the marks of its end. Raises UnknownRun when Redis has lost more than a
+        mark."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:

@@ -36,10 +36,7 @@ FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 
 @dataclass(frozen=True)
 class Totals:
-    """What parts have together, by the names of PartStats, and what was recorded since the last submission.
-
-    Times are Unix seconds, None for none yet. worked_s: while any worker had a shard, at the last count anew.
-    """
+    """Counts of all parts, by the names of PartStats, and since the last submission; Unix seconds, None for none yet."""
 
     rows: int
     errors: int

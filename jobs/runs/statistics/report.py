@@ -41,10 +41,7 @@ _WIDE, _NARROW, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 400, 190, 64, 12, 26
 
 
 def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
-    """Return the page. price_per_hour: of a worker's machine, in whatever money.
-
-    It shows counts, times, names of workers and reasons of errors, and neither prompts nor answers.
-    """
+    """Return the page, which shows no prompts or answers. price_per_hour: of a worker's machine, in any money."""
     statistics = manifest.get("statistics", {})
     run, rows, errors = manifest["run"], manifest["rows"], manifest["errors"]
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))

@@ -40,10 +40,8 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return how many seconds are left to a run; None where nothing tells.
-
-    shares_text: the shards', as planning has stored them. parts: recorded ones. running: of living workers.
-    """
+    """Return how many seconds are left to a run by its shards' stored shares, its parts and running shards; None if
+    unknown."""
     if not shards or rows is None:
         return None
     work = json.loads(shares_text or "[]")

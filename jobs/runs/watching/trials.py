@@ -59,10 +59,7 @@ def try_jobs(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Tried]:
-    """Enqueue jobs at once, wait for all of them, and take them away again.
-
-    Raises TrialFailed where nobody listens on the queue.
-    """
+    """Enqueue jobs at once, await them, and take them away again. Raises TrialFailed where nobody listens."""
     ids = [f"trial-{uuid4().hex}" for _ in trials]
     try:
         _enqueue(connection, queue, ids, trials, model)
