@@ -1,7 +1,6 @@
 """Labels: what may be one, and probabilities over them from their log-likelihoods.
 
-Calibration after Zhao et al. 2021, "Calibrate Before Use": a prompt without content, here "N/A" in the place
-of the input, says how likely each label is whatever is asked. Its log-likelihoods are subtracted.
+Calibration after Zhao et al. 2021, "Calibrate Before Use", subtracts those behind a prompt without content, "N/A".
 """
 
 from collections.abc import Mapping, Sequence

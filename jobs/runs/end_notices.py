@@ -2,8 +2,7 @@
 
 Each submission that asks for it is told of once its run has finished, was stopped, cancelled, or has failed.
 The jobs are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a
-worker that was killed in between the shard runs again, which enqueues them. A job may run twice, as any may
-whose worker dies. What has failed and is enqueued again by hand may finish yet, which is told as any end is.
+worker that was killed in between the shard runs again, which enqueues them.
 """
 
 from __future__ import annotations

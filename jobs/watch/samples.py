@@ -1,8 +1,7 @@
 """Workers as they show themselves: how each stands now, points of an hour for charts, RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
-`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. A worker of another
-version may write other fields: unknown ones are passed over, and what it lacks has its default.
+`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics.
 """
 
 from __future__ import annotations

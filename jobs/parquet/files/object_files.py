@@ -2,10 +2,9 @@
 
 A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
 `publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its
-source was removed. Both are one request that the store carries out, or refuses, whenever a worker that was
-frozen sends it. A mark cannot be taken away on a condition: whoever withdraws an end removes the mark while
-its claim is there, and if it was frozen just then, may remove the mark of an end that came in between. It
-finds its claim gone then, looks again, and the run is ended once more by whoever withdrew it.
+source was removed. Both are one request, whenever a worker that was frozen sends it. Whoever withdraws an end
+removes the mark while its claim is there; if it removes that of an end that came in between, it finds its claim gone,
+looks again, and ends the run once more.
 """
 
 import os

@@ -34,7 +34,7 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a file tells: rows and bytes of each group, bytes of data and footer, metadata of a Parquet file."""
+    """What a look at a file tells: rows and bytes of each group, bytes of data and footer, metadata by keys."""
 
     schema: pa.Schema
     groups: list[tuple[int, int]]

@@ -12,7 +12,6 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RQ
 from jobs.common.rq_jobs import (
     JobQueue,
     JobStatus,
@@ -28,17 +27,6 @@ from jobs.runs.plans.names import job_shard
 #: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
 MAX_PAYLOAD_BYTES = 4 << 20
 
-#: RQ's registries of jobs that are in none of its queues.
-_REGISTRIES = {
-    JobStatus.FINISHED: "finished",
-    JobStatus.FAILED: "failed",
-    JobStatus.STOPPED: "failed",
-    JobStatus.DEFERRED: "deferred",
-    JobStatus.READY_TO_ENQUEUE: "ready",
-    JobStatus.SCHEDULED: "scheduled",
-    JobStatus.CANCELED: "canceled",
-}
-
 
 @dataclass(frozen=True)
 class EarlierJob:
@@ -51,12 +39,13 @@ class EarlierJob:
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        keys = queue_keys(self.origin)
         if from_queue:
-            pipe.lrem(queue_keys(self.origin).waiting, 1, self.id)
-        if self.status in _REGISTRIES:
-            pipe.zrem(f"{RQ}:{_REGISTRIES[self.status]}:{self.origin}", self.id)
+            pipe.lrem(keys.waiting, 1, self.id)
+        for key in (keys.finished, keys.failed, keys.deferred, keys.ready, keys.scheduled, keys.cancelled):
+            pipe.zrem(key, self.id)
         for execution in self.executions:
-            pipe.zrem(queue_keys(self.origin).started, f"{self.id}:{execution}")
+            pipe.zrem(keys.started, f"{self.id}:{execution}")
             pipe.delete(execution_key(self.id, execution))
         pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
 
@@ -70,7 +59,11 @@ def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
             pipe.zrange(executions_key(job_id), 0, -1)
         replies = pipe.execute()
     read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
-    return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
+    return [
+        EarlierJob(job_id, job_status(status), stored.text(origin or b""), tuple(map(stored.text, executions)))
+        for job_id, is_there, (status, origin), executions in read
+        if is_there
+    ]
 
 
 def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
@@ -82,10 +75,6 @@ def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
         return str(function), dict(arguments)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return "", {}
-
-
-def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> EarlierJob:
-    return EarlierJob(job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions)))
 
 
 #: Entries that are read at once: Redis is busy with them for about a millisecond.

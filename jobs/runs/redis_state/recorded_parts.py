@@ -12,6 +12,8 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
+from jobs.context import Lease
+from jobs.errors import RunBusy
 from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
@@ -103,11 +105,11 @@ class SeenParts:
 
 
 class RecordedParts:
-    """The keys that count a run's parts; see jobs.runs.redis_state.state.RunState."""
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
 
-    def __init__(self, connection: Redis, run: str) -> None:
+    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = self._redis = connection
-        self.run = run
+        self.run, self._lease = run, lease
         self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
@@ -211,8 +213,17 @@ class RecordedParts:
         return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
-        return self._transact(change, *watched)
+        """Make a change while the job is held that the lease is of, where there is one."""
+        lease = self._lease
+        if lease is None:
+            return self._transact(change, *watched)
+
+        def checked(pipe: Pipeline) -> T:
+            if pipe.zscore(lease.key, lease.member) is None:
+                raise RunBusy(self.run)
+            return change(pipe)
+
+        return self._transact(checked, lease.key, *watched)
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         return transact(self._redis, change, *watched)

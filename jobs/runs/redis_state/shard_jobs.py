@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from redis.client import Pipeline
@@ -27,8 +26,6 @@ FAILURE_TTL_S = 7 * 24 * 3600
 #: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
 CHUNK = 100
 
-NO_FLAGS: Mapping[str, bool] = MappingProxyType({})
-
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
@@ -38,7 +35,7 @@ def enqueue_shards(
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
-    how: Mapping[str, bool] = NO_FLAGS,
+    how: Mapping[str, bool] | None = None,
 ) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
@@ -53,7 +50,7 @@ def enqueue_shards(
             context.check_interrupted()
             meta = dict(context.trace)
             part = shards[start : start + CHUNK]
-            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how, meta)
+            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how or {}, meta)
             enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 

@@ -22,7 +22,6 @@ from redis.exceptions import LockError, LockNotOwnedError
 
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
-from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
@@ -41,11 +40,7 @@ LOCK_WAIT_S = 120
 
 
 class RunState(RecordedParts):
-    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
-
-    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
-        super().__init__(connection, run)
-        self._lease = lease
+    """What submissions, cancels and the end of one run write, beside its parts."""
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
@@ -283,19 +278,6 @@ class RunState(RecordedParts):
             self.keep(lock)
             with suppress(LockNotOwnedError):
                 return self._change(partial(lock.checked, change), lock.key, *watched)
-
-    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change while the job is held that the lease is of, where there is one."""
-        lease = self._lease
-        if lease is None:
-            return self._transact(change, *watched)
-
-        def checked(pipe: Pipeline) -> T:
-            if pipe.zscore(lease.key, lease.member) is None:
-                raise RunBusy(self.run)
-            return change(pipe)
-
-        return self._transact(checked, lease.key, *watched)
 
 
 def _number(raw: bytes | None) -> int:

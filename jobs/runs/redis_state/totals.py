@@ -1,7 +1,6 @@
 """What a run's parts have together, kept beside them in Redis: a list of runs need not read every part.
 
-They are counts beside the record of parts, which is the truth: of a worker that is killed between the two
-writes a part stays uncounted, until planning or the run's end counts anew.
+A worker that is killed between the two writes leaves a part uncounted, until planning or the end counts anew.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of all parts, by the names of PartStats, and since the last submission; Unix seconds, None for none yet."""
+    """Counts of all parts, by the names of PartStats, and since the last submission, in Unix seconds."""
 
     rows: int
     errors: int

@@ -6,7 +6,7 @@ from html import escape
 from math import isfinite
 from typing import Any
 
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.run_statistics import BOUNDS
 
@@ -201,9 +201,4 @@ def _number(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+    return f"{seconds:.3g} s" if seconds < 60 else duration_text(seconds)
