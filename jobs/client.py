@@ -215,10 +215,10 @@ class _Quiet:
     """A display that shows nothing."""
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        """Nobody looks."""
+        """Show nothing: nobody looks."""
 
     def warn(self, text: str) -> None:
-        """As above."""
+        """Say nothing."""
 
 
 def _connection(given: Redis | None) -> Redis:

@@ -37,7 +37,7 @@ class JobsError(Exception):
 
     @property
     def log_text(self) -> str:
-        """The message without anything that may be a part of a prompt."""
+        """Return the message without anything that may be a part of a prompt."""
         return str(self)
 
 
@@ -333,9 +333,3 @@ class RunBusy(RunError):
 
 class TrialFailed(RunError):
     """Raised when no worker looks at a run's prompts, or the one that does fails: (reason)."""
-
-
-class CannotVerify(RunError):
-    """Raised when rows of a run cannot be computed again and compared: (run, reason)."""
-
-    message = "run {0} cannot be verified: {1}"

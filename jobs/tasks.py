@@ -120,7 +120,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """How many requests the task yields in all; None where it does not know: a worker that knows claims in time."""
+        """Return how many requests the task yields in all, None where unknown: a worker that knows claims in time."""
         return None
 
     @property

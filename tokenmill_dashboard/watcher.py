@@ -131,7 +131,7 @@ class Watcher:
         """Return a row for each worker, those first that somebody should look at."""
         told = {sample.name: sample for sample in samples}
         silent_of_us = [name for name in names if name not in told]
-        seen = list_workers(self.connection, silent_of_us) if silent_of_us else []
+        seen = list_workers(self.connection, silent_of_us) if silent_of_us else {}
         rate = self._history.rate
         rows = [
             WorkerRow(
@@ -145,8 +145,7 @@ class Watcher:
             for name, sample in told.items()
         ]
         rows += [
-            WorkerRow(worker.name, worker.fields.get("state", "unknown"), worker.fields.get("queues", ""))
-            for worker in seen
+            WorkerRow(name, fields.get("state", "unknown"), fields.get("queues", "")) for name, fields in seen.items()
         ]
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 

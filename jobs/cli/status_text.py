@@ -154,7 +154,7 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """num_gone: parts of a finished run that are not in its folder any more."""
+    """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
     if snapshot.rows is None:
         lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
         return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])

@@ -72,7 +72,7 @@ def worker_key(name: str) -> str:
 
 
 def loading_key(name: str) -> str:
-    """What a worker says while it loads its model; `worker_key` comes when it serves."""
+    """Return the key of what a worker says while it loads its model; `worker_key` comes when it serves."""
     return f"{worker_key(name)}:loading"
 
 

@@ -47,7 +47,7 @@ def without_colour(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _place_of_job(message: object) -> int | None:
-    """Which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
+    """Return which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
     if not isinstance(message, str) or (found := _JOB.search(message)) is None:
         return None
     return len(_VALUE.findall(message, 0, found.start()))

@@ -31,7 +31,7 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a job may ask for it by."""
+        """Return all that a job may ask for it by."""
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
 
     def check_asked_for(self, name: str | None) -> None:

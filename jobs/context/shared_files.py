@@ -55,12 +55,12 @@ class SharedFiles:
             return cast("P", kept.plan)
 
     def enter(self, path: str) -> None:
-        """A shard of this file is open: it may read the file until it leaves."""
+        """Note that a shard of this file is open: it may read the file until it leaves."""
         with self._lock:
             self._files.setdefault(path, _OpenFile()).users += 1
 
     def leave(self, path: str) -> None:
-        """The shard is closed; the last one closes the file's readers."""
+        """Note that a shard is closed; the last one closes the file's readers."""
         with self._lock:
             file = self._files[path]
             file.users -= 1
@@ -123,7 +123,7 @@ class _Kind:
     idle: list[Reader] = field(default_factory=list)
 
     def close_idle(self, wait: bool = True) -> None:
-        """wait: until nobody uses a reader; without it, nothing is closed while someone else does."""
+        """Close readers that nobody uses. wait: until nobody else does it; without it, nothing is done then."""
         if self.lent.acquire(blocking=wait):
             try:
                 while self.idle:

@@ -62,7 +62,7 @@ def _kind(value: object) -> type:
 
 
 def _not_built(name: str, value: Any) -> InvalidValue:
-    """What says so. The neutral values stand in a text to be formatted."""
+    """Return the text that says so. The neutral values stand in a text to be formatted."""
     neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
     return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
 

@@ -28,7 +28,7 @@ class Classified:
 
     @property
     def probability(self) -> float:
-        """Of the label."""
+        """Return that of the label."""
         return self.probabilities[self.label]
 
 

@@ -40,7 +40,7 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """As normal_messages, for a job's own. Raises InvalidJob."""
+    """Parse a job's own, as normal_messages. Raises InvalidJob."""
     try:
         return normal_messages(messages)
     except UnusableMessages as problem:
@@ -176,7 +176,7 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """The functions that a model may call, as they came."""
+    """Return the functions that a model may call, as they came."""
     if tools is None:
         return []
     if not isinstance(tools, list):

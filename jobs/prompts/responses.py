@@ -70,7 +70,7 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _own(row: TokenLogprobs) -> Logprob:
-    """Of the token that stands there: the engine names it first."""
+    """Return that of the token that stands there: the engine names it first."""
     return next(iter(row.values()))
 
 
@@ -98,7 +98,7 @@ _DECODER = json.JSONDecoder()
 
 
 def parse_tool_calls(text: str) -> tuple[list[dict[str, Any]], str]:
-    """The functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
+    """Return the functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
     calls, content = _hermes(text)
     if calls:
         return calls, content.strip()
@@ -137,7 +137,7 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _llama(text: str) -> list[dict[str, Any]]:
-    """All calls of a text that holds nothing else; none of any other."""
+    """Return all calls of a text that holds nothing else; none of any other."""
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
@@ -156,7 +156,7 @@ def _llama(text: str) -> list[dict[str, Any]]:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value that stands there, behind blanks, and where it ends."""
+    """Return the JSON value that stands there, behind blanks, and where it ends."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -166,7 +166,7 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _function(call: Any) -> dict[str, Any] | None:
-    """A function's name and its arguments as JSON; None for what is no call."""
+    """Return a function's name and its arguments as JSON; None for what is no call."""
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))

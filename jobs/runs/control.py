@@ -17,14 +17,14 @@ from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from jobs.errors import PlanningUnderWay, UnknownRun
-from jobs.runs.end_notices import tell_cancelled
+from jobs.runs.end_notices import tell_of
 from jobs.runs.output import RunOutput, named_run
 from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit, Submission
-from jobs.runs.redis_state.executions import Holder, holders
+from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
 
@@ -155,7 +155,7 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
         removed += remove_waiting(state, submission, facts["queue"], chunk, from_end)
         stopped += state.as_of(submission, partial(stop_held, connection, chunk))
     if removed or stopped or "finished" not in facts:
-        tell_cancelled(state, submission)
+        tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 
@@ -239,7 +239,7 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
 
 
 def _is_on_its_queue(connection: Redis, job: EarlierJob) -> bool:
-    """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
+    """Whether it is there: a worker that was killed before it started it may leave it "queued" on no queue."""
     keys = queue_keys(job.origin)
     return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
 
@@ -261,7 +261,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
-    held = holders(connection, job_ids)
+    held = read_holders(connection, job_ids)
     pipe.multi()
     for holder in held:
         pipe.publish(command_channel(holder.worker), json.dumps(_stop_command(holder)))

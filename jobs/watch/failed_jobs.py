@@ -152,7 +152,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
 
 
 def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
-    """entries: ids of jobs, each with its queue."""
+    """Read failed jobs. entries: ids of jobs, each with its queue."""
     keys = [job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):

@@ -65,8 +65,7 @@ class ShardSeen:
 
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
     """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
-    listed = newest_runs(connection, limit)
-    read = _read_facts(connection, listed)
+    read = _read_facts(connection, newest_runs(connection, limit))
     busy = {facts["queue"] for facts, *_ in read.values() if "finished" not in facts}
     queues = {
         name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)

@@ -147,23 +147,15 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
 _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
 
 
-@dataclass(frozen=True)
-class WorkerSeen:
-    """A worker's name and the fields of its hash, as they may be shown."""
-
-    name: str
-    fields: dict[str, str]
-
-
-def list_workers(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSeen]:
-    """Return the workers that live, by name: all, or those of `names`."""
+def list_workers(connection: Redis, names: Sequence[str] | None = None) -> dict[str, dict[str, str]]:
+    """Return the fields of workers that live, fit to be shown, by name: of all, or those of `names`."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hmget(WORKER_PREFIX + name, _FIELDS)
         replies = pipe.execute()
-    return [
-        WorkerSeen(name, {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v})
+    return {
+        name: {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v}
         for name, reply in zip(names, replies, strict=True)
         if any(reply)
-    ]
+    }

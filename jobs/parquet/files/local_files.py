@@ -163,7 +163,7 @@ class LocalFiles:
         return True
 
     def rename(self, path: str, target: str) -> bool:
-        """A void that is no link, on a filesystem without them, takes the target away as a store does."""
+        """Rename a void; one that is no link, on a filesystem without them, takes the target away as a store does."""
         with self._parent(target) as (folder, name):
             if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
                 self.remove(target)

@@ -74,7 +74,7 @@ class ObjectFiles:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """roots: as run_path returns them. timeout_s: in which a store has to serve."""
+        """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._requests = Requests(check_interrupted, timeout_s)
 

@@ -59,8 +59,7 @@ class Storage:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
-        what may take time, and before any of it is done. timeout_s: in which a store has to serve."""
+        """Take roots of files, and of objects as of run_path. check_interrupted: called before what takes time."""
         self.check_interrupted = check_interrupted
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
@@ -161,7 +160,7 @@ class Storage:
         return self._of(target).replace(temporary, target)
 
     def rename(self, path: str, target: str) -> bool:
-        """As `replace`, for what `make_void` has made: `stat` finds nothing in that place any more."""
+        """Replace by what `make_void` has made: `stat` finds nothing in that place any more."""
         return self._of(target).rename(path, target)
 
     def remove(self, path: str) -> bool:

@@ -74,7 +74,7 @@ def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
-    """As `merged`, for columns of a CSV file: fields of different kinds are text as they stand."""
+    """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
     found = merged(one, other)
     return "text" if found == "json" else found
 

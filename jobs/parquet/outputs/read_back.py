@@ -93,14 +93,14 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """The output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        """Return the output's columns that hold answers, and why there is none; numbers of tokens are not."""
         prefix = self.plan.spec.output_prefix
         names = [field.name for field in answer_fields(self.plan.spec)]
         return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The input's columns that the prompts are made of."""
+        """Return the input's columns that the prompts are made of."""
         return list(row_source(self.plan.spec).columns)
 
     def table(self) -> pa.Table:

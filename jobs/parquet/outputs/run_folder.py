@@ -193,7 +193,7 @@ class RunFolder:
         return self._ended(self.state.record_part(stats), queue)
 
     def record_replaced_part(self, shard: int, queue: str) -> bool:
-        """As `record_part`, for a part that others may replace meanwhile: the newest one is recorded."""
+        """Record the newest part, as `record_part`, where others may replace it meanwhile."""
 
         def read() -> PartStats:
             stats = self.part_stats(shard)

@@ -54,7 +54,7 @@ class Inputs:
 
     @property
     def schema(self) -> pa.Schema:
-        """All columns that a template may name, in the order in which the output has them."""
+        """Return all columns that a template may name, in the order in which the output has them."""
         return with_added_fields(self.file_schema, self.added_columns)
 
 

@@ -83,7 +83,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, asked, spec.output, spec.input_format)
-    before = _planned_before(storage, spec)
+    before = find_plan(storage, spec.output)
+    if before is not None:
+        _check_is_of(before, spec)
     if before is not None and not submission.extend and before.input != asked:
         found = find_files(storage, before.input, spec.output, spec.input_format)
     if before is not None and (submission.extend or before.extensions):
@@ -165,14 +167,6 @@ def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> Run
             f"submit it first as it was before (input {brief(plan.input)}), which resumes it",
         )
     return plan.spec
-
-
-def _planned_before(storage: Storage, spec: RunSpec) -> Plan | None:
-    """Return the run's plan where there is one. Raises PlanDamaged or OutputHoldsAnotherRun."""
-    plan = find_plan(storage, spec.output)
-    if plan is not None:
-        _check_is_of(plan, spec)
-    return plan
 
 
 def _check_is_of(plan: Plan, spec: RunSpec) -> None:

@@ -191,7 +191,7 @@ class _Survey:
         }
 
     def _prior(self) -> Any:
-        """The prompt, or the messages, that labels are calibrated with."""
+        """Return the prompt, or the messages, that labels are calibrated with."""
         if not self._plan.spec.calibrate:
             return False
         text = content_free(self._plan.spec, self._source).prompt

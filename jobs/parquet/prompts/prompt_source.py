@@ -186,7 +186,7 @@ def checked_text(text: Any, what: str) -> str:
 
 
 def checked_chat(messages: Any) -> str:
-    """The JSON of a chat. One order of keys, so that equal chats are equal texts."""
+    """Return the JSON of a chat, in one order of keys, so that equal chats are equal texts."""
     try:
         return json.dumps(normal_messages(messages))
     except UnusableMessages as problem:
@@ -199,7 +199,7 @@ class BatchLine(ValuesSource):
     columns = ("request",)
 
     def check(self, schema: pa.Schema) -> None:
-        """Any line may be read."""
+        """Accept any schema: any line may be read."""
 
     def render(self, values: Mapping[str, Any]) -> str:
         (text,) = values.values()

@@ -54,7 +54,7 @@ class RowsTask(OpenTask):
 
     @property
     def asked(self) -> ShardRequests:
-        """What is asked, where something is."""
+        """Return what is asked, where something is."""
         assert self._requests is not None, "nothing was asked"
         return self._requests
 

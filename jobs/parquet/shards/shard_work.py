@@ -218,6 +218,6 @@ class ShardWork(RowsTask):
             yield reader
 
     def _file(self) -> PlannedFile:
-        """The shard's file, confined anew: a plan is a file that someone may have edited."""
+        """Return the shard's file, confined anew: a plan is a file that someone may have edited."""
         file = self._planned_file
         return replace(file, path=self._folder.storage.resolve(file.path))

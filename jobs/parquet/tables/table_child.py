@@ -117,7 +117,7 @@ class _FetchedFile:
         return self._at
 
     def close(self) -> None:
-        """The worker closes it."""
+        """Do nothing: the worker closes it."""
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:

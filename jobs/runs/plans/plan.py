@@ -65,7 +65,7 @@ class PlannedFile:
 
     @property
     def own_rows(self) -> int:
-        """How many of its rows the run has here."""
+        """Return how many of its rows the run has here."""
         return (self.rows if self.end is None else self.end) - self.begin
 
 
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def input(self) -> list[str]:
-        """The input as it was named last."""
+        """Return the input as it was named last."""
         return self.extensions[-1].input if self.extensions else self.spec.input
 
     @property
@@ -198,7 +198,7 @@ class Plan:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """The row number of each file's first row; each of ten thousand shards asks for one."""
+        """Return the number of each file's first row; each of ten thousand shards asks for one."""
         return [0, *accumulate(file.own_rows for file in self.files)]
 
     def to_text(self) -> str:

@@ -171,7 +171,7 @@ class RunSpec:
 
     @cached_property
     def run(self) -> str:
-        """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
+        """Return the run's id: 16 hexadecimal digits that depend on the arguments alone."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -182,7 +182,7 @@ class RunSpec:
 
     @cached_property
     def steps(self) -> tuple[PromptStep, ...]:
-        """The prompts of each row where they are several, else none. Raises InvalidJob."""
+        """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
@@ -193,7 +193,7 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """What is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
         return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:

@@ -26,7 +26,7 @@ class Holder:
     is_ours: bool
 
 
-def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
+def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
     """Return the executions that hold some of the jobs."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:

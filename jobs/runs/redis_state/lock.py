@@ -34,7 +34,7 @@ class RunLock(Lock):
     """redis-py's lock; `release` and `reacquire` compare the token in a watched transaction."""
 
     def register_scripts(self) -> None:
-        """None are needed."""
+        """Register none: none are needed."""
 
     def do_release(self, expected_token: Any) -> None:
         """Let go. Raises LockNotOwnedError where it has run out."""

@@ -99,7 +99,7 @@ class SeenParts:
 
     @classmethod
     def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        """What was seen where these are all of them."""
+        """Return what is seen where these are all of them."""
         counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
         return cls(parts.keys(), parts, counts)
 

@@ -27,7 +27,7 @@ def list_in_index(connection: Redis, run: str) -> None:
         pipe.execute()
 
 
-def newest_runs(connection: Redis, limit: int) -> dict[str, float]:
-    """Return the runs that were submitted last, and when, in Unix seconds; the last one first."""
-    found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
-    return {stored.text(run): score / 1000 for run, score in found}
+def newest_runs(connection: Redis, limit: int) -> list[str]:
+    """Return the runs that were submitted last, the last one first."""
+    found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    return list(map(stored.text, found))

@@ -68,7 +68,11 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     ids = [stored.text(each) for each in waiting]
-    ours = (place for place, job_id in enumerate(ids) if _is_of(snapshot, job_id))
+    ours = (
+        place
+        for place, job_id in enumerate(ids)
+        if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
+    )
     ahead = ids[: next(ours, len(ids))]
     running = [stored.text(entry).partition(":")[0] for entry in started]
     if not ahead and not running:
@@ -77,10 +81,6 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     runs = _runs([*running, *ahead])
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]
-
-
-def _is_of(snapshot: RunSnapshot, job_id: str) -> bool:
-    return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
 
 
 def _runs(job_ids: Iterable[str]) -> list[str]:

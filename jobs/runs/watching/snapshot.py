@@ -45,18 +45,14 @@ _TOLD = (
 class RunSnapshot:
     """A run's progress. Texts but the queue's name are as they may be shown.
 
-    rows, shards, model: None until the run is planned. shards_done, shards_started: by state; `queued` is the rest.
-    gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those that wait
-    inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end. rows_done, tokens:
+    rows, shards, model: None until the run is planned. gone: shards of those queued whose job is in Redis no more,
+    looked for while none runs. claimed: those that a worker holds; it may be writing the run's end. rows_done, tokens:
     running shards included; tokens are those generated, the other counts of tokens the output's columns in finished
     shards. errors, failed_checks, cut: rows there with an error, that failed their check, or ended at their limit of
-    tokens. workers: those that listen on the queue. queue_length: jobs of any run on it. awaited_model: the run's,
-    where none of those workers serves it. stopped: why the run was cancelled without anyone's word. stopped_jobs:
-    failed ones that a cancel before the last submission stopped. too_many_errors: how its rows pass the limit of the
-    last submission. left_s: seconds until a running one ends. silent_workers: those that hold shards of the run and
-    tell nothing of themselves. submitted_at, began_at, ended_at: Unix seconds, of the last submission, of the beginning
-    of work on it, and of its last part. rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None
-    where nothing can be told. worked_s: for how long workers had shards of a finished run, of all submissions.
+    tokens. queue_length: jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why
+    it was cancelled without anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends.
+    submitted_at, began_at, ended_at: Unix seconds, of the last submission, of work on it, and of its last part.
+    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s, for which workers had shards of it.
     """
 
     run: str
@@ -134,7 +130,7 @@ class RunSnapshot:
 
     @property
     def outcome(self) -> str:
-        """Of how many rows in finished shards there is no good answer."""
+        """Say of how many rows in finished shards there is no good answer."""
         return outcome_text(self.errors, self.failed_checks, self.cut)
 
     @property
@@ -248,6 +244,7 @@ def snapshot_of(
     more_rows, more_tokens = sum(each.rows for each in progress), sum(each.tokens for each in progress)
     known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
+    limit = ErrorLimit.parse(facts.get("max_errors"))
     rows_per_s, tokens_per_s = _rates(totals, is_finished, more_rows, more_tokens)
     return RunSnapshot(
         run=run,
@@ -266,7 +263,7 @@ def snapshot_of(
         queue_length=queue.length,
         awaited_model=awaited_model(facts, plan_status, queue.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=too_many_errors(facts, counts["rows"], counts["errors"]),
+        too_many_errors=limit.told(counts["rows"], counts["errors"], is_whole=is_finished),
         model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
         submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or None,  # its number is when it came
         began_at=totals.began_at,
@@ -293,9 +290,9 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = plan_result(connection, snapshot.plan_job)
-        if planned is not None and planned.get("run", run) != run:
-            return read_snapshot(connection, planned["run"])
+        planned = last_value(connection, snapshot.plan_job).get("run", run)
+        if planned != run:
+            return read_snapshot(connection, planned)
     return snapshot
 
 
@@ -332,22 +329,17 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
-def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
-    """Say how a run's finished rows pass its limit; None where they do not."""
-    return ErrorLimit.parse(facts.get("max_errors")).told(rows, errors, is_whole="finished" in facts)
-
-
 def awaited_model(
     facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
 ) -> str | None:
     """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
     if plan_status in WAITING:
-        needed = shown = facts.get("plan_model")
+        needed = name = facts.get("plan_model")
     else:
-        needed, shown = facts.get("model"), facts.get("model_text")
+        needed, name = facts.get("model"), facts.get("model_text")
     if needed is None or models is None or needed in models:
         return None
-    return shown and safe_name(shown, MAX_TEXT_CHARS)
+    return name and safe_name(name, MAX_TEXT_CHARS)
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
@@ -361,11 +353,6 @@ def error_line(error: str) -> str:
     if lines and lines[-1].startswith(FAULT_PREFIX):
         lines.pop()
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
-
-
-def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
-    """Return what a finished planning job returned, or None when Redis no longer has its result."""
-    return last_value(connection, plan_job) or None
 
 
 @dataclass(frozen=True)
