@@ -38,8 +38,7 @@ class Dependencies:
 
 
 def read_dependencies(context: JobContext) -> Dependencies:
-    """Read what the jobs ended with on which this one depends. Raises AnswerMissing, or InvalidJob for none or too
-    much."""
+    """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob."""
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")

@@ -44,13 +44,10 @@ class PinnedModel:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
-    the plan's added columns.
+    """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    begin, end: which of its rows the run has here, None for all: those that a file has gained since come as
-    another one of the same path, behind the files that were there (jobs.parquet.extend).
-    mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
-    with another one is looked at more closely, and is the same if all else is.
+    begin, end: which of its rows the run has here, None for all: those gained since come as another file of its path.
+    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is.
     """
 
     path: str
@@ -82,9 +79,8 @@ class Extension:
 class Shard(NamedTuple):
     """A range of rows of one file.
 
-    file: index into the plan's files. start: first row within the file.
-    first_group, num_groups: the row groups that hold the range.
-    skip: rows of the first group before it.
+    file: index into the plan's files. start: first row within it. first_group, num_groups: the row groups that hold the
+    range. skip: rows of the first group before it.
     """
 
     file: int
@@ -278,11 +274,7 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
 def cut_further(
     shards: Shards, first_file: int, row_groups: Sequence[Sequence[int]], begins: Sequence[int], rows_per_shard: int
 ) -> Shards:
-    """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
-
-    first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
-    is in no earlier shard.
-    """
+    """Return shards and behind them those of further files. begins: of each its first row that is in no earlier one."""
     left = sum(map(sum, row_groups)) - sum(begins)
     at_least = len(shards) + left // rows_per_shard
     further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))
