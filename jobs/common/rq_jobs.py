@@ -11,8 +11,10 @@ import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from redis import Redis
+from redis.client import Pipeline
 from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
@@ -39,11 +41,6 @@ from rq.worker_registration import REDIS_WORKER_KEYS
 
 from jobs.common import stored
 from jobs.common.keys import RQ
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: A set of the keys of all queues, and what such a key begins with.
 QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
@@ -17,9 +19,6 @@ from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
 from jobs.runs.watching.snapshot import failure_text, read_workers
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -60,10 +59,7 @@ def try_jobs(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Tried]:
-    """Enqueue jobs at once, wait for all of them, and take them away again.
-
-    Raises TrialFailed where nobody listens on the queue.
-    """
+    """Enqueue jobs at once, await them, and take them away again. Raises TrialFailed where nobody listens."""
     ids = [f"trial-{uuid4().hex}" for _ in trials]
     try:
         _enqueue(connection, queue, ids, trials, model)
