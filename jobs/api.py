@@ -1,7 +1,6 @@
 """The functions a producer enqueues, as a stock `rq worker` runs them.
 
-`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one
-batch.
+`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one batch.
 """
 
 from typing import Any
@@ -33,13 +32,12 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
 def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
-    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the
-    softmax over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is
-    scored with the end of the text behind it. options: messages instead of the prompt, with their
-    `chat_template_kwargs` and `tools`; prompt_template, messages_template: as of `complete` and `chat`;
-    calibrate: subtract the labels' log-likelihoods behind a prompt without content (Zhao et al. 2021): one
-    that is given, or for true the text "N/A", in a chat as the last message's content;
-    truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
+    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the softmax
+    over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is scored with the end
+    of the text behind it. options: messages instead of the prompt, with their `chat_template_kwargs` and `tools`;
+    prompt_template, messages_template: as of `complete` and `chat`; calibrate: subtract the labels' log-likelihoods
+    behind a prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as the
+    last message's content; truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
     """
     return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
 
@@ -80,34 +78,22 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
 
 
 def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
-    """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
-
-    Arguments and errors are those of `score_parquet` in jobs/parquet/planning/planner.py, which this calls.
-    """
+    """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
     return run_own_function("jobs.score_parquet", (input, output, *more), options)  # type: ignore[no-any-return]
 
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
-    """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`.
-
-    The arguments and errors are those of jobs.parquet.planning.survey.survey_parquet.
-    """
+    """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
     return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Tell a host of a run's end; enqueued where a run was submitted with a webhook.
-
-    The errors are those of jobs.runs.end_notices.post_run_end.
-    """
+    """Tell a host of a run's end; enqueued where a run was submitted with a webhook."""
     return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
 
 
 def retry_rows(run: str, plan: str) -> dict[str, Any]:
-    """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`.
-
-    The arguments and errors are those of jobs.parquet.planning.retry_planner.retry_rows.
-    """
+    """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`."""
     return run_own_function("jobs.retry_rows", (run, plan), {})  # type: ignore[no-any-return]
 
 
@@ -117,8 +103,5 @@ def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
-    """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`.
-
-    The arguments and errors are those of jobs.parquet.shards.shard_task.VerifyTask.
-    """
+    """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`."""
     return run_task("jobs.verify_rows", (run, plan, sample, seed), {})  # type: ignore[no-any-return]

@@ -34,7 +34,6 @@ from jobs.runs.redis_state.end_calls import WISHES
 from jobs.runs.refusals import RunFailed, RunNotHere
 from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
-from jobs.watch.runs import RunSummary, read_run
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -116,12 +115,9 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.id} in {self.output!r}>"
 
-    def status(self) -> RunSummary:
-        """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s` and more.
-
-        Raises UnknownRun where Redis has lost it.
-        """
-        return read_run(self._connection, self.id).summary
+    def status(self) -> RunSnapshot:
+        """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
+        return read_planned(self._connection, self.id)
 
     def wait(
         self,
@@ -129,7 +125,7 @@ class Run:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> RunSummary:
+    ) -> RunSnapshot:
         """Wait until it has finished; return how it stands then.
 
         timeout: seconds, after which TimeoutError is raised and the run goes on. However long no worker takes
@@ -151,9 +147,7 @@ class Run:
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
 
-        A folder in a store is read with the keys in this program's environment. Raises RunNotHere where it
-        has not finished, or its folder is not on this machine; StoreError; ImportError without pyarrow, or
-        without obstore for a store.
+        Raises RunNotHere where it has not finished, or its folder is not on this machine; StoreError; ImportError.
         """
         reader = self._reader("table")
         if not reader.has_ended:
@@ -161,10 +155,7 @@ class Run:
         return reader.table()
 
     def frame(self) -> Any:
-        """Return its rows as a pandas DataFrame, with the types and the index that the input had in pandas.
-
-        Raises as `table` does, and ImportError without pandas.
-        """
+        """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
         try:
             import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
         except ImportError as error:
@@ -172,24 +163,17 @@ class Run:
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows that have an error, of the parts that are there.
-
-        Raises as `table` does, but not where it has not finished.
-        """
+        """Return the first rows that have an error, of the parts that are there. Raises as `table`, but may be
+        unfinished."""
         return self._reader("errors").errors(limit)[1]
 
     def retry(self) -> None:
-        """Have its rows with an error asked again, and no others; their answers take the errors' place.
-
-        Raises UnknownRun, PlanningUnderWay or RunBusy.
-        """
+        """Have its rows with an error, and no others, asked again. Raises UnknownRun, PlanningUnderWay or RunBusy."""
         retry_run(self._connection, read_planned(self._connection, self.id).run)
 
     def cancel(self) -> Cancelled:
-        """Take its jobs from the queue and stop those that run; its finished parts stay.
-
-        Raises UnknownRun, RunBusy or RunResubmitted.
-        """
+        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun, RunBusy or
+        RunResubmitted."""
         try:
             snapshot = read_planned(self._connection, self.id)
         except UnknownRun:
@@ -231,10 +215,10 @@ class _Quiet:
     """A display that shows nothing."""
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        """Nobody looks."""
+        """Show nothing: nobody looks."""
 
     def warn(self, text: str) -> None:
-        """As above."""
+        """Say nothing."""
 
 
 def _connection(given: Redis | None) -> Redis:
@@ -247,10 +231,7 @@ def _connection(given: Redis | None) -> Redis:
 
 
 def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of submit_run that options of the command line stand for, by their names.
-
-    Raises InvalidJob for one that is given by two names.
-    """
+    """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
     named = dict(given)
     values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
     if values:

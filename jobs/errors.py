@@ -22,10 +22,8 @@ def fault_line(fault: Fault) -> str:
 
 
 class JobsError(Exception):
-    """Base of every error of this package; `message` is formatted with the positional arguments.
-
-    A note gives its traceback the last line that `fault_line` returns, whoever prints it.
-    """
+    """Base of every error of this package: `message` is formatted with the positional arguments, and a note tells the
+    fault."""
 
     message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "client"
@@ -39,7 +37,7 @@ class JobsError(Exception):
 
     @property
     def log_text(self) -> str:
-        """The message without anything that may be a part of a prompt."""
+        """Return the message without anything that may be a part of a prompt."""
         return str(self)
 
 
@@ -55,10 +53,7 @@ class InvalidJob(JobsError):
 
 
 class InvalidValue(InvalidJob):
-    """Raised when an argument has a value that cannot be: (text, what stands for each {} in it).
-
-    Those values are the job's own, and may be a part of a prompt.
-    """
+    """Raised when an argument has a value that cannot be: (text, what stands for each {} in it, hidden in logs)."""
 
     def __str__(self) -> str:
         text, *values = self.args
@@ -214,10 +209,7 @@ class ColumnConflict(InputError):
 
 
 class ShardTooLarge(InputError):
-    """Raised when what a shard reads takes too much memory.
-
-    Its values: (path, what takes how much, bytes allowed, which part of the setting that is, what to do).
-    """
+    """Raised when a shard reads too much: (path, what takes how much, limit, its share, what to do)."""
 
     message = "{0}: {1}, more than {2} bytes ({3}TOKENMILL_MAX_SHARD_BYTES): {4}, or raise that setting"
 
@@ -341,9 +333,3 @@ class RunBusy(RunError):
 
 class TrialFailed(RunError):
     """Raised when no worker looks at a run's prompts, or the one that does fails: (reason)."""
-
-
-class CannotVerify(RunError):
-    """Raised when rows of a run cannot be computed again and compared: (run, reason)."""
-
-    message = "run {0} cannot be verified: {1}"

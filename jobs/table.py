@@ -31,10 +31,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 
 
 def task_of(function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Task | None:
-    """Return the task of an engine job, or None when the name is not one.
-
-    Raises InvalidJob when the arguments are wrong. Nothing is imported or opened beyond this package's core.
-    """
+    """Return the task of an engine job, None for another, importing no more than this core. Raises InvalidJob."""
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None

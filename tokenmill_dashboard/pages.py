@@ -11,9 +11,10 @@ from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.obstacles import obstacles
+from jobs.runs.watching.snapshot import RunSnapshot, read_planned
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
-from jobs.watch.runs import RunSummary, list_shards, read_run
+from jobs.watch.runs import list_shards, run_reasons
 from tokenmill_dashboard import display
 from tokenmill_dashboard.watcher import Watcher
 
@@ -28,7 +29,7 @@ class Missing(Exception):
     """There is no such thing to be shown; its text says what."""
 
 
-def time_left(run: RunSummary) -> str:
+def time_left(run: RunSnapshot) -> str:
     """How long a run still takes: as its shards tell, else at the pace so far."""
     if run.is_active and run.left_s is not None:
         return f"about {display.duration(run.left_s)}"
@@ -75,17 +76,16 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     if not is_run_id(name):
         raise Missing("A run's id has another form.")
     try:
-        detail = read_run(watcher.connection, name)
-        total = detail.summary.shards or 0
+        snapshot = read_planned(watcher.connection, name)
+        total = snapshot.shards or 0
         first, page = _page(request, "shards", total, PAGE_SHARDS)
-        shards = list_shards(watcher.connection, detail.summary.run, first, PAGE_SHARDS) if total else []
-        waits = obstacles(watcher.connection, detail.snapshot)
+        shards = list_shards(watcher.connection, snapshot.run, first, PAGE_SHARDS) if total else []
+        waits = obstacles(watcher.connection, snapshot)
     except UnknownRun:
         raise Missing("Redis does not know this run, or no longer.") from None
     return {
-        "run": detail.summary,
-        "reasons": detail.reasons,
-        "snapshot": detail.snapshot,
+        "run": snapshot,
+        "reasons": run_reasons(watcher.connection, snapshot.run),
         "waits": [safe_name(each, 500) for each in waits],
         "shards": shards,
         "shards_page": page,

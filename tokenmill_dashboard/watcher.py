@@ -8,9 +8,10 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.runs.watching.snapshot import RunSnapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
-from jobs.watch.runs import RunSummary, list_runs
+from jobs.watch.runs import list_runs
 from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
@@ -56,7 +57,7 @@ class Look:
     num_queues: int = 0
     workers: tuple[WorkerRow, ...] = ()
     num_workers: int = 0
-    runs: tuple[RunSummary, ...] = ()
+    runs: tuple[RunSnapshot, ...] = ()
     failed: tuple[FailedJob, ...] = ()
 
     def total(self, where: str) -> int:
@@ -130,7 +131,7 @@ class Watcher:
         """Return a row for each worker, those first that somebody should look at."""
         told = {sample.name: sample for sample in samples}
         silent_of_us = [name for name in names if name not in told]
-        seen = list_workers(self.connection, silent_of_us) if silent_of_us else []
+        seen = list_workers(self.connection, silent_of_us) if silent_of_us else {}
         rate = self._history.rate
         rows = [
             WorkerRow(
@@ -144,8 +145,7 @@ class Watcher:
             for name, sample in told.items()
         ]
         rows += [
-            WorkerRow(worker.name, worker.fields.get("state", "unknown"), worker.fields.get("queues", ""))
-            for worker in seen
+            WorkerRow(name, fields.get("state", "unknown"), fields.get("queues", "")) for name, fields in seen.items()
         ]
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 

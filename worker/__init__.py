@@ -7,7 +7,7 @@ import logging
 
 from worker.batch_worker import BatchWorker
 from worker.errors import WorkerError
-from worker.store.rq_command import RedisErrorsInOneLine
+from worker.start import RedisErrorsInOneLine
 
 # Here, as RQ's command connects before it makes a worker.
 logging.getLogger().addFilter(RedisErrorsInOneLine())

@@ -17,7 +17,6 @@ from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes
 from jobs.installed import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
-from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.io_thread.held.admission import Admission
 from worker.io_thread.held.packing import Packer, PayloadBudget
@@ -39,6 +38,7 @@ from worker.threads.interrupts import check_interrupted, shield_imports
 from worker.traces.job_trace import Traces
 
 if TYPE_CHECKING:
+    from engine import Engine
     from worker.metrics.server import MetricsServer
 
 REDIS_TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ class RqWorker(Protocol):
 
 def assemble(
     worker: RqWorker,
-    engine: EngineLike,
+    engine: Engine,
     settings: WorkerSettings,
     limits: Limits,
     metrics: MetricsServer | None = None,

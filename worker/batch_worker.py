@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -32,14 +31,20 @@ from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, Star
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
-from worker.start import leave_out_working_directory, load_functions, load_parts, share_freed_memory, spin_briefly
+from worker.start import (
+    called_by_rq_command,
+    leave_out_working_directory,
+    load_functions,
+    load_parts,
+    share_freed_memory,
+    spin_briefly,
+)
 from worker.store.client import MIN_REDIS_VERSION
-from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
 from worker.store.worker_record import shown_loading
 
 if TYPE_CHECKING:
-    from worker.engine_thread.engine_like import EngineLike
+    from engine import Engine
     from worker.io_thread.io_loop import IoLoop
     from worker.metrics.server import MetricsServer
     from worker.settings import WorkerSettings
@@ -65,7 +70,7 @@ class BatchWorker(BaseWorker):
     _traces: OtelTraces | None = None
     _cold = _told_early = False
 
-    def load_engine(self, settings: WorkerSettings) -> EngineLike:
+    def load_engine(self, settings: WorkerSettings) -> Engine:
         """Load the model; override to serve with another engine."""
         import torch
 
@@ -97,7 +102,7 @@ class BatchWorker(BaseWorker):
         cold shutdown.
         """
         leave_out_working_directory()
-        from worker.settings import name_variables, read_variable
+        from worker.settings import read_variable
 
         formats = date_format, log_format
         try:
@@ -108,7 +113,6 @@ class BatchWorker(BaseWorker):
         except StartupError as error:
             self._tell_no_start(error)
             raise
-        name_variables(logging.getLogger("engine"))
         share_freed_memory()
         spin_briefly(os.environ)
         self._install_signal_handlers()
@@ -145,7 +149,7 @@ class BatchWorker(BaseWorker):
         self.log.info("Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port)
         return server
 
-    def _trace(self, engine: EngineLike, settings: WorkerSettings) -> OtelTraces | None:
+    def _trace(self, engine: Engine, settings: WorkerSettings) -> OtelTraces | None:
         """Have jobs traced where that is wished for."""
         if settings.traces == "off":
             return None
@@ -154,7 +158,7 @@ class BatchWorker(BaseWorker):
         begins = settings.traces == "all"
         return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
 
-    def _load(self, settings: WorkerSettings) -> EngineLike:
+    def _load(self, settings: WorkerSettings) -> Engine:
         """Import what jobs may need and load the model; until the first thread runs, this is the only one."""
         from engine import ConfigError
 
@@ -166,7 +170,7 @@ class BatchWorker(BaseWorker):
             self._tell_no_start(error)
             raise
 
-    def _tell_ready(self, engine: EngineLike, settings: WorkerSettings, seconds: float) -> None:
+    def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
         served = settings.served_model(engine.identity, engine.attention_backend)
         self.log.info(
             "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
@@ -236,7 +240,7 @@ class BatchWorker(BaseWorker):
         return WorkerSettings.load()
 
     def _serve(
-        self, engine: EngineLike, settings: WorkerSettings, burst: bool, max_jobs: int | None, max_idle_s: int | None
+        self, engine: Engine, settings: WorkerSettings, burst: bool, max_jobs: int | None, max_idle_s: int | None
     ) -> bool:
         from worker.assembly import assemble
 

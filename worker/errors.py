@@ -25,9 +25,16 @@ from jobs.errors import Fault
 
 
 class WorkerError(Exception):
-    """Base of everything the worker raises. fault: who has to act where it fails a job."""
+    """Base of everything the worker raises; `message` is formatted with the positional arguments.
 
+    fault: who has to act where it fails a job.
+    """
+
+    message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "server"
+
+    def __str__(self) -> str:
+        return self.message.format(*self.args)
 
 
 class StartupError(WorkerError):
@@ -39,36 +46,30 @@ class SettingsError(StartupError):
 
 
 class MetricsNotServed(StartupError):
-    """The address for metrics cannot be listened on: (host, first and last port, what the last one said)."""
+    """The address for metrics cannot be listened on: (host, port or ports, what the last one said)."""
 
-    def __init__(self, host: str, first: int, last: int, reason: str) -> None:
-        ports = str(first) if first == last else f"{first}-{last}"
-        super().__init__(
-            f"metrics cannot be served on {host}, port {ports} ({reason}): set "
-            "TOKENMILL_METRICS_PORT to a free one, or to as many as there are workers here, such as "
-            "9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"
-        )
+    message = (
+        "metrics cannot be served on {0}, port {1} ({2}): set TOKENMILL_METRICS_PORT to a free one, or to as many "
+        "as there are workers here, such as 9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"
+    )
 
 
 class FunctionNotFound(StartupError):
     """A function that the operator allows cannot be imported: (its name, what the import raised)."""
 
-    def __init__(self, name: str, reason: Exception) -> None:
-        super().__init__(
-            f"TOKENMILL_ALLOWED_FUNCTIONS names {name!r}, which cannot be used "
-            f"({type(reason).__name__}: {reason}): correct the name, or say where the module "
-            "is, with `--path .` for the working directory"
-        )
+    message = (
+        "TOKENMILL_ALLOWED_FUNCTIONS names {0!r}, which cannot be used ({1.__class__.__name__}: {1}): correct the "
+        "name, or say where the module is, with `--path .` for the working directory"
+    )
 
 
 class ForeignJobsPackage(StartupError):
-    """`import jobs` found another project's package."""
+    """`import jobs` found another project's package: (where)."""
 
-    def __init__(self, found: str) -> None:
-        super().__init__(
-            f"'import jobs' found {found}, which is not Tokenmill's: start the worker from a folder "
-            "without a module named 'jobs', or in an environment of its own"
-        )
+    message = (
+        "'import jobs' found {0}, which is not Tokenmill's: start the worker from a folder without a module named "
+        "'jobs', or in an environment of its own"
+    )
 
 
 class EngineFailed(WorkerError):
@@ -76,25 +77,22 @@ class EngineFailed(WorkerError):
 
 
 class TooManyStuckThreads(WorkerError):
-    """More functions than bearable went on after their timeouts, in code that nothing can interrupt."""
+    """Functions went on after their timeouts, in code that nothing can interrupt: (how many, the most)."""
 
-    def __init__(self, num_stuck: int, most: int) -> None:
-        super().__init__(
-            f"{num_stuck} threads hang in functions or callbacks that nothing could interrupt, more "
-            f"than TOKENMILL_MAX_STUCK_THREADS={most}: what it holds is given back, and only its "
-            "end frees them; the log says where each hangs"
-        )
+    message = (
+        "{0} threads hang in functions or callbacks that nothing could interrupt, more than "
+        "TOKENMILL_MAX_STUCK_THREADS={1}: what it holds is given back, and only its end frees them; the log says "
+        "where each hangs"
+    )
 
 
 class FaultySurroundings(WorkerError):
-    """Jobs in a row met faults of the worker's own surroundings: (how many, the last one). All were given
-    back."""
+    """Jobs in a row met faults of the worker's own surroundings, and were given back: (how many, the last)."""
 
-    def __init__(self, in_a_row: int, last: str) -> None:
-        super().__init__(
-            f"{in_a_row} faults in a row of this worker, not of its jobs (the last: {last}): it "
-            "gives back what it holds and leaves; mend its installation, memory, disk or limits, and restart"
-        )
+    message = (
+        "{0} faults in a row of this worker, not of its jobs (the last: {1}): it gives back what it holds and leaves; "
+        "mend its installation, memory, disk or limits, and restart"
+    )
 
 
 class IoThreadFailed(WorkerError):
@@ -107,21 +105,16 @@ class FileTimeout(WorkerError):
     It is not given back: it may cost the next worker as much, and so on for ever.
     """
 
-    def __init__(self, what: str, limit_s: float) -> None:
-        super().__init__(
-            f"{what} for more than {limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or "
-            "mount; where it is only slow, raise the limit, or give fewer rows_per_shard and files of "
-            "smaller row groups; then submit the run again"
-        )
+    message = (
+        "{0} for more than {1:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or mount; where it is only slow, raise "
+        "the limit, or give fewer rows_per_shard and files of smaller row groups; then submit the run again"
+    )
 
 
 def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
     """Return a class of this error that needs no arguments: only classes can be raised in another thread."""
-
-    def __init__(self: FileTimeout) -> None:
-        FileTimeout.__init__(self, what, limit_s)
-
-    return type("FileTimeout", (FileTimeout,), {"__init__": __init__, "__module__": FileTimeout.__module__})
+    names = {"message": FileTimeout.message.format(what, limit_s), "__module__": FileTimeout.__module__}
+    return type("FileTimeout", (FileTimeout,), names)
 
 
 class JobSetAside(WorkerError):
@@ -132,12 +125,10 @@ class EndNotTaken(WorkerError):
     """The job's end could not be written, by a server that takes others: (its bytes, what was raised)."""
 
     fault = "client"
-
-    def __init__(self, num_bytes: int, reason: str) -> None:
-        super().__init__(
-            f"the job has ended, but Redis does not take the {num_bytes} bytes of its end "
-            f"({reason}): return less, write it to a file, or raise the server's proto-max-bulk-len"
-        )
+    message = (
+        "the job has ended, but Redis does not take the {0} bytes of its end ({1}): return less, write it to a file, "
+        "or raise the server's proto-max-bulk-len"
+    )
 
 
 class JobRefused(WorkerError):
@@ -155,12 +146,9 @@ class TooLarge(JobRefused):
 
 
 class NotAllowed(JobRefused):
-    """The job names a function that is not on the allow list."""
+    """The job names a function that is not on the allow list: (its role, its name, "" or what may be meant)."""
 
-    def __init__(self, role: str, name: str, nearest: str | None = None) -> None:
-        """nearest: the name on the list that may have been meant."""
-        meant = "" if nearest is None else f"; did you mean {nearest!r}?"
-        super().__init__(
-            f"{role} {name!r} is not on this worker's allow list, so it was neither imported nor "
-            f"run: add its exact name to TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here{meant}"
-        )
+    message = (
+        "{0} {1!r} is not on this worker's allow list, so it was neither imported nor run: add its exact name to "
+        "TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here{2}"
+    )

@@ -51,7 +51,7 @@ def _lease(claimed: ClaimedJob) -> Lease:
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
-    """What an engine makes of prompts. engine: an EngineLike, or an Engine."""
+    """What an engine makes of prompts. engine: an Engine, or what stands in for one."""
 
     def token_ids(
         prompt: str | None, messages: list[dict[str, Any]] | None, options: Mapping[str, Any]

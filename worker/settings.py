@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -285,23 +284,6 @@ def read_variable(name: str) -> str | None:
         return dotenv_values(_ENV_FILE).get(name)
     except (UnicodeDecodeError, OSError):
         return None  # `load` says so
-
-
-class _VariableNames(logging.Filter):
-    """`with_variables` of every record of a logger, and of those below it; it drops none."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if super().filter(record):
-            record.msg, record.args = with_variables(record.getMessage()), None
-        return True
-
-
-def name_variables(logger: logging.Logger) -> None:
-    """Let what handles this logger's records write the variable's name wherever a message names a setting,
-    once."""
-    for handler in logger.handlers or logging.getLogger().handlers:
-        if not any(isinstance(each, _VariableNames) for each in handler.filters):
-            handler.addFilter(_VariableNames(logger.name))
 
 
 def _check_names(names: Iterable[str]) -> None:

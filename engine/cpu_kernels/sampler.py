@@ -1,6 +1,6 @@
 """The sampler: the tokens of engine/sampling/sampler.py, in a pass over a row, or two where it is drawn.
 
-All that decides is integers: weights as in engine/sampling/sampler.py, and keys in the order of the logits. A
+All that decides is integers: weights as in engine/sampling/draws.py, and keys in the order of the logits. A
 cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of weights; another collects the
 tokens of the range that the cut falls into, among which its place is found by halving.
 """
@@ -14,6 +14,7 @@ import torch
 from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
+from engine.cpu_kernels.draws import philox, target
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
 from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
@@ -27,11 +28,6 @@ NUM_RANGES = (-int(token_weights.LOWEST_EXPONENT) >> RANGE_BITS) + 1
 LOG2_E_STEPS = np.float32(token_weights.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(token_weights.LEAST_TEMPERATURE)
 WHOLE = np.float32(token_weights.WHOLE)
-#: Of Philox, as in engine/sampling/sampler.py, whose comments name the source.
-MULTIPLIER_0, MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
-ROUNDS = 10
 
 
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -178,29 +174,10 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
-    """The first word, as first_words of engine/sampling/sampler.py."""
-    c0, c1, c2, c3 = position & LOW, position >> SHIFT, sample_index & LOW, np.uint64(0)
-    k0, k1 = seed & LOW, seed >> SHIFT
-    for _ in range(ROUNDS):
-        p0, p2 = MULTIPLIER_0 * c0, MULTIPLIER_2 * c2
-        c0, c1, c2, c3 = (p2 >> SHIFT) ^ c1 ^ k0, p2 & LOW, (p0 >> SHIFT) ^ c3 ^ k1, p0 & LOW
-        k0, k1 = (k0 + WEYL_0) & LOW, (k1 + WEYL_1) & LOW
-    return np.int64(c0)
-
-
-@njit  # type: ignore[untyped-decorator]
 def _share(total: Any, top_p: Any) -> Any:
     """As in engine/sampling/sampler.py."""
     fraction = np.int64(top_p * np.float32(2**31))
     return max(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
-
-
-@njit  # type: ignore[untyped-decorator]
-def _target(total: Any, word: Any) -> Any:
-    """As in engine/sampling/sampler.py."""
-    odd = 2 * word + 1
-    return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -282,8 +259,8 @@ def _kernel(dtype: torch.dtype) -> Kernel:
                             )
                             cut = _cut_at(found, number, above, goal)
                     total = _sum_tiles(row, maxima, sums, scale, cut, element)
-                    word = _philox(np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task]))
-                    chosen[task] = _reached_at(row, sums, _target(total, word), scale, cut, element)
+                    word = philox(np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task]))
+                    chosen[task] = _reached_at(row, sums, target(total, word), scale, cut, element)
             task = next_task(parameters)
 
     return Kernel(sample)

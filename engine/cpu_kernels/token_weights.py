@@ -27,7 +27,7 @@ def ordered_key(typing: Any, logit: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exponent(typing: Any, logit: Any, highest: Any, rate: Any) -> Any:
-    """The exponents of `weigh` of engine/sampling/sampler.py, int32; all float32, logit not above highest."""
+    """The exponents of `weigh` of engine/sampling/draws.py, int32; all float32, logit not above highest."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         steps = builder.fmul(builder.fsub(args[0], args[1]), args[2])

@@ -1,4 +1,4 @@
-"""Numpy arrays packed one after another, aligned: for one transfer to a device, or for one message."""
+"""Numpy arrays packed one after another, aligned: for one transfer to a device."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -1,6 +1,7 @@
 """The device that a configuration names, and what is left of a GPU for the KV pool."""
 
 import os
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -66,7 +67,13 @@ def sign_of_gpu() -> str:
         return ""
     if DRIVER.exists():
         return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
-    return str(next(DEVICES.glob("nvidia[0-9]*"), ""))
+    if file := next(DEVICES.glob("nvidia[0-9]*"), None):
+        return str(file)
+    try:  # under WSL there is nothing but it
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f"nvidia-smi: {listed.stdout.splitlines()[0]}" if listed.stdout.startswith("GPU ") else ""
 
 
 def _problem_of_torch() -> str:

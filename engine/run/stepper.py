@@ -1,16 +1,15 @@
 """Stepper: takes the engine's steps, and where one raises finds out whose fault that is.
 
-A step that raised is computed once more, with nothing else in flight, then by halves, until a sequence
-raises alone. It is to blame if a control goes well, a step of one token that is the engine's own: then this
-sequence fails and all others go on. If the control raises too, the fault is the engine's, as are lack of
-memory, a rank's death, and several steps in a row that raise with nobody to blame: StepFailed. So a fault of
-the device is known after about log2(sequences) tries.
-
-A step that was not launched yet is repeated where it is. Steps in flight are all withdrawn, and what was in
-them is computed anew, one step at a time, until each of those sequences is past where it was.
+All that was in flight is withdrawn and computed anew, one step at a time, until each of its sequences is past
+where it was. A step that raises then is computed by halves, until a sequence raises alone. It is to blame if a
+control goes well, a step of one token that is the engine's own: then this sequence fails and all others go on.
+If the control raises too, the fault is the engine's, as are lack of memory, a rank's death, and several steps
+in a row that raise with nobody to blame: StepFailed. So a fault of the device is known after about
+log2(sequences) tries.
 """
 
 import logging
+import traceback
 from collections import deque
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
 from engine.run.step_stats import StepStats
-from engine.sampling.logit_edits import RequestEdits, SequenceEdits
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -34,13 +32,7 @@ logger = logging.getLogger(__name__)
 NEVER_A_SEQUENCE = (MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks)
 MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
-# Goes every way that a request's values can take a step: cuts, bans, penalties, a draw.
-CONTROL = SamplingParams(
-    max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0,
-    repetition_penalty=1.1, logit_bias={0: 0.5}, allowed_token_ids=(0, 2),
-)  # fmt: skip
-CONTROL_TOKENS = 3  # that it may speak of
-
+CONTROL = SamplingParams(max_tokens=2, top_p=0.5, seed=0)
 
 #: A step's tokens, what it says of tokens, and what it pooled.
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
@@ -91,7 +83,8 @@ class Stepper:
         return finished
 
     def _take(self) -> None:
-        if self._pending and self._scheduler.slots.num_constrained and not self._receive_all():
+        # a grammar must know a token to allow the next
+        if self._pending and self._scheduler.slots.num_constrained and not self._receive_all_but(0):
             return
         with self.stats.schedule:
             batch = self._scheduler.schedule()
@@ -102,43 +95,33 @@ class Stepper:
         if batch.refused is not None:
             self._blame(*batch.refused)
 
-    def _receive_all(self) -> bool:
-        """Wait for what is in flight: a grammar must know a token to allow the next. False if it raised."""
+    def _run(self, batch: ScheduledBatch) -> None:
+        """Launch the batch; take in what has arrived."""
+        try:
+            if batch.num_tokens:
+                self._pending.append(self._launch(batch))
+                self._scheduler.advance(batch)
+        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
+            self._start_over(error)
+            return
+        if self._receive_all_but(1 if self.overlaps and batch.num_tokens and batch.refused is None else 0):
+            self._num_unexplained = 0
+
+    def _receive_all_but(self, num_left: int) -> bool:
+        """Wait for the oldest steps in flight, until so many are left. False, and none counts, if one raised."""
         arrived: list[Arrived] = []
         try:
-            while self._pending:
+            while len(self._pending) > num_left:
                 arrived.append(self._wait(self._pending.popleft()))
-        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
-            self._count_unexplained(error)
-            self._start_over()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._start_over(error)
             return False
         for each in arrived:
             self._receive(each)
         return True
 
-    def _run(self, batch: ScheduledBatch) -> None:
-        """Launch the batch; take in what has arrived."""
-        overlaps = self.overlaps and batch.num_tokens and batch.refused is None
-        arrived: list[Arrived] = []
-        try:
-            if batch.num_tokens:
-                self._pending.append(self._launch(batch))
-                self._scheduler.advance(batch)
-            while len(self._pending) > (1 if overlaps else 0):
-                arrived.append(self._wait(self._pending.popleft()))
-        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
-            self._count_unexplained(error)
-            if any(step.launched for step in self._scheduler.in_flight):
-                self._start_over()
-            else:
-                self._run_by_halves()
-            return
-        self._num_unexplained = 0
-        for each in arrived:
-            self._receive(each)
-
     def _run_by_halves(self) -> None:
-        """Compute what is scheduled and not launched; if it raises, by halves, down to who makes it raise."""
+        """Compute what is scheduled; if it raises, by halves, down to who makes it raise."""
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
@@ -148,7 +131,7 @@ class Stepper:
                     self._raise_engines_fault(error)
                     self._scheduler.split()
                 else:
-                    self._blame(self._scheduler.set_aside(), error)
+                    self._blame(batch.seqs[0], error)
             else:
                 self._scheduler.advance(batch)
                 self._receive(arrived)
@@ -171,14 +154,13 @@ class Stepper:
             self._finished += self._scheduler.receive(*arrived)
 
     def _write_text(self, seq: Sequence) -> None:
-        """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""
+        """Write the text of a sequence that has finished; it fails alone where that raises."""
         try:
             if seq.error is not None:
                 raise seq.error
             seq.text = self._text_of(seq)
         except Exception as error:  # noqa: BLE001 - whatever its text raises
             self._raise_engines_fault(error)
-            self._check_decoding(error)
             seq.fail(error)
             _log_failure(seq, error)
 
@@ -195,8 +177,18 @@ class Stepper:
             spaces_between_special_tokens=seq.params.spaces_between_special_tokens,
         )
 
-    def _start_over(self) -> None:
-        """Withdraw what is in flight; its sequences are suspects until they are past it."""
+    def _start_over(self, error: Exception) -> None:
+        """Withdraw what is in flight, after a step has raised; its sequences are suspects until they are past it.
+
+        Raises StepFailed where looking for one to blame is of no use.
+        """
+        self._raise_engines_fault(error)
+        self._num_unexplained += 1
+        if self._num_unexplained > MAX_UNEXPLAINED:
+            raise StepFailed(
+                f"{self._num_unexplained} steps in a row raised, and no sequence alone: {error!r}"
+            ) from error
+        logger.warning("a step raised %s: looking for the sequence to blame", type(error).__name__)
         self._suspects = {seq: seq.num_tokens for step in self._scheduler.in_flight for seq in step.seqs}
         self._pending.clear()
         self._scheduler.withdraw()
@@ -210,61 +202,33 @@ class Stepper:
         }
         return bool(self._suspects)
 
-    def _count_unexplained(self, error: Exception) -> None:
-        """Count a step that has raised. Raises StepFailed where looking for one to blame is of no use."""
-        self._raise_engines_fault(error)
-        self._num_unexplained += 1
-        if self._num_unexplained > MAX_UNEXPLAINED:
-            raise StepFailed(
-                f"{self._num_unexplained} steps in a row raised, and no sequence alone: {error!r}"
-            ) from error
-        logger.warning("a step raised %s: looking for the sequence to blame", type(error).__name__)
-
     def _raise_engines_fault(self, error: Exception) -> None:
         """Raise the error if no sequence can be to blame for one of its kind."""
         if isinstance(error, NEVER_A_SEQUENCE):
             raise error
 
     def _blame(self, seq: Sequence, error: Exception) -> None:
-        """Fail a sequence, which waits, for what a step raised with it alone. Raises StepFailed instead."""
-        self._raise_engines_fault(error)
-        self._check_control(error)
-        self._scheduler.fail(seq, error)
-        self._finished.append(seq)
-        self._num_unexplained = 0
+        """Fail a sequence for what a step raised with it alone; all others compute again.
 
-    def _check_control(self, error: Exception) -> None:
-        """Raise StepFailed if a step raises whatever is in it. Nothing that was launched may be in flight."""
-        edits = RequestEdits.of(CONTROL, [0], CONTROL_TOKENS, bad_words=((0, 2),))
-        assert edits is not None
-        control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)), edits=SequenceEdits(edits))
+        Raises StepFailed instead if a step raises whatever is in it.
+        """
+        self._raise_engines_fault(error)
+        self._scheduler.withdraw()
+        control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)))
         try:
             self._launch(self._scheduler.schedule_control(control)).wait()
         except Exception as own_error:  # noqa: BLE001 - it says what is broken
             raise StepFailed(f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}") from error
         finally:
             self._scheduler.release_control(control)
-
-    def _check_decoding(self, error: Exception) -> None:
-        """Raise StepFailed if the texts of all sequences fail, not of one alone."""
-        self._raise_engines_fault(error)
-        try:
-            self._tokenizer.decode([0])
-        except Exception:  # noqa: BLE001 - as above
-            raise StepFailed(f"decoding failed, of token 0 too: {error!r}") from error
+        self._scheduler.fail(seq, error)
+        self._finished.append(seq)
+        self._num_unexplained = 0
 
 
 def _log_failure(seq: Sequence, error: Exception) -> None:
     """Without the error's text, which may hold a part of the prompt."""
     logger.error(
         "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
-        seq.request_id, seq.index, type(error).__name__, _where(error),
+        seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
     )  # fmt: skip
-
-
-def _where(error: Exception) -> str:
-    """File and line that raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "an unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

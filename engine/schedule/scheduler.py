@@ -213,29 +213,8 @@ class Scheduler:
         """Make the first step in flight, which is not launched, two that do the same one after the other."""
         self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
 
-    def set_aside(self) -> Sequence:
-        """Drop the first step in flight, which is of one sequence: that one waits again.
-
-        So do all that run, if any of them builds on what that step would have computed, or if no block is
-        left for a control.
-        """
-        batch = self.in_flight.popleft()
-        (seq,) = batch.seqs
-        self.blocks.withdraw(batch.published)
-        self._let_go_sources(batch)
-        missing = {block.block_id for block in batch.published}
-        self.running.remove([seq])
-        self._release(seq)
-        self._wait_again(seq)
-        builds_on_it = not all(missing.isdisjoint(other.block_table) for other in self.running)
-        if builds_on_it or not self.blocks.num_free_blocks:
-            self.withdraw()
-        return seq
-
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """Make a step of the engine's own short sequence, which is in no queue; `release_control` follows."""
-        while not self.slots.num_free or not self.blocks.num_free_blocks:
-            self._preempt()
+        """Make a step of the engine's own short sequence, where none runs; `release_control` follows."""
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
         batch = ScheduledBatch()

@@ -1,21 +1,28 @@
 """What ties a rank's life to its driver's. Loads nothing heavy: it takes hold before torch is imported."""
 
+import ctypes
 import os
 import select
 import signal
 import threading
 
+PR_SET_PDEATHSIG = 1
 
-def hold(descriptor: int, *, driver_pid: int) -> None:
+
+def hold(descriptor: int, *, driver_pid: int, thread_id: int) -> None:
     """End this process as soon as the driver has ended, however that came about; ignore SIGINT and SIGTERM.
 
     A Ctrl-C or a supervisor's signal may reach every process of a group: the driver decides what it means
     and tells the ranks. `descriptor` is the socket to the driver, whose other end nobody else holds.
+    thread_id: of the driver's thread that started this process, when which ends Linux kills even one that is
+    frozen. Its main thread, whose id there is the process's, ends when the driver does; others may before.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_wait_for_the_end, args=(descriptor,), daemon=True).start()
+    if thread_id == driver_pid:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != driver_pid:
         os._exit(1)  # it ended before any of this was in place
 

@@ -1,12 +1,30 @@
-"""Messages between driver and ranks: a kind and a value, pickled, over a socket pair of their own."""
+"""Messages between driver and ranks over a socket: a kind, facts as JSON and arrays, as bytes, never pickled.
 
-import pickle
+A message says in eight bytes how many follow: a line of JSON (kind, facts, and each array's place in DTYPES
+and shape), then the arrays, one after another. No length is fixed.
+"""
+
+import json
 import socket
 import threading
+from collections.abc import Sequence
+from dataclasses import fields
 from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.logit_edits import LogitEdits
+from engine.sampling.sampling_batch import ROW, SamplingBatch
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.step_batch import StepBatch
+
+Array = NDArray[Any]
+
+DTYPES = [*map(np.dtype, (np.int32, np.int64, np.uint64, np.float32)), ROW]
 LENGTH_BYTES = 8
+NUM_STEP_ARRAYS = len(fields(StepBatch))
 
 
 class Kind(IntEnum):
@@ -21,16 +39,61 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """value of STEP: the arguments of Runner.launch; of TOKENS: token ids, logprobs and pooled states."""
+    """facts: of START, READY and ERROR.  arrays: of STEP and TOKENS."""
 
     kind: Kind
-    value: Any = None
+    facts: Any
+    arrays: list[Array]
 
 
-def encode(kind: Kind, value: Any = None) -> bytes:
-    """Bytes of a message: how many follow, and its pickle."""
-    body = pickle.dumps(Message(kind, value), pickle.HIGHEST_PROTOCOL)
+def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes:
+    """Bytes of a message. The arrays' dtypes are of DTYPES."""
+    forms = [(DTYPES.index(array.dtype), array.shape) for array in arrays]
+    line = json.dumps((kind, facts, forms)).encode() + b"\n"
+    body = b"".join((line, *(array.tobytes() for array in arrays)))
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode(body: bytes | bytearray) -> Message:
+    """The message of the bytes behind the length."""
+    at = body.index(b"\n") + 1
+    kind, facts, forms = json.loads(body[:at])
+    arrays: list[Array] = []
+    for dtype, shape in forms:
+        arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())  # aligned, wherever it began
+        at += arrays[-1].nbytes
+    return Message(Kind(kind), facts, arrays)
+
+
+def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
+    """Arrays of a STEP, the same for all ranks."""
+    return [*_arrays(step), sampling.values, sampling.position, *_arrays(sampling.ready_edits())]
+
+
+def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
+    """What `pack_step` packed."""
+    values, position, *edits = arrays[NUM_STEP_ARRAYS:]
+    sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
+    return StepBatch(*arrays[:NUM_STEP_ARRAYS]), sampling
+
+
+Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
+
+
+def pack_tokens(tokens: Tokens) -> list[Array]:
+    """Arrays of TOKENS: token ids, what is pooled, empty where that is nothing, and log probabilities."""
+    token_ids, logprobs, pooled = tokens
+    return [token_ids, np.zeros((0, 0), np.float32) if pooled is None else pooled, *_arrays(logprobs)]
+
+
+def unpack_tokens(arrays: list[Array]) -> Tokens:
+    """What `pack_tokens` packed."""
+    token_ids, pooled, *said = arrays
+    return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
+
+
+def _arrays(part: StepBatch | LogitEdits | RowLogprobs | None) -> list[Array]:
+    return [] if part is None else [getattr(part, field.name) for field in fields(part)]
 
 
 class Channel:
@@ -53,8 +116,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message. Raises EOFError if the peer has ended."""
-        message: Message = pickle.loads(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
-        return message
+        return decode(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
 
     def close(self) -> None:
         """Close this end; a second call does nothing."""

@@ -7,6 +7,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -18,7 +20,7 @@ from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
-from engine.tensor_parallel.messages import Channel, Kind, encode
+from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, unpack_step
 
 
 def main(descriptor: int) -> NoReturn:
@@ -28,9 +30,10 @@ def main(descriptor: int) -> NoReturn:
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        order = channel.receive().value
+        order = channel.receive().facts
         runner = _start(order)
-        channel.send(encode(Kind.READY, (runner.pool_size, runner.backend_name, runner.has_graphs)))
+        facts = (asdict(runner.pool_size), runner.backend_name, runner.has_graphs)
+        channel.send(encode(Kind.READY, facts))
         _serve(channel, runner, order["rank"])
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:
@@ -43,7 +46,7 @@ def main(descriptor: int) -> NoReturn:
 
 def _start(order: dict[str, Any]) -> ModelRunner:
     """Join the other ranks and load this one's share. order: what RankGroup puts into START."""
-    rank, config, folder = order["rank"], EngineConfig(**order["config"]), order["folder"]
+    rank, config, folder = order["rank"], EngineConfig(**order["config"]), Path(order["folder"])
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
     torch.set_num_threads(order["num_threads"])
@@ -55,7 +58,7 @@ def _start(order: dict[str, Any]) -> ModelRunner:
 def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
     with _answering(channel) as answers:
         while (message := channel.receive()).kind is Kind.STEP:
-            tokens = runner.launch(*message.value)
+            tokens = runner.launch(*unpack_step(message.arrays))
             if rank == 0:
                 answers.put(tokens)
 
@@ -71,7 +74,8 @@ def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
     def send_all() -> None:
         try:
             while (tokens := answers.get()) is not None:
-                channel.send(encode(Kind.TOKENS, (tokens.wait(), tokens.logprobs, tokens.pooled)))
+                said = tokens.wait(), tokens.logprobs, tokens.pooled
+                channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
         except Exception as error:  # noqa: BLE001  # as in main
             _give_up(channel, error)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,12 +33,13 @@ from engine.run.forward.runner import PendingTokens, PoolSize, Runner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import open_store
-from engine.tensor_parallel.messages import Channel, Kind, Message, encode
+from engine.tensor_parallel.messages import Channel, Kind, Message, Tokens, encode, pack_step, unpack_tokens
 
-# multiprocessing's spawn would run the caller's main module again in each rank
+# multiprocessing's spawn would run the caller's main module again in each rank and pickle what it sends
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[3:]; descriptor, driver_pid = map(int, sys.argv[1:3]); "
-    "from engine.tensor_parallel.lifeline import hold; hold(descriptor, driver_pid=driver_pid); "
+    "import sys; sys.path[:] = sys.argv[4:]; descriptor, driver_pid, thread_id = map(int, sys.argv[1:4]); "
+    "from engine.tensor_parallel.lifeline import hold; "
+    "hold(descriptor, driver_pid=driver_pid, thread_id=thread_id); "
     "from engine.tensor_parallel.rank import main; main(descriptor)"
 )
 REAP_TIMEOUT_S = 10.0
@@ -50,7 +52,7 @@ class RankProcess:
         """timeout_s: how long the rank may leave a message unread."""
         self.rank = rank
         driver_end, rank_end = socket.socketpair()
-        arguments = map(str, (rank_end.fileno(), os.getpid(), *sys.path))
+        arguments = map(str, (rank_end.fileno(), os.getpid(), threading.get_native_id(), *sys.path))
         with rank_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
@@ -121,7 +123,6 @@ class RankTokens(PendingTokens):
         self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
-        token_ids: NDArray[np.int64]
         token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
         return token_ids
 
@@ -156,11 +157,10 @@ class RankGroup:
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
                 self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
-            self.pool_size: PoolSize
             self.backend_name: str
             self.has_graphs: bool
-            facts = self._start(config, folder, devices, start_timeout_s)
-            self.pool_size, self.backend_name, self.has_graphs = facts
+            size, self.backend_name, self.has_graphs = self._start(config, folder, devices, start_timeout_s)
+            self.pool_size = PoolSize(**size)
         except BaseException:
             self._kill()
             raise
@@ -178,22 +178,22 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
         with self._ending_on_failure():
-            message = encode(Kind.STEP, (step, replace(sampling, edits=sampling.ready_edits(), masks=None)))
+            message = encode(Kind.STEP, arrays=pack_step(step, sampling))
             for rank in self._ranks:
                 self._send(rank, message)
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(self, number: int) -> Any:
-        """Wait for the value of that step's TOKENS; drop those of earlier ones, which were withdrawn.
+    def receive_tokens(self, number: int) -> Tokens:
+        """Wait for what that step's TOKENS say; drop those of earlier ones, which were withdrawn.
 
         Raises RankFailed.
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                tokens = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                message = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
                 self._num_answered += 1
-        return tokens
+        return unpack_tokens(message.arrays)
 
     def close(self) -> None:
         """End the ranks, by asking if they still work. A second call does nothing."""
@@ -210,14 +210,14 @@ class RankGroup:
         """Tell each rank what it is, and wait until all have loaded their share. What rank 0 says of it."""
         assert self._store is not None
         order = {
-            "folder": folder.resolve(),
+            "folder": str(folder.resolve()),
             "port": self._store.port,
             "num_threads": max(1, torch.get_num_threads() // len(devices)),
         }
         for rank, device in zip(self._ranks, devices, strict=True):
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
             self._send(rank, encode(Kind.START, own))
-        return self._await(set(range(len(devices))), Kind.READY, timeout_s)[0]
+        return self._await(set(range(len(devices))), Kind.READY, timeout_s)[0].facts
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -238,13 +238,13 @@ class RankGroup:
         except OSError:
             raise self._blame(self._read_failure(rank)) from None
 
-    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Any]:
-        """Wait for a message of this kind from each of these ranks; return their values by rank.
+    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Message]:
+        """Wait for a message of this kind from each of these ranks; return them by rank.
 
         Raises the error of a rank that fails meanwhile, whichever it is, or RankFailed after timeout_s.
         """
         deadline = time.monotonic() + timeout_s
-        received: dict[int, Any] = {}
+        received: dict[int, Message] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
                 raise RankFailed(min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs")
@@ -253,7 +253,7 @@ class RankGroup:
                 if isinstance(found, Failure):
                     raise self._blame(found)
                 assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
-                received[rank.rank] = found.value
+                received[rank.rank] = found
         return received
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
@@ -270,7 +270,7 @@ class RankGroup:
         else:
             if message.kind is not Kind.ERROR:
                 return message
-            failure = Failure.reported(rank.rank, *message.value)
+            failure = Failure.reported(rank.rank, *message.facts)
         self._selector.unregister(rank.channel)
         return failure
 

@@ -1,12 +1,16 @@
 """From the files of a model folder to transformers' tokenizer of it, with its special tokens."""
 
+import json
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.text.sentencepiece_file import read_sentencepiece
 from engine.text.tekken import read_tekken
 
-VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt")
+VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -21,17 +25,16 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any((folder / name).is_file() for name in VOCABULARIES):
-        # transformers 5 would make an empty tokenizer, or tokens that are not SentencePiece's
-        raise ConfigError(
-            f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer.json (of a "
-            "tokenizer.model: AutoTokenizer.from_pretrained(...).save_pretrained(...), with sentencepiece)"
-        )
+        # transformers 5 would make an empty tokenizer of the model's class
+        raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
     # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
     if (folder / "tekken.json").is_file():
         return _of_tekken(folder / "tekken.json")
+    if (folder / "tokenizer.model").is_file():
+        return _of_sentencepiece(folder)
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
 
@@ -48,3 +51,35 @@ def _of_tekken(path: Path) -> Any:
         )
     made: Any = PreTrainedTokenizerFast
     return made(tokenizer_object=tokenizer, **names)
+
+
+def _of_sentencepiece(folder: Path) -> Any:
+    """The tokenizer of the folder, had it a tokenizer.json for its tokenizer.model."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer, names = read_sentencepiece(folder / "tokenizer.model")
+    with TemporaryDirectory() as copy:
+        for path in folder.glob("*.json"):
+            shutil.copy(path, copy)
+        tokenizer.save(f"{copy}/tokenizer.json")
+        made = load_tokenizer(Path(copy))
+    for token_id, token in made.init_kwargs.get("added_tokens_decoder", {}).items():
+        if (found := made.convert_tokens_to_ids(str(token))) != token_id:
+            raise ConfigError(
+                f"{folder}: tokenizer_config.json or added_tokens.json gives the id {token_id} to "
+                f"{str(token)!r}, the vocabulary gives it {found}"
+            )
+    for name, text in names.items():
+        if getattr(made, name) is None:
+            setattr(made, name, text)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before, behind = (
+        [text] if config.get(f"add_{name}", default) and (text := getattr(made, name)) else []
+        for name, default in (("bos_token", True), ("eos_token", False))
+    )
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *behind],
+        special_tokens=[(text, made.convert_tokens_to_ids(text)) for text in before + behind],
+    )
+    return made

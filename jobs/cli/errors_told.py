@@ -12,7 +12,7 @@ from jobs.errors import JobsError
 
 
 def _shown(error: Exception) -> str:
-    """An error's text may repeat paths and names from Redis or a plan, which others wrote."""
+    """Return an error's text fit to be shown: it may repeat paths and names that others wrote."""
     return safe_name(str(error), MAX_TEXT_CHARS)
 
 

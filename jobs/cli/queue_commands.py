@@ -7,7 +7,7 @@ from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
 from jobs.watch.job_actions import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
-from jobs.watch.samples import WorkerSeen, list_workers
+from jobs.watch.samples import list_workers
 
 #: Ids shown of jobs that were not requeued; the rest are counted.
 MAX_SHOWN = 5
@@ -29,8 +29,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         for counts in seen:
             if counts.name not in missing:
                 click.echo(_queue_line(counts))
-        for worker in list_workers(connection):
-            click.echo(_worker_line(worker))
+        for name, fields in list_workers(connection).items():
+            click.echo(_worker_line(name, fields))
         if missing:
             others = f": there are {_ids(known)}" if known else ": there is none"
             raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
@@ -73,11 +73,10 @@ def _queue_line(seen: QueueCounts) -> str:
     return f"queue {safe_name(seen.name)}: {', '.join(counts)}"
 
 
-def _worker_line(worker: WorkerSeen) -> str:
-    shown = worker.fields
-    job = f", job {shown['current_job']}" if "current_job" in shown else ""
+def _worker_line(name: str, fields: dict[str, str]) -> str:
+    job = f", job {fields['current_job']}" if "current_job" in fields else ""
     return (
-        f"worker {safe_name(worker.name)}: {shown.get('state', '?')} on {shown.get('queues', '?')}{job}; "
-        f"{shown.get('successful_job_count', 0)} finished, {shown.get('failed_job_count', 0)} failed; "
-        f"last seen {shown.get('last_heartbeat', '?')}"
+        f"worker {safe_name(name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
+        f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
+        f"last seen {fields.get('last_heartbeat', '?')}"
     )

@@ -11,7 +11,7 @@ import redis
 from jobs.cli.errors_told import errors_told
 from jobs.cli.rows_commands import folder_reader
 from jobs.common.display import safe_name
-from jobs.errors import CannotVerify, InputNotFound, InvalidJob
+from jobs.errors import InputNotFound, InvalidJob
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.redis_state.state import RunState
@@ -75,9 +75,9 @@ def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json
         with errors_told():
             planned = read_planned(connection, named_run(connection, run)[0])
             if planned.state != "finished":
-                raise CannotVerify(planned.run, f"it is not finished, but {planned.state}")
+                raise InvalidJob(f"run {planned.run} cannot be verified: it is not finished, but {planned.state}")
             if planned.workers and planned.awaited_model is not None:
-                raise CannotVerify(planned.run, f"no worker here serves its model {planned.awaited_model}")
+                raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
             facts = RunState(connection, planned.run).facts()
             arguments = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
             trial = Trial("jobs.verify_rows", {**arguments, "sample": sample, "seed": seed})

@@ -73,7 +73,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
         rows: list[FailedRow] = []
         if reader is None:
             reasons = recorded_reasons(connection, found)
-            bad = () if snapshot is None else (snapshot.counts["failed_checks"], snapshot.counts["cut"])
+            bad = () if snapshot is None else (snapshot.failed_checks, snapshot.cut)
         else:
             reasons, rows = reader.errors(limit)
             bad = reader.bad_answers()
@@ -109,20 +109,20 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
             for row in rows:
                 click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
 
-        shown = set(reader.shards())
+        told = set(reader.shards())
         show(_last(reader, columns, lines))
         if follow:
-            _follow(connection, reader, shown, lambda shard: show(reader.answers(shard, columns)))
+            _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
 
 
-def _follow(connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]) -> None:
+def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
     """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.run)
-            for shard in (each for each in reader.shards() if each not in shown):
+            for shard in (each for each in reader.shards() if each not in told):
                 show(shard)
-                shown.add(shard)
+                told.add(shard)
             if is_over:
                 return
             time.sleep(FOLLOW_EVERY_S)

@@ -141,10 +141,8 @@ MAX_SHOWN = 5
 
 
 def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print the errors of a failed planning job and of the first failed shards.
-
-    None of a cancelled run: its stopped shards are among RQ's failed ones.
-    """
+    """Print why planning and the first failed shards failed; of a cancelled run, whose stopped shards are no news,
+    nothing."""
     if snapshot.cancelled:
         return
     if snapshot.plan_error is not None:
@@ -156,17 +154,18 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """num_gone: parts of a finished run that are not in its folder any more."""
+    """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
     if snapshot.rows is None:
         lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
         return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])
+    started = f"{snapshot.shards_started} started"
     return "\n".join(
         [
             f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *_why(snapshot),
-            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, {_rest(snapshot)}",
+            f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
             *_refused(snapshot),

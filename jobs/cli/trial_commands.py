@@ -131,7 +131,7 @@ def _show(picked: dict[str, Any], tried: Tried | None) -> None:
 
 
 def _text(value: Any) -> str:
-    """A prompt as it is shown: lines below it are indented, and nothing in it moves the cursor."""
+    """Return a prompt as it is shown: lines below it are indented, and nothing in it moves the cursor."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
     return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")

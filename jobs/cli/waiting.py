@@ -7,9 +7,10 @@ import click
 import redis
 
 from jobs.cli.status_text import awaits, progress, status_text, tell_failures
+from jobs.common.rq_jobs import last_value
 from jobs.runs.watching.follow import End, Followed, follow
 from jobs.runs.watching.obstacles import listened_queues, obstacles
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, plan_result, read_planned
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, read_planned
 
 #: How long `submit` waits for its planning to accept the run, and between two looks.
 PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
@@ -43,8 +44,7 @@ def _is_planned_now(snapshot: RunSnapshot) -> bool:
 
 
 def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    planned = plan_result(connection, snapshot.plan_job) if snapshot.plan_job else None
-    if planned is not None and planned.get("already_finished"):
+    if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)
 

@@ -15,7 +15,8 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import named_run
-from jobs.watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run
+from jobs.runs.watching.snapshot import RunSnapshot, read_planned
+from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
 from jobs.watch.samples import WorkerSample, read_samples
 
 #: Between two looks of --watch.
@@ -85,13 +86,12 @@ def tell_troubles(connection: redis.Redis) -> None:
 
 
 def run_json(connection: redis.Redis, name: str) -> str:
-    """Return what is known of a run as JSON; where Redis lost it, what its folder tells.
-
-    Raises UnknownRun or what reading it does.
-    """
+    """Return what is known of a run, or its folder tells, as JSON. Raises UnknownRun or what reading does."""
     run, output = named_run(connection, name)
     try:
-        return json.dumps(read_run(connection, run).to_object())
+        snapshot = read_planned(connection, run)
+        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+        return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failures})
     except UnknownRun:
         if output is None:
             raise
@@ -132,12 +132,12 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
         return
 
 
-def runs_json(found: Sequence[RunSummary]) -> str:
+def runs_json(found: Sequence[RunSnapshot]) -> str:
     """Return runs as a JSON list."""
     return json.dumps([each.to_object() for each in found])
 
 
-def runs_table(found: Sequence[RunSummary], now: float) -> str:
+def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
     """Return a line for each run. now: Unix seconds."""
     if not found:
         return "no run: `tokenmill submit FILE OUT` makes one"
@@ -145,7 +145,7 @@ def runs_table(found: Sequence[RunSummary], now: float) -> str:
     return table(heads, [_run_row(each, now) for each in found], _RUN_NUMBERS)
 
 
-def _run_row(run: RunSummary, now: float) -> tuple[str, ...]:
+def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
     return (
         run.run,
         run.state,

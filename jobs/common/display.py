@@ -52,11 +52,7 @@ def duration_text(seconds: float) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a list or dict as JSON, in the characters that it has; indent: as of json.dumps.
-
-    Numbers that JSON has not (not a number, infinities) are null. Times are ISO 8601. A decimal is a number
-    where a floating point number is exactly it as it is written, else a text.
-    """
+    """Return a list or dict as JSON: times as ISO 8601, exact decimals as numbers, what JSON has not as null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
     except ValueError:

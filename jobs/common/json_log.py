@@ -26,11 +26,8 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 class JsonLine(logging.Formatter):
     """Writes a record as one line: timestamp (UTC), level, logger, event, and what is known of its job.
 
-    bound: fields of every line. more_of: what else a job's id tells. Of an exception there are type, text and
-    frames, without the values of variables, which hold prompts. What is not ASCII is escaped, as JSON does.
-
-    structlog's own ProcessorFormatter, which copies each record to serve loggers of both kinds, took three
-    times as long as a line of text.
+    bound: fields of every line. more_of: what else a job's id tells. Of an exception there are type, text and frames,
+    without the values of variables, which hold prompts.
     """
 
     def __init__(self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None) -> None:

@@ -1,31 +1,24 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
-tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first
-                               (jobs/watch/samples.py)
-tokenmill:run:<run>            hash: what the CLI shows of a run, and of which submissions the last one is and
-                               the last cancelled one (RunState)
+tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first (watch/samples.py)
+tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
-tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an
-                               error, with a few row numbers of each (runs/reasons.py)
-tokenmill:run:<run>:failed     set: shards whose jobs have failed for good since the run was last submitted,
-                               where somebody is to be told of its end
+tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
+tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
 
-Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
-worker/store/:
+Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
 
-tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is claimed and has not ended -> what
-                               was known of it at the claim (worker/store/lua/holding.lua)
+tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
-tokenmill:maintenance-stock:<queue>  string: that one looks for jobs there that RQ's own workers left, in this
-                               period
+tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
 """
@@ -79,7 +72,7 @@ def worker_key(name: str) -> str:
 
 
 def loading_key(name: str) -> str:
-    """What a worker says while it loads its model; `worker_key` comes when it serves."""
+    """Return the key of what a worker says while it loads its model; `worker_key` comes when it serves."""
     return f"{worker_key(name)}:loading"
 
 

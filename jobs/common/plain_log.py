@@ -22,8 +22,7 @@ _JOB, _VALUE = re.compile(r"\b[Jj]ob %s"), re.compile(r"%[a-z.0-9]")
 
 
 class PlainLine(logging.Filter):
-    """Cuts the values of a record's message and escapes what is not printable: ends of lines, commands to a
-    terminal, marks that turn the direction of a text. Notes of which job a record is."""
+    """Cuts the values of a record's message, escapes what is not printable, and notes of which job a record is."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Change the record; never drop it."""
@@ -48,7 +47,7 @@ def without_colour(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _place_of_job(message: object) -> int | None:
-    """Which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
+    """Return which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
     if not isinstance(message, str) or (found := _JOB.search(message)) is None:
         return None
     return len(_VALUE.findall(message, 0, found.start()))
@@ -84,10 +83,7 @@ def is_json(wanted: str, stream: TextIO) -> bool:
 
 
 def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
-    """Write what any logger of this process is told by this formatter: errors to stderr, the rest to stdout.
-
-    named: loggers whose handlers are given up for that. Warnings of Python are logged too.
-    """
+    """Write what any logger is told, those `named` included: errors to stderr, the rest to stdout."""
     below, above = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     below.addFilter(lambda record: record.levelno < logging.ERROR)
     above.setLevel(logging.ERROR)

@@ -11,8 +11,10 @@ import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from redis import Redis
+from redis.client import Pipeline
 from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
@@ -35,15 +37,10 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
-from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
+from rq.worker_registration import REDIS_WORKER_KEYS
 
 from jobs.common import stored
 from jobs.common.keys import RQ
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: A set of the keys of all queues, and what such a key begins with.
 QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix
@@ -71,7 +68,6 @@ class QueueKeys:
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
     `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
-    workers: set of the keys of those that listen.
     """
 
     waiting: str
@@ -83,7 +79,6 @@ class QueueKeys:
     ready: str
     scheduled: str
     cancelled: str
-    workers: str
 
 
 def queue_keys(name: str) -> QueueKeys:
@@ -99,7 +94,6 @@ def queue_keys(name: str) -> QueueKeys:
         ready=ReadyJobRegistry.key_template.format(name),
         scheduled=ScheduledJobRegistry.key_template.format(name),
         cancelled=CanceledJobRegistry.key_template.format(name),
-        workers=WORKERS_BY_QUEUE_KEY % name,
     )
 
 

@@ -75,11 +75,7 @@ PAIR_BYTES = 96
 
 
 class AnswerMemo:
-    """Keeps the answers that were used last, in at most `max_bytes`. Thread-safe.
-
-    A key names a prompt within its run, and so its sampling values too. `begin` and `end` tell shards that
-    are open at the same time which prompts are being computed.
-    """
+    """Keeps the answers used last, in at most `max_bytes`, by a key that names a prompt within its run. Thread-safe."""
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -52,12 +52,12 @@ class RepairOptions:
 
     @cached_property
     def check_text(self) -> str:
-        """The check as JSON: equal checks are equal texts."""
+        """Return the check as JSON: equal checks are equal texts."""
         return json.dumps(self.check, sort_keys=True)
 
     @property
     def function(self) -> str | None:
-        """The function that checks, by its dotted name."""
+        """Return the dotted name of the function that checks."""
         return None if self.check is None else self.check.get("function")
 
     def text_behind(self, reason: str, is_chat: bool) -> str:

@@ -22,10 +22,8 @@ _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """What a worker process checks answers with. Thread-safe; as many processes as threads that ask at once.
-
-    allowed: exact dotted names of the functions that may be called. limit_s: seconds that a check may take.
-    """
+    """Checks answers in child processes, as many as threads that ask at once. Thread-safe. limit_s: seconds of one
+    check."""
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
         self._allowed, self._limit_s = frozenset(allowed), limit_s
@@ -50,10 +48,7 @@ class Checks:
                 raise _useless(error) from None
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. Raises InvalidJob as `prepare`.
-
-        row: what a function gets, as JSON has it.
-        """
+        """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob."""
         self.admit(options)
         try:
             reply = self._ask(options, row=row, text=text)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.check_processes import Checks
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
 MAX_RESULT_BYTES = 16 << 20
@@ -40,21 +38,14 @@ class JobContext:
     """What the process that runs a job lends to it.
 
     connection: owned by the thread that calls.
-    queue_name: the queue the job came from.
-    data_roots: absolute real paths, and paths in object stores; every file that a job reads or writes lies
-        below one of them.
-    model: what this process serves.
-    check_sampling: raises InvalidJob for sampling values that no request could use, so that a run of
-        a million rows fails once at planning and not in every row, and a job of prompts once.
+    data_roots: absolute real paths, and paths in object stores, below which every file of a job lies.
+    check_sampling: raises InvalidJob for sampling values that no request could use: once, and not in every row.
     files, answers, shard_bytes: shared by the shards that this process runs.
-    check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
-        calls it between its steps, since nothing is raised into it from outside.
+    check_interrupted: raises where the job was stopped, taken over or is late; long work calls it between its steps.
     file_timeout_s: within which a file's store must have answered.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
-    checks: what answers are checked with.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
-    worker_name: of this process.
     trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """

@@ -15,11 +15,10 @@ MAX_MODEL_CHARS = 4096
 class ServedModel:
     """One model as one process serves it.
 
-    name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer,
-    the chat template or the dtype do. dtype: what it computes in, "bfloat16" for example.
-    attention_backend: "" where none was loaded. aliases: what it may be called by besides.
-    embedding_size: numbers of an embedding, 0 of a model that gives none. embedding_prompts: names of the
-    prompts that may stand before a text.
+    name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer, the chat
+    template or the dtype do. dtype: what it computes in, "bfloat16" for example. attention_backend: "" where none was
+    loaded. aliases: what it may be called by besides. embedding_size: numbers of an embedding, 0 of a model that gives
+    none. embedding_prompts: names of the prompts that may stand before a text.
     """
 
     name: str
@@ -32,7 +31,7 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a job may ask for it by."""
+        """Return all that a job may ask for it by."""
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
 
     def check_asked_for(self, name: str | None) -> None:

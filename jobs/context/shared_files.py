@@ -36,10 +36,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class SharedFiles:
-    """Keeps the work of a shard independent of how many shards and row groups its run has. Thread-safe.
-
-    Readers stay open only while a shard of their file is open, so that an idle worker holds no file.
-    """
+    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,12 +55,12 @@ class SharedFiles:
             return cast("P", kept.plan)
 
     def enter(self, path: str) -> None:
-        """A shard of this file is open: it may read the file until it leaves."""
+        """Note that a shard of this file is open: it may read the file until it leaves."""
         with self._lock:
             self._files.setdefault(path, _OpenFile()).users += 1
 
     def leave(self, path: str) -> None:
-        """The shard is closed; the last one closes the file's readers."""
+        """Note that a shard is closed; the last one closes the file's readers."""
         with self._lock:
             file = self._files[path]
             file.users -= 1
@@ -93,9 +90,7 @@ class SharedFiles:
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
 
-        One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
-        the same rows again. What the body raises closes the reader. No exception may be raised into the
-        thread from outside.
+        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader.
         """
         with self._lock:
             file = self._files[key.path]
@@ -128,7 +123,7 @@ class _Kind:
     idle: list[Reader] = field(default_factory=list)
 
     def close_idle(self, wait: bool = True) -> None:
-        """wait: until nobody uses a reader; without it, nothing is closed while someone else does."""
+        """Close readers that nobody uses. wait: until nobody else does it; without it, nothing is done then."""
         if self.lent.acquire(blocking=wait):
             try:
                 while self.idle:
@@ -137,8 +132,7 @@ class _Kind:
                 self.lent.release()
 
     def take(self, shard: Any) -> Reader | None:
-        """Take the reader that is nearest before a shard, if one is nearer than a new one would be; where
-        none is, make room for a new one."""
+        """Take the reader nearest before a shard, if one is nearer than a new one; where none is, make room for one."""
         self.idle.sort(key=lambda each: each.next_row)
         reader = next((each for each in reversed(self.idle) if each.reaches(shard)), None)
         if reader is not None:
@@ -175,9 +169,8 @@ class NoRoomYet(Exception):
 class ShardBytes:
     """Counts the bytes that open shards hold: of prompts, and of files that are being read. Thread-safe.
 
-    limit: of the prompts of all shards together (held), and as much again of all files that are read
-    (reading). Who would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own
-    bounds hold then.
+    limit: of the prompts of all shards together (held), and as much again of all files that are read (reading). Who
+    would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own bounds hold then.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:

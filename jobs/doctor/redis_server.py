@@ -123,10 +123,8 @@ def check_server(server: Server) -> Iterator[Finding]:
 
 
 def troubles(connection: Redis) -> list[str]:
-    """Say what is wrong with a server that answers and yet takes no jobs, or loses them, and what to mend.
-
-    Raises redis.exceptions.ConnectionError or TimeoutError.
-    """
+    """Say why a server that answers takes no jobs or loses them, and what to mend. Raises ConnectionError,
+    TimeoutError."""
     try:
         info: Any = connection.info()
     except ResponseError:  # not as this user
@@ -197,7 +195,7 @@ KEYS = {
         *("rq:queues", "rq:queue:*", "rq:job:*", "rq:results:*", "rq:wip:*", "rq:finished:*", "rq:failed:*"),
         *("rq:deferred:*", "rq:ready:*", "rq:scheduled:*", "rq:canceled:*"),
         *("rq:execution:*", "rq:executions:*"),
-        *("rq:groups", "rq:group:*", "rq:workers", "rq:workers:*", "rq:worker:*"),
+        *("rq:groups", "rq:group:*", "rq:workers", "rq:worker:*"),
         *("tokenmill:run:*", "tokenmill:worker:*", "tokenmill:samples:*"),
     ),
 }
@@ -252,10 +250,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 
 
 def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> list[str] | None:
-    """Return how the server refuses each command to this user, "" where it does not.
-
-    None where no transaction can be had; nothing is asked then, as it would be carried out.
-    """
+    """Return how the server refuses each command to this user, "" where it does not; None without transactions."""
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:

@@ -1,7 +1,6 @@
 """The way of a prompt to an answer that stands: it is checked, asked for again, or goes on where it was cut.
 
-What follows depends on the prompt, its seed and its answers alone: another worker that begins anew takes the
-same way.
+What follows depends on the prompt, its seed and its answers alone: another worker that begins anew takes the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +43,7 @@ class Attempted:
 
 
 class Attempts:
-    """One prompt. For each of its requests: `inspect` in any thread where there is a check, then `deliver`.
-
-    row: what a function that checks gets beside the answer's text.
-    """
+    """One prompt: for each request `inspect` in any thread, then `deliver`. row: what a function that checks gets."""
 
     def __init__(self, request: Request, row: Any, options: RepairOptions, checks: Checks) -> None:
         self._request, self._row, self._options, self._checks = request, row, options, checks
@@ -95,7 +91,7 @@ class Attempts:
 
     @property
     def outcome(self) -> Attempted:
-        """The answer that stands."""
+        """Return the answer that stands."""
         assert self._first is not None, "outcome before an answer was delivered"
         answer = self._answer or self._first
         return Attempted(
@@ -118,7 +114,7 @@ class Attempts:
         )
 
     def _refused(self, error: str) -> None:
-        """A further attempt cannot be: the answer before it stands, beside an error if it is not valid."""
+        """Let the answer before a refused attempt stand, beside an error if it is not valid."""
         if self._answer is not None and not self._continued:
             self._error = f"attempt {self._number} failed: {error}"
 
@@ -159,7 +155,7 @@ def check_repairs(
 def check_run_repairs(
     options: RepairOptions, sampling: Mapping[str, Any], has_tools: bool, has_steps: bool, has_labels: bool
 ) -> None:
-    """The same of a run. has_steps: each row has several prompts. has_labels: nothing is generated."""
+    """Check the same of a run. has_steps: each row has several prompts. has_labels: nothing is generated."""
     check_repairs(options, sampling, has_tools=has_tools)
     if options.is_asked_for and (has_steps or has_labels):
         name = "continue_on_length" if options.check is None else "check"

@@ -34,10 +34,8 @@ def custom_id(line: Any) -> str | None:
 
 
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
-    """Return the task of a line. Raises InvalidJob.
-
-    seed: for a body that names none. aliases: models in whose place the served one answers; "*" for any.
-    """
+    """Return the task of a line. seed: where it names none. aliases: models that the served one stands for. Raises
+    InvalidJob."""
     if custom_id(line) is None:
         raise InvalidValue("custom_id is {}, expected a text that names the line", brief(line.get("custom_id")))
     if line.get("method") != "POST":
@@ -65,10 +63,7 @@ def failure_text(error: JobsError) -> str:
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
-    """Return a line of the output, or of the errors where there is an error.
-
-    row: of the run, counted from 0. name: the custom_id. body: the response as JSON.
-    """
+    """Return a line of the output, or of the errors. row: counted from 0. name: the custom_id. body: JSON."""
     response = None
     if error is None:
         assert body is not None

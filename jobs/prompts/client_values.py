@@ -38,11 +38,7 @@ SAID_OF_IT: Mapping[str, type] = {"metadata": dict, "prompt_cache_key": str, "sa
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without those that change nothing, under the names they have here.
-
-    `max_completion_tokens` becomes `max_tokens`. Raises InvalidJob where one asks for what is not built, and
-    where both names of one value contradict each other.
-    """
+    """Return values by the names they have here, without neutral ones. Raises InvalidJob for what is not built."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if name in SAID_OF_IT:
@@ -66,7 +62,7 @@ def _kind(value: object) -> type:
 
 
 def _not_built(name: str, value: Any) -> InvalidValue:
-    """What says so. The neutral values stand in a text to be formatted."""
+    """Return the text that says so. The neutral values stand in a text to be formatted."""
     neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
     return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
 

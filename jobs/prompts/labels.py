@@ -1,7 +1,6 @@
 """Labels: what may be one, and probabilities over them from their log-likelihoods.
 
-Calibration after Zhao et al. 2021, "Calibrate Before Use": a prompt without content, here "N/A" in the place
-of the input, says how likely each label is whatever is asked. Its log-likelihoods are subtracted.
+Calibration after Zhao et al. 2021, "Calibrate Before Use", subtracts those behind a prompt without content, "N/A".
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ class Classified:
 
     @property
     def probability(self) -> float:
-        """Of the label."""
+        """Return that of the label."""
         return self.probabilities[self.label]
 
 
@@ -69,10 +68,7 @@ def parse_truncation(value: object) -> int:
 def classify(
     labels: Sequence[str], logprobs: Sequence[float], prior: Sequence[float] | None = None
 ) -> Classified | None:
-    """Return the softmax over labels, or None if a log-likelihood is not finite.
-
-    logprobs: of each label. prior: the same behind a prompt without content.
-    """
+    """Return the softmax over labels' log-likelihoods, less those of `prior`, or None if one is not finite."""
     scores = list(logprobs)
     if prior is not None:
         scores = [score - before for score, before in zip(scores, prior, strict=True)]

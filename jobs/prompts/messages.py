@@ -20,10 +20,9 @@ class UnusableMessages(ValueError):
 
 
 def normal_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of a chat's messages, each with its role, its content and what else it holds that is not null.
+    """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
 
-    A content is a text or a list of {'type': 'text', 'text'}; an assistant's with tool calls may be null.
-    Raises UnusableMessages.
+    A content is a text or a list of texts; an assistant's with tool calls may be null. Raises UnusableMessages.
     """
     if not isinstance(messages, list) or not messages:
         raise UnusableMessages("messages must be a non-empty list of {'role': ..., 'content': ...}")
@@ -41,7 +40,7 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """As normal_messages, for a job's own. Raises InvalidJob."""
+    """Parse a job's own, as normal_messages. Raises InvalidJob."""
     try:
         return normal_messages(messages)
     except UnusableMessages as problem:
@@ -138,8 +137,7 @@ NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """template: keyword arguments of engine.Engine.chat_token_ids. has_tools: calls of tools are looked for
-    in the answers."""
+    """Keyword arguments of engine.Engine.chat_token_ids, and whether calls of tools are looked for in answers."""
 
     template: Mapping[str, Any] = field(default_factory=dict)
     has_tools: bool = False
@@ -178,7 +176,7 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """The functions that a model may call, as they came."""
+    """Return the functions that a model may call, as they came."""
     if tools is None:
         return []
     if not isinstance(tools, list):

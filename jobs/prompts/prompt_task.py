@@ -59,8 +59,7 @@ class PromptTask(Task):
     clock: Callable[[], float] = time.time
 
     def open(self, context: JobContext) -> OpenPrompts:
-        """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
-        sampling values that no request could use, and for a check that may not be made here."""
+        """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
         context.checks.admit(self.repairs)
@@ -68,8 +67,7 @@ class PromptTask(Task):
 
 
 class OpenPrompts(OpenTask):
-    """Holds its answers in memory, and its requests until they are asked for: a job is never larger than what
-    Redis took."""
+    """Holds its answers, and its requests until asked for, in memory: a job is no larger than what Redis took."""
 
     def __init__(self, context: JobContext, task: PromptTask) -> None:
         self._job_id, self._model_name = context.job_id, context.model.name
@@ -143,10 +141,7 @@ class OpenPrompts(OpenTask):
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return prompts, those that are answered, and tokens of their answers.
-
-        None of a job that is short.
-        """
+        """Return prompts, those that are answered, and tokens of their answers. None of a job that is short."""
         if self._began_at is None:
             return None
         now = self._clock()

@@ -48,7 +48,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
 
 
 def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
-    """The same of a chat's. Its reasoning is given apart unless `separate_reasoning` is false."""
+    """Return the same of a chat's. Its reasoning is given apart unless `separate_reasoning` is false."""
     sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
     if values.get("echo"):
         raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
@@ -77,7 +77,7 @@ NAME = "response_format"
 
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with `structured_outputs` in the place of `response_format`. Raises InvalidJob."""
+    """Return the values with `structured_outputs` in the place of `response_format`. Raises InvalidJob."""
     kept = {name: value for name, value in values.items() if name != NAME}
     wanted = _structured_outputs(values.get(NAME))
     if wanted is None:

@@ -21,10 +21,7 @@ TokenLogprobs = Mapping[int, Logprob]
 
 
 def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
-    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none.
-
-    `text_offset` counts the characters of the tokens before.
-    """
+    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none."""
     rows: list[tuple[str, TokenLogprobs | None]] = []
     if echo:
         of_prompt = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
@@ -73,7 +70,7 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _own(row: TokenLogprobs) -> Logprob:
-    """Of the token that stands there: the engine names it first."""
+    """Return that of the token that stands there: the engine names it first."""
     return next(iter(row.values()))
 
 
@@ -101,7 +98,7 @@ _DECODER = json.JSONDecoder()
 
 
 def parse_tool_calls(text: str) -> tuple[list[dict[str, Any]], str]:
-    """The functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
+    """Return the functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
     calls, content = _hermes(text)
     if calls:
         return calls, content.strip()
@@ -140,7 +137,7 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _llama(text: str) -> list[dict[str, Any]]:
-    """All calls of a text that holds nothing else; none of any other."""
+    """Return all calls of a text that holds nothing else; none of any other."""
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
@@ -159,7 +156,7 @@ def _llama(text: str) -> list[dict[str, Any]]:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value that stands there, behind blanks, and where it ends."""
+    """Return the JSON value that stands there, behind blanks, and where it ends."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -169,7 +166,7 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _function(call: Any) -> dict[str, Any] | None:
-    """A function's name and its arguments as JSON; None for what is no call."""
+    """Return a function's name and its arguments as JSON; None for what is no call."""
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))
@@ -201,10 +198,7 @@ Answers = Sequence[Sequence[Completion]]
 
 
 def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
-    """Return a `text_completion`; choices run over prompts, then samples.
-
-    The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
-    """
+    """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
     choices = []
     for number, sample in _numbered(answers):
         text = "" if options.prompt_only else sample.text
@@ -223,10 +217,7 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
 def chat_completion(
     answers: Answers, job_id: str, options: ResponseOptions = PLAIN, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Return a `chat.completion`, one choice for each sample.
-
-    has_tools: calls of tools in a text become `tool_calls`. A message has its `reasoning` where there is any.
-    """
+    """Return a `chat.completion`, a choice for each sample. has_tools: calls of tools in a text become `tool_calls`."""
     choices = []
     for number, sample in _numbered(answers):
         choice = {"index": number, **_ending(sample)}

@@ -184,7 +184,7 @@ def _result(number: int, sample: Completion, documents: Sequence[str] | None) ->
 
 
 def _logprobs(number: int, sample: Completion) -> list[float]:
-    """Of all continuations. Raises RequestFailed."""
+    """Return those of all continuations. Raises RequestFailed."""
     if sample.loglikelihoods is None:
         raise RequestFailed(number, sample.error or "the engine gave no reason")
     return [each.logprob for each in sample.loglikelihoods]

@@ -38,11 +38,7 @@ class Dependencies:
 
 
 def read_dependencies(context: JobContext) -> Dependencies:
-    """Read what the jobs ended with on which the context's job depends.
-
-    Raises AnswerMissing where one has left nothing, InvalidJob where there is none, or where their results
-    are larger together than one of a worker's may be.
-    """
+    """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob."""
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
@@ -146,18 +142,12 @@ MAX_NULLS = 3
 
 
 class TemplatedTask(Task):
-    """The task that is made of a template once the answers are read.
-
-    Blocking, as it reads them from Redis and as a template may take seconds.
-    """
+    """The task that a template makes once the answers are read, which blocks."""
 
     blocking = True
 
     def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        """argument: prompt_template or messages_template. make: the task of the prompt, or the messages.
-
-        Raises InvalidJob for what cannot be such a template.
-        """
+        """Take prompt_template or messages_template, and what makes a task of its text. Raises InvalidJob."""
         kind, what = KINDS[argument]
         if not isinstance(template, kind):
             raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")

@@ -8,26 +8,25 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from jobs.errors import PlanningUnderWay, UnknownRun
-from jobs.runs.end_notices import tell_cancelled
+from jobs.runs.end_notices import tell_of
 from jobs.runs.output import RunOutput, named_run
 from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit, Submission
-from jobs.runs.redis_state.executions import Holder, holders
+from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
@@ -51,12 +50,8 @@ class Cancelled:
     stopped: int
 
 
-def accept_any_run(spec: RunSpec) -> None:
-    """Stand in for the check of a run's arguments where only its planning makes one."""
-
-
 def submit_run(
-    connection: Redis, queue_name: str, check_run: Callable[[RunSpec], None] = accept_any_run, **arguments: Any
+    connection: Redis, queue_name: str, check_run: Callable[[RunSpec], None] = lambda spec: None, **arguments: Any
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
@@ -104,10 +99,7 @@ def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
 
 
 def retry_run(connection: Redis, run: str) -> None:
-    """Enqueue what has a run's rows with an error asked again, and no others.
-
-    Raises UnknownRun where this Redis has lost the run, PlanningUnderWay, or RunBusy.
-    """
+    """Have a run's rows with an error, and no others, asked again. Raises UnknownRun, PlanningUnderWay, or RunBusy."""
     state, plan_job = RunState(connection, run), plan_job_id(run)
     facts = state.facts()
     arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN)}
@@ -140,11 +132,10 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
 
 
 def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission
-    wants told.
+    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now.
-    Raises UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
+    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now. Raises
+    UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
     facts, submission = state.facts(), state.submission()
@@ -164,7 +155,7 @@ def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Canc
         removed += remove_waiting(state, submission, facts["queue"], chunk, from_end)
         stopped += state.as_of(submission, partial(stop_held, connection, chunk))
     if removed or stopped or "finished" not in facts:
-        tell_cancelled(state, submission)
+        tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 
@@ -180,10 +171,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str], from_end: bool = False
 ) -> int:
-    """Take those of the jobs from their queue that wait on it; return how many. from_end: seek them there.
-
-    Raises RunResubmitted when the run was submitted again since `submission`.
-    """
+    """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
     queue_key, removed = queue_keys(queue_name).waiting, 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
@@ -230,10 +218,7 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way.
-
-    Raises PlanningUnderWay when that asks for another model, or would not do what is asked now.
-    """
+    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way that serves."""
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments.get("model"):
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
@@ -254,7 +239,7 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
 
 
 def _is_on_its_queue(connection: Redis, job: EarlierJob) -> bool:
-    """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
+    """Whether it is there: a worker that was killed before it started it may leave it "queued" on no queue."""
     keys = queue_keys(job.origin)
     return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
 
@@ -276,7 +261,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
-    held = holders(connection, job_ids)
+    held = read_holders(connection, job_ids)
     pipe.multi()
     for holder in held:
         pipe.publish(command_channel(holder.worker), json.dumps(_stop_command(holder)))

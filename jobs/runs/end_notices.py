@@ -2,8 +2,7 @@
 
 Each submission that asks for it is told of once its run has finished, was stopped, cancelled, or has failed.
 The jobs are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a
-worker that was killed in between the shard runs again, which enqueues them. A job may run twice, as any may
-whose worker dies. What has failed and is enqueued again by hand may finish yet, which is told as any end is.
+worker that was killed in between the shard runs again, which enqueues them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.display import brief
@@ -29,11 +31,6 @@ from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
 
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
-
 #: The function that posts.
 POSTING = "jobs.post_run_end"
 
@@ -45,19 +42,12 @@ RETRIES = 3
 
 
 def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
-    """Enqueue what the last submission asks for, unless it was told of.
-
-    verdict: why the run is stopped, and which submission that is of; None where the run has finished.
-    """
+    """Enqueue what the last submission asks for, unless it was told of. verdict: why the run is stopped, None for
+    finished."""
     if verdict is None:
-        _tell_of(state, state.submission(), "finished", None)
+        tell_of(state, state.submission(), "finished")
     else:
-        _tell_of(state, verdict.submission, "stopped", verdict.reason)
-
-
-def tell_cancelled(state: RunState, submission: int) -> None:
-    """Enqueue what a submission asks for that was cancelled by a person, unless it was told of."""
-    _tell_of(state, submission, "cancelled", None)
+        tell_of(state, verdict.submission, "stopped", verdict.reason)
 
 
 def tells_of(job_id: str) -> bool:
@@ -68,10 +58,8 @@ def tells_of(job_id: str) -> bool:
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
-    Of a planning, why is noted as well.
-
-    To be called before the job's end is written. lease: of the execution that writes it; nothing is told
-    where it is another's by now. error: what the job fails with, in one line.
+    To be called before the job's end is written. lease: of the execution that writes it; nothing is told where it is
+    another's by now. error: what the job fails with, in one line.
     """
     found = _job_of(job_id)
     if found is None:
@@ -83,23 +71,20 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
         if shard is None:
             if facts.get("plan_job") == job_id:
                 state.refuse_plan(error)
-                _tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
+                tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
         elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
                 tell_shards_failed(state, count, f", the last one: {error}")
             elif not state.end().finished:
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
-                _tell_of(state, state.submission(), "failed", reason)
+                tell_of(state, state.submission(), "failed", reason)
 
 
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed.
-
-    more: what is known of that.
-    """
+    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed."""
     if count.has_failed:
-        _tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
+        tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
 def _job_of(job_id: str) -> tuple[str, int | None] | None:
@@ -108,8 +93,8 @@ def _job_of(job_id: str) -> tuple[str, int | None] | None:
     return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
 
 
-def _tell_of(state: RunState, submission: int, word: str, reason: str | None) -> None:
-    """Enqueue what tells of one end."""
+def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
+    """Enqueue what a submission asks for, unless it was told of. word: how it ended."""
     key = run_key(state.run)
     found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors", "output", "rows", "shards")
     *asked_for, limit, output, rows, shards = (each and stored.text(each) for each in found)
@@ -138,7 +123,7 @@ def _tell_of(state: RunState, submission: int, word: str, reason: str | None) ->
 
 
 def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any], is_end: bool) -> None:
-    """is_end: nothing of the submission goes on, whatever is enqueued again by hand."""
+    """Enqueue it in one transaction. is_end: nothing goes on, whatever is enqueued again by hand."""
     key = run_key(state.run)
     fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
     found: Any = pipe.hmget(key, *fields)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import run_folder_key
@@ -13,9 +15,6 @@ from jobs.errors import JobsError, PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import PinnedModel, Plan
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 
 @dataclass(frozen=True)

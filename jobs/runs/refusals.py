@@ -9,12 +9,6 @@ class RunFailed(RunError):
     message = "run {0}: {1}"
 
 
-class CannotRetry(RunError):
-    """Raised when the rows of a run that failed cannot be asked again: (run, reason)."""
-
-    message = "the failed rows of run {0} cannot be tried again: {1}"
-
-
 class CannotExtend(RunError):
     """Raised when what an input has gained cannot be added to its run: (path, reason, what to do)."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import printable, safe_name
@@ -22,9 +24,6 @@ from jobs.common.rq_jobs import (
 from jobs.errors import fault_line
 from jobs.runs.watching.snapshot import error_line
 from jobs.watch.job_actions import CANCELLABLE
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: A job's payload and meta are read up to so many bytes, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16
@@ -47,9 +46,8 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 class FailedJob:
     """One entry of a queue's failed jobs.
 
-    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error:
-    its last line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among
-    the failed ones.
+    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error: its last
+    line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among the failed ones.
     """
 
     job_id: str
@@ -87,10 +85,7 @@ class JobSeen:
 
 
 def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
-    """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`.
-
-    Those that were stopped are left out, as far as so many entries of a queue show others.
-    """
+    """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
             pipe.zrevrange(queue_keys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
@@ -157,7 +152,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
 
 
 def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
-    """entries: ids of jobs, each with its queue."""
+    """Read failed jobs. entries: ids of jobs, each with its queue."""
     keys = [job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):

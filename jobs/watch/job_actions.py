@@ -10,7 +10,10 @@ import enum
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.rq_jobs import (
@@ -27,11 +30,6 @@ from jobs.common.rq_jobs import (
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.lock import transact
 
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
-
 #: Jobs that are requeued in one transaction.
 CHUNK = 100
 
@@ -40,11 +38,7 @@ REQUEUE_LIMIT = 10_000
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Put failed jobs of a queue back at its end, in the order given; whoever runs them counts deaths anew.
-
-    Each is moved at once or not at all, so that it is neither lost nor queued twice. Returns those that were;
-    the others are gone, or not failed.
-    """
+    """Put failed jobs back at their queue's end, each at once or not at all; return those that were."""
     chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
     return [
         job_id
@@ -54,10 +48,7 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
-    """Requeue the failed jobs that are there now, the oldest first, `limit` at most.
-
-    Returns how many those were, and ids of those that are listed and gone.
-    """
+    """Requeue the oldest `limit` failed jobs at most; return how many those were, and ids that are listed and gone."""
     found: Any = connection.zrange(queue_keys(queue).failed, 0, limit - 1)
     job_ids = list(map(stored.text, found))
     done = set(requeue(connection, queue, job_ids))
@@ -65,10 +56,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[st
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
-    """Requeue those of the jobs that are among the queue's failed ones and have a payload.
-
-    pipe: watches their hashes, which whoever else requeues, deletes or ends one of them writes.
-    """
+    """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
     keys = queue_keys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction
@@ -133,11 +121,7 @@ class JobCancel(enum.Enum):
 
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a job from where it waits, as RQ's Job.cancel does, or tell the worker that holds it to stop it.
-
-    Jobs that depend on it go on waiting. One whose worker has died counts as gone until it is queued again.
-    Raises redis.exceptions.RedisError.
-    """
+    """Take a job from where it waits, or tell its worker to stop it; its dependents wait on. Raises RedisError."""
     for _ in range(TRIES):
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING

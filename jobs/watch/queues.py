@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, queue_keys
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Where jobs are counted.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
@@ -20,10 +18,7 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES.
-
-    due: scheduled ones whose time has come, and that no worker's scheduler has queued yet.
-    """
+    """How many jobs of a queue are at each of PLACES; `due` are scheduled ones that nobody has queued yet."""
 
     name: str
     counts: dict[str, int]

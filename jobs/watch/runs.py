@@ -5,11 +5,12 @@ Counts of a list come from totals beside the parts (runs/totals.py), those of on
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
@@ -20,25 +21,13 @@ from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
 from jobs.runs.redis_state.run_index import newest_runs
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import FIELDS, Totals
+from jobs.runs.redis_state.totals import FIELDS
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
-from jobs.runs.watching.snapshot import (
-    RunQueue,
-    RunSnapshot,
-    awaited_model,
-    read_planned,
-    read_progress,
-    read_queue,
-    read_snapshot,
-    shards_of,
-    too_many_errors,
-)
+from jobs.runs.watching.snapshot import RunSnapshot, read_progress, read_queue, read_snapshot, shards_of, snapshot_of
+from jobs.runs.watching.time_left import Progress
 
-if TYPE_CHECKING:
-    from redis import Redis
-
-#: The words of `RunSummary.state`.
+#: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
 
 #: Runs that are listed, unless told otherwise.
@@ -50,13 +39,6 @@ MAX_REASONS = 20
 #: Entries that are read of a queue's registry of running or failed jobs.
 MAX_ENTRIES = 20_000
 
-#: What a summary has of a snapshot, and of its counts, as it is there.
-_SAME = (
-    *("run", "state", "output", "rows", "rows_done", "shards", "tokens", "stopped", "workers"),
-    *("awaited_model", "plan_error"),
-)
-_SAME_COUNTS = ("errors", "failed_checks", "cut", "prompt_tokens", "completion_tokens", "cached_tokens")
-
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
@@ -65,91 +47,10 @@ _FACTS = (
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """A run as a list shows it.
-
-    state: one of STATES. Texts are as they may be shown. submitted_at, began_at, ended_at: Unix seconds, of
-    the last submission, of the beginning of work on it, and of its last part. model, rows, shards: None
-    before the run is planned. rows_done, tokens: running shards included; tokens are those generated, the
-    other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows there
-    with an error, that failed their check, or ended at their limit of tokens. shards_failed: 0 of a run that
-    is cancelled or stopped. rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None
-    where nothing can be told. worked_s: for how long workers had shards of a finished run, of all
-    submissions. workers: how many listen on its queue. awaited_model: its model, where none of them serves
-    it. left_s: seconds until it ends, only of a run that is read by itself.
-    """
-
-    run: str
-    state: str
-    output: str
-    queue: str
-    model: str | None = None
-    submitted_at: float | None = None
-    began_at: float | None = None
-    ended_at: float | None = None
-    rows: int | None = None
-    rows_done: int = 0
-    errors: int = 0
-    failed_checks: int = 0
-    cut: int = 0
-    shards: int | None = None
-    shards_done: int = 0
-    shards_started: int = 0
-    shards_failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    rows_per_s: float | None = None
-    tokens_per_s: float | None = None
-    worked_s: float | None = None
-    stopped: str | None = None
-    workers: int = 0
-    awaited_model: str | None = None
-    left_s: float | None = None
-    plan_error: str | None = None
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it moves on, or waits to."""
-        return self.state in ("planning", "running", "ending")
-
-    @property
-    def shards_left(self) -> int:
-        """Those that nobody computes until the run is submitted again."""
-        if self.state not in ("cancelled", "stopped"):
-            return 0
-        return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
-
-    def to_object(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class RunDetail:
-    """One run.
-
-    summary: counted from its parts. reasons: why rows have an error, the commonest first, at most
-    MAX_REASONS kinds; texts as they may be shown.
-    """
-
-    summary: RunSummary
-    snapshot: RunSnapshot
-    reasons: tuple[Reason, ...]
-
-    def to_object(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        reasons = [asdict(reason) for reason in self.reasons]
-        return {**self.summary.to_object(), "reasons": reasons, "failed_jobs": self.snapshot.failures}
-
-
-@dataclass(frozen=True)
 class ShardSeen:
-    """A shard of a run. worker: which answers it now, or did.
+    """A shard of a run, and the worker that answers it, or did. rows: None where its part is not there yet.
 
     state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
-    Of a running one rows_done and tokens are those so far; rows are None where its part is not there yet.
     """
 
     shard: int
@@ -162,13 +63,9 @@ class ShardSeen:
     worker: str = ""
 
 
-def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSummary]:
-    """Return the runs that were submitted last, at most `limit`, the last one first.
-
-    states: only those among them. Raises RedisError.
-    """
-    listed = newest_runs(connection, limit)
-    read = _read_facts(connection, listed)
+def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
+    """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
+    read = _read_facts(connection, newest_runs(connection, limit))
     busy = {facts["queue"] for facts, *_ in read.values() if "finished" not in facts}
     queues = {
         name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)
@@ -178,28 +75,36 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
         run: set() if "finished" in facts else shards_of(run, queues[facts["queue"]].started)
         for run, (facts, *_) in read.items()
     }
-    progress = _progress(connection, running)
+    ids = [shard_job_id(run, shard) for run, shards in running.items() for shard in shards]
+    progress = defaultdict[str, list[Progress]](list)
+    for job_id, each in zip(ids, read_progress(connection, ids), strict=True):
+        progress[job_id.rpartition("-")[0]].append(each)
     found = []
     for run, (facts, done, status) in read.items():
         queue = queues[facts["queue"]]
-        snapshot = _snapshot(run, facts, done, queue, running[run], progress[run], status)
+        failed = () if "finished" in facts else sorted(shards_of(run, queue.failed) - running[run])
+        snapshot = snapshot_of(
+            run,
+            facts,
+            status,
+            queue,
+            {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED},
+            progress[run],
+            shards_done=done,
+            failed_jobs=tuple(shard_job_id(run, shard) for shard in failed),
+            plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
+        )
         if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = read_snapshot(connection, run)
-        found.append(_summary(snapshot, facts, listed[run]))
+        found.append(snapshot)
     return [each for each in found if not states or each.state in states]
 
 
-def read_run(connection: Redis, run: str) -> RunDetail:
-    """Return one run, counted from its parts, or the one that was planned for it.
-
-    Raises UnknownRun or RedisError.
-    """
-    snapshot = read_planned(connection, run)
-    facts = RunState(connection, snapshot.run).facts()
-    found = recorded_reasons(connection, snapshot.run).commonest(MAX_REASONS)
-    reasons = tuple(replace(each, text=safe_name(each.text, MAX_TEXT_CHARS)) for each in found)
-    return RunDetail(_summary(snapshot, facts, None), snapshot, reasons)
+def run_reasons(connection: Redis, run: str) -> list[Reason]:
+    """Return why rows of a run have an error, the commonest first, at most MAX_REASONS kinds, fit to be shown."""
+    found = recorded_reasons(connection, run).commonest(MAX_REASONS)
+    return [replace(each, text=safe_name(each.text, MAX_TEXT_CHARS)) for each in found]
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
@@ -235,10 +140,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
 
 
 def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[str, str], int, JobStatus | None]]:
-    """Return for each run the fields that are looked at, its recorded parts, and its planning's status.
-
-    Runs of which nothing is left but their place in the index are left out.
-    """
+    """Return facts, number of parts and planning's status of each run of which more is left than its id."""
     names = list(runs)
     with connection.pipeline(transaction=False) as pipe:
         for run in names:
@@ -254,98 +156,3 @@ def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[
         if facts.keys() >= {"output", "queue"}:
             found[run] = facts, length - has_total, job_status(status)
     return found
-
-
-def _progress(connection: Redis, running: Mapping[str, Collection[int]]) -> dict[str, tuple[int, int]]:
-    """Return rows and tokens of each run's running shards."""
-    ids = [shard_job_id(run, shard) for run, shards in running.items() for shard in shards]
-    found = dict.fromkeys(running, (0, 0))
-    for job_id, each in zip(ids, read_progress(connection, ids), strict=True):
-        run = job_id.rpartition("-")[0]
-        found[run] = found[run][0] + each.rows, found[run][1] + each.tokens
-    return found
-
-
-def _snapshot(
-    run: str,
-    facts: Mapping[str, str],
-    done: int,
-    queue: RunQueue,
-    running: Collection[int],
-    progress: tuple[int, int],
-    status: JobStatus | None,
-) -> RunSnapshot:
-    """Return a run as its totals tell. progress: rows and tokens of running shards."""
-    counts = {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED}
-    rows, rows_done = stored.count(facts.get("rows")), counts["rows"] + progress[0]
-    failed = () if "finished" in facts else sorted(shards_of(run, queue.failed) - set(running))
-    return RunSnapshot(
-        run=run,
-        output=safe_name(facts["output"], MAX_TEXT_CHARS),
-        queue=facts["queue"],
-        cancelled="cancelled" in facts,
-        finished="finished" in facts,
-        plan_job=facts.get("plan_job"),
-        plan_status=status,
-        rows=rows,
-        shards=stored.count(facts.get("shards")),
-        done=done,
-        started=len(running),
-        claimed=0,
-        failed_jobs=tuple(shard_job_id(run, shard) for shard in failed),
-        rows_done=rows_done if rows is None else min(rows_done, rows),
-        errors=counts["errors"],
-        tokens=counts["generated_tokens"] + progress[1],
-        workers=queue.workers,
-        queue_length=queue.length,
-        awaited_model=awaited_model(facts, status, queue.models),
-        stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=too_many_errors(facts, counts["rows"], counts["errors"]),
-        plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
-        counts=counts,
-    )
-
-
-def _summary(snapshot: RunSnapshot, facts: Mapping[str, str], planned_at: float | None) -> RunSummary:
-    """planned_at: stands for when it was submitted, where its facts do not tell."""
-    counts, totals = snapshot.counts, Totals.read(facts)
-    rows_per_s, tokens_per_s = _rates(
-        totals,
-        snapshot.finished,
-        max(0, snapshot.rows_done - counts["rows"]),
-        max(0, snapshot.tokens - counts["generated_tokens"]),
-    )
-    model = facts.get("model_text")
-    same: dict[str, Any] = {name: getattr(snapshot, name) for name in _SAME}
-    same |= {name: counts[name] for name in _SAME_COUNTS}
-    return RunSummary(
-        queue=safe_name(snapshot.queue),
-        model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
-        # The last submission's number is when it came; the index has when it was planned, once it is.
-        submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or planned_at,
-        began_at=totals.began_at,
-        ended_at=totals.ended_at,
-        shards_done=snapshot.done,
-        shards_started=snapshot.started,
-        shards_failed=0 if snapshot.cancelled else len(snapshot.failures),
-        rows_per_s=rows_per_s,
-        tokens_per_s=tokens_per_s,
-        worked_s=totals.worked_s if snapshot.finished else None,
-        left_s=snapshot.left_s if snapshot.state == "running" else None,
-        **same,
-    )
-
-
-def _rates(totals: Totals, is_finished: bool, rows: int, tokens: int) -> tuple[float | None, float | None]:
-    """Return rows and tokens a second: since the first shard of the last submission began, of a finished run
-    while workers had shards, of all submissions.
-
-    rows, tokens: of running shards. The times are workers', so that clocks that differ tell nothing exact.
-    """
-    if is_finished and totals.worked_s:
-        return totals.rows / totals.worked_s, totals.generated_tokens / totals.worked_s
-    end = totals.ended_at if is_finished else time.time()
-    if totals.began_at is None or end is None or end <= totals.began_at:
-        return None, None
-    seconds = end - totals.began_at
-    return (totals.judged_rows + rows) / seconds, (totals.judged_tokens + tokens) / seconds

@@ -1,8 +1,7 @@
 """Workers as they show themselves: how each stands now, points of an hour for charts, RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
-`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. A worker of another
-version may write other fields: unknown ones are passed over, and what it lacks has its default.
+`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from redis import Redis
 
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import json_object, text
-
-if TYPE_CHECKING:
-    from redis import Redis
-
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
@@ -63,10 +60,7 @@ class Point:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def per_second(self, older: Point, name: str) -> float | None:
-        """How fast the count of this name has grown since an older point; None where that cannot be told.
-
-        So it is where the worker was started anew in between, or its clock set back.
-        """
+        """Return how fast a count has grown since an older point; None where the worker or its clock began anew."""
         seconds, grown = self.at - older.at, getattr(self, name) - getattr(older, name)
         return grown / seconds if seconds > 0 and grown >= 0 else None
 
@@ -87,10 +81,9 @@ class Point:
 class WorkerSample(Point):
     """How a worker stands.
 
-    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it
-    finishes what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first.
-    held: jobs that it holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most.
-    started_at: Unix seconds.
+    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it finishes
+    what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first. held: jobs that it
+    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
     """
 
     name: str = ""
@@ -113,20 +106,14 @@ class WorkerSample(Point):
 
 
 def worker_names(connection: Redis) -> list[str]:
-    """Return the names of all workers that are registered, RQ's own among them, in order.
-
-    One that was killed is among them for some minutes.
-    """
+    """Return the names of registered workers, RQ's own and for minutes killed ones among them, in order."""
     found: Any = connection.smembers(WORKERS_KEY)
     return sorted(text(key).removeprefix(WORKER_PREFIX) for key in found)
 
 
 def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
-    """Return how workers stand, in the order of their names: those of `names`, or all that are registered.
-
-    Those that have told nothing for an hour, or never, such as RQ's own, are left out. Raises
-    redis.exceptions.RedisError.
-    """
+    """Return how workers stand, by name: those of `names`, or all that told something within the hour. Raises
+    RedisError."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
@@ -160,23 +147,15 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
 _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
 
 
-@dataclass(frozen=True)
-class WorkerSeen:
-    """A worker's name and the fields of its hash, as they may be shown."""
-
-    name: str
-    fields: dict[str, str]
-
-
-def list_workers(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSeen]:
-    """Return the workers that live, by name: all, or those of `names`."""
+def list_workers(connection: Redis, names: Sequence[str] | None = None) -> dict[str, dict[str, str]]:
+    """Return the fields of workers that live, fit to be shown, by name: of all, or those of `names`."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hmget(WORKER_PREFIX + name, _FIELDS)
         replies = pipe.execute()
-    return [
-        WorkerSeen(name, {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v})
+    return {
+        name: {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v}
         for name, reply in zip(names, replies, strict=True)
         if any(reply)
-    ]
+    }

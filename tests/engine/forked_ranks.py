@@ -26,5 +26,5 @@ def _serve(rank_end: socket.socket, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     descriptor = rank_end.detach()
-    hold(descriptor, driver_pid=os.getppid())
+    hold(descriptor, driver_pid=os.getppid(), thread_id=0)
     main(descriptor)

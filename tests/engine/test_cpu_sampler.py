@@ -18,7 +18,7 @@ import numba
 from engine.attention.cpu_backend import CpuBackend
 from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
-from engine.sampling import sampler
+from engine.sampling import draws
 from engine.sampling.sampler import sample
 from tests.engine.sampler_cases import Case, by_numba, cases, differences, make_case
 from tests.engine.test_sampler import sampling_rows
@@ -117,6 +117,6 @@ def test_weights_are_equal_bit_by_bit_and_keys_in_order() -> None:
     found, keys = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.int32)
     weigh_all(logits.numpy(), np.float32(rate), found.numpy(), keys.numpy())
     highest = torch.zeros(1)
-    assert torch.equal(found, sampler.weigh(logits, highest, highest + rate))
+    assert torch.equal(found, draws.weigh(logits, highest, highest + rate))
     assert (found[0], found[-4]) == (WHOLE, 0)
     assert torch.equal(keys.unique(return_inverse=True)[1], logits.unique(return_inverse=True)[1])

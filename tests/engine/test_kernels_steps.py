@@ -20,12 +20,12 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, advance, write_rows
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
+from engine.kernels.draws import weigh
 from engine.kernels.logit_edits import edit_logits as by_kernel
 from engine.kernels.pending import TILE
-from engine.kernels.sampler import weigh
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.run.forward.rows import StaticRows
-from engine.sampling import sampler
+from engine.sampling import draws
 from engine.sampling.edit_logits import edit_logits as by_torch
 from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask
 from tests.engine.paged import DEVICE
@@ -186,7 +186,7 @@ def test_weights_are_equal_bit_by_bit() -> None:
     found = torch.empty(len(logits), dtype=torch.int64, device=DEVICE)
     weigh_kernel[(1,)](found, logits, rate, SIZE=len(logits), enable_fp_fusion=False)
     highest = torch.zeros(1, device=DEVICE)
-    assert torch.equal(found, sampler.weigh(logits, highest, highest + rate))
+    assert torch.equal(found, draws.weigh(logits, highest, highest + rate))
     assert (found[0], found[-1]) == (WHOLE, 0)
 
 

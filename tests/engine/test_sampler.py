@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
-from engine.sampling.sampler import first_words, philox4x32, sample, weigh
+from engine.sampling.draws import first_words, philox4x32, weigh
+from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
 from engine.sampling.sampling_rows import SamplingRows

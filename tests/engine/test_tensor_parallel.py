@@ -1,7 +1,6 @@
 """Two ranks say what one says; and whatever happens to one of them, the engine ends with one clear error."""
 
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, encode
+from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, decode, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
@@ -168,9 +167,9 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
 
     def spoil(rank: RankProcess, message: bytes) -> None:
         if rank.rank == 1:
-            step, sampling = pickle.loads(message[LENGTH_BYTES:]).value
+            step, sampling = unpack_step(decode(message[LENGTH_BYTES:]).arrays)
             step = replace(step, sample_rows=step.sample_rows + 10**9)
-            message = encode(Kind.STEP, (step, sampling))
+            message = encode(Kind.STEP, arrays=pack_step(step, sampling))
         send(rank, message)
 
     group._send = spoil  # type: ignore[method-assign]
@@ -255,11 +254,14 @@ def test_a_rank_that_dies_while_it_starts_is_named(folder: Path, monkeypatch: py
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import sys, time
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from engine import Engine, EngineConfig, SamplingParams
 
 torch.set_num_threads(1)
-engine = Engine(EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22, tensor_parallel_size=2))
+config = EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22, tensor_parallel_size=2)
+with ThreadPoolExecutor(1) as thread:  # which ends before its ranks do
+    engine = thread.submit(Engine, config).result()
 engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
 print(*engine._live_runner.pids, flush=True)
 time.sleep(60)
@@ -280,3 +282,28 @@ def test_ranks_die_with_a_driver_that_is_killed(folder: Path) -> None:
     driver.wait()
     driver.stdout.close()
     assert psutil.wait_procs(ranks, timeout=5)[1] == []
+
+
+DRIVER_OF_A_BUSY_RANK = """
+import sys, time
+from engine.tensor_parallel import rank_group
+
+hold, _ = rank_group.BOOTSTRAP.rsplit("from", 1)
+rank_group.BOOTSTRAP = hold + "import ctypes, os; os.write(descriptor, b'.'); ctypes.PyDLL(None).sleep(60)"
+rank = rank_group.RankProcess(0, 60)
+rank.channel._read(1)
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")
+def test_a_rank_whose_threads_cannot_run_dies_with_its_driver() -> None:
+    command = [sys.executable, "-c", DRIVER_OF_A_BUSY_RANK]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    rank = psutil.Process(int(driver.stdout.readline()))
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert psutil.wait_procs([rank], timeout=5)[1] == []

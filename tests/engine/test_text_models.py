@@ -8,12 +8,21 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
+from engine.text.sentencepiece_file import read_sentencepiece
 from engine.text.tokenizer import Tokenizer
-from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model
+from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
 BITS = ["the", " ", "  ", "   ", "quick", "März", "日本", "\n", "\n\n", "\t", "🎉", "1987", "\u2581", "e\u0301", "ﬁ"]
+SENTENCEPIECE = {
+    "llama": {},
+    "gemma": {"add_dummy_prefix": False, "user_defined_symbols": ["<turn>", "\n\n", "\u2581\u2581"]},
+    "normalizing": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "without bytes": {"byte_fallback": False},
+    "unigram": {"model_type": "unigram"},
+}
 
 
 def make_texts(count: int, *more: str) -> list[str]:
@@ -27,12 +36,40 @@ def text_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer
     return {family: Tokenizer(make_text_model(root / family, family)) for family in FAMILIES}
 
 
-def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
-    """One that is not read says what to do; of a format that leaves out what it takes."""
-    folder = make_text_model(tmp_path / "llama", "llama")
-    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    with pytest.raises(ConfigError, match=r"add the model's tokenizer\.json"):
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_tokens_of_a_sentencepiece_file_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    """Runs of spaces, spaces at the beginning, byte pieces, symbols and the names of byte pieces included."""
+    path = tmp_path / "tokenizer.model"
+    train_sentencepiece(path, **SENTENCEPIECE[name])
+    ours, theirs = read_sentencepiece(path)[0], sentencepiece.SentencePieceProcessor(model_file=str(path))
+    more = () if name == "unigram" else ("<0x41>", "<turn>")
+    for text in make_texts(400, *more):
+        ids = theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False).ids == ids
+        assert ours.decode(ids) == theirs.decode(ids) or theirs.unk_id() in ids
+
+
+def test_what_stands_beside_a_sentencepiece_file_counts(tmp_path: Path) -> None:
+    """Tokens by their ids, the names of special tokens, and what is put around a text."""
+    folder = make_text_model(tmp_path, "sentencepiece", bos_token="<|end|>", add_eos_token=True)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer._bos == ("<|end|>", 420)
+    assert tokenizer.encode("a<|end|>")[::2] == [420, 420]
+    assert tokenizer.encode("a")[-1] == 2
+    make_text_model(folder, "sentencepiece", added_tokens_decoder={"421": {"content": "<|end|>"}})
+    with pytest.raises(ConfigError, match=r"gives the id 421 to '<\|end\|>', the vocabulary gives it 420"):
         Tokenizer(folder)
+
+
+def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    """Cut at any place; of another format; of a format that leaves out what it takes."""
+    folder = make_text_model(tmp_path / "llama", "sentencepiece")
+    whole = (folder / "tokenizer.model").read_bytes()
+    cuts = [1, 2, 3, 7, 100, *range(len(whole) // 2, len(whole) // 2 + 20)]
+    for broken in (*(whole[:cut] for cut in cuts), b"PK\x03\x04 no vocabulary", b"IQ== 0\nIg== 1\n"):
+        (folder / "tokenizer.model").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"tokenizer\.model is no complete SentencePiece model"):
+            Tokenizer(folder)
     folder = make_text_model(tmp_path / "tekken", "tekken")
     content = json.loads((folder / "tekken.json").read_text())
     (folder / "tekken.json").write_text(json.dumps({**content, "vocab": [{"rank": 0}]}))

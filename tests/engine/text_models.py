@@ -1,10 +1,12 @@
 """Small tokenizers as the model families have them, each in a folder of its own."""
 
 import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text.token_bound import byte_alphabet
@@ -19,6 +21,24 @@ SPLITS = {"llama3": LLAMA_3_SPLIT, "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""), "
 LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GEMMA_NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 SPACE = "\u2581"
+
+
+def train_sentencepiece(path: Path, **options: Any) -> None:
+    """Write a model as Llama 2 has it, with the options that differ."""
+    content = io.BytesIO()
+    llama = {
+        "vocab_size": 420,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 3,
+    }
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=content, **llama | options)
+    path.write_bytes(content.getvalue())
 
 
 def make_text_model(folder: Path, family: str, **config: Any) -> Path:
@@ -71,6 +91,12 @@ def _pieces(
     _begin_with(made, names["bos_token"])
     made.save(str(folder / "tokenizer.json"))
     return {**names, "tokenizer_class": "LlamaTokenizerFast"}
+
+
+def _sentencepiece(folder: Path) -> dict[str, Any]:
+    """A tokenizer.model alone, and a token that stands beside it."""
+    train_sentencepiece(folder / "tokenizer.model")
+    return {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": {"420": {"content": "<|end|>"}}}
 
 
 def _byte_level(folder: Path, split: str, special: list[str], bos: str | None) -> dict[str, Any]:
@@ -140,6 +166,7 @@ FAMILIES = {
     "llama": _llama,
     "mistral": _mistral,
     "gemma": _gemma,
+    "sentencepiece": _sentencepiece,
     "llama3": _llama3,
     "qwen": _qwen,
     "gpt_oss": _gpt_oss,

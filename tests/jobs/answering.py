@@ -150,8 +150,8 @@ def fail(redis: Redis, job: Job, text: str) -> None:
 
 def add_worker(redis: Redis, name: str) -> None:
     """Leave what a worker that listens on `bulk` says of itself."""
-    redis.sadd("rq:workers:bulk", f"rq:worker:{name}")
-    redis.hset(f"rq:worker:{name}", "state", "idle")
+    redis.sadd("rq:workers", f"rq:worker:{name}")
+    redis.hset(f"rq:worker:{name}", mapping={"state": "idle", "queues": "high,bulk"})
 
 
 def fails(

@@ -2,7 +2,7 @@
 
 import logging
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from redis import Redis
@@ -42,7 +42,7 @@ class ByHand:
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.packer = Packer(1, slots, prefetch=32, max_functions=2, max_files=2)
-        self.engine = EngineLoop(FakeEngine(slots, 0.0), self.orders, self.events.put, lambda: self.moment)
+        self.engine = EngineLoop(cast(Any, FakeEngine(slots, 0.0)), self.orders, self.events.put, lambda: self.moment)
         self.pools = [FunctionPool(1, name) for name in ("functions", "ends", "webhooks")]
         functions, enders, webhooks = self.pools
         log = logging.getLogger("by hand")

@@ -135,7 +135,7 @@ class FakeEngine:
 class FakeEngineWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         if os.environ.get("SLOW_FILES_S"):
             # Not before: it loads Arrow, whose allocator a worker chooses when it starts.
             from tests.slow_files import slow_down

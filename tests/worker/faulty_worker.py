@@ -9,7 +9,7 @@ from typing import Any
 from jobs.parquet.planning import planner
 from jobs.parquet.shards.shard_task import ShardTask
 from jobs.parquet.shards.shard_work import ShardWork
-from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from tests.worker.fake_engine import FakeEngineWorker
 from worker.settings import WorkerSettings
 
 FAULTS: dict[str, BaseException] = {
@@ -30,7 +30,7 @@ class FaultyWorker(FakeEngineWorker):
     """FakeEngineWorker that meets the fault FAULT ("descriptors", or one of FAULTS) in the step FAULTY_STEP:
     "open" or "result" of a shard, or "plan"."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         fault, step = os.environ["FAULT"], os.environ["FAULTY_STEP"]
         owners = {"plan": (planner, "plan_run"), "open": (ShardTask, "open"), "result": (ShardWork, "result")}
         owner, name = owners[step]

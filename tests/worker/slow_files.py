@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.parquet.files.storage import Storage
-from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from tests.worker.fake_engine import FakeEngineWorker
 from worker.settings import WorkerSettings
 
 
@@ -17,7 +17,7 @@ class HangingFilesWorker(FakeEngineWorker):
     """FakeEngineWorker with inputs that hang in the kernel as on a dead mount: those beside which a FIFO of
     their name and ".hangs" stands into which nobody writes."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         open_now = Storage.open_input
 
         def open_hanging(storage: Storage, path: str) -> Any:
@@ -32,7 +32,7 @@ class HangingFilesWorker(FakeEngineWorker):
 class SlowLoadingWorker(FakeEngineWorker):
     """FakeEngineWorker that makes the file LOADING and then loads for ever."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         Path(os.environ["LOADING"]).touch()
         threading.Event().wait()
         return super().load_engine(settings)

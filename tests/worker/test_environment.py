@@ -8,12 +8,13 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import rq_workers
 from tests.rq_workers import ROOT, Workers
-from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from tests.worker.fake_engine import FakeEngineWorker
 from worker.settings import WorkerSettings
 from worker.start import spin_briefly
 from worker.threads.functions import FunctionPool
@@ -93,7 +94,7 @@ def test_a_failed_call_lets_go_of_what_it_used_without_the_collector() -> None:
 class LookingWorker(FakeEngineWorker):
     """Looks for OUTPUT as an optional module, as libraries do when they are loaded, and tells a file."""
 
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+    def load_engine(self, settings: WorkerSettings) -> Any:
         found = importlib.util.find_spec(OUTPUT)
         Path(os.environ["FOUND"]).write_text(f"{found is not None}")
         return super().load_engine(settings)

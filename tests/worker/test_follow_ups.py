@@ -76,12 +76,12 @@ class Served:
         return [self.orders.get_nowait() for _ in range(self.orders.qsize())]
 
     def answer(self, *adds: Add) -> None:
-        completions = [Completion(add.request_id, 0, [1], f"{add.prompt}!", "stop", 1, 0) for add in adds]
+        completions = [Completion(add.request_id, 0, [1], f"{add.request.prompt}!", "stop", 1, 0) for add in adds]
         self.streams.deliver(completions, 0.0)
 
 
 def prompts(adds: list[Add]) -> list[Any]:
-    return [add.prompt for add in adds]
+    return [add.request.prompt for add in adds]
 
 
 def test_a_stream_that_had_ended_goes_on_before_those_of_later_jobs() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rq.job import JobStatus
 
 from engine import Completion, InvalidPrompt, SamplingParams
+from jobs.tasks import Request
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
@@ -76,7 +77,7 @@ class Loop:
         self.engine = TokenizingEngine(slots=4, step_s=0.0)
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.reports: SimpleQueue[Any] = SimpleQueue()
-        self.loop = EngineLoop(self.engine, self.orders, self.reports.put)
+        self.loop = EngineLoop(cast(Any, self.engine), self.orders, self.reports.put)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -94,7 +95,8 @@ class Loop:
         """Order a completion of `name`, a prompt of so many characters; its request has the same name."""
         prompt = name.ljust(chars, ".")
         messages = [{"role": "user", "content": prompt}] if chat else None
-        self.orders.put(Add(name, None if chat else prompt, messages, {"max_tokens": 1, **sampling}, lane))
+        request = Request(None if chat else prompt, messages, {"max_tokens": 1, **sampling})
+        self.orders.put(Add(name, request, lane))
 
     def wait_for(self, *names: str) -> dict[str, Completion]:
         """What came of the requests, which are the next ones that end."""

@@ -53,7 +53,7 @@ def claimed(record: JobRecord) -> ClaimedJob:
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
     values = {b"data": CALL, **{name.encode(): value for name, value in found.items()}}
-    record, damage = read_record("j", values, MAX_BYTES)
+    record, damage = read_record(values, MAX_BYTES)
     try:
         expected = rq_job(values)
     except Exception:  # noqa: BLE001  # RQ raises what it likes
@@ -73,7 +73,7 @@ def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
 
 def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> None:
     values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
-    record, damage = read_record("j", values, MAX_BYTES)
+    record, damage = read_record(values, MAX_BYTES)
     failed = Outcome(replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True)
     with pytest.raises(ValueError, match="invalid literal"):
         failed.as_left_by(None)

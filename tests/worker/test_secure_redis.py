@@ -162,6 +162,7 @@ REFUSED = [
     ("SET", "rq:suspended", "1"),
     ("RPUSH", "tokenmill:claim:0", "x"),
     ("SET", "tokenmill:deaths:another's", "4"),
+    ("SADD", "rq:workers:bulk", "rq:worker:invented"),
     ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
     ("RENAME", "rq:queue:bulk", "rq:queue:other"),
     ("BLPOP", "rq:queue:bulk", "0.1"),

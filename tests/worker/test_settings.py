@@ -1,7 +1,5 @@
 """Settings that cannot be used stop the start and name what to change."""
 
-import logging
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from engine import ConfigError, ModelIdentity
 from engine.run import device
 from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
-from worker.settings import WorkerSettings, name_variables, with_variables
+from worker.settings import WorkerSettings, with_variables
 from worker.start import load_functions
 
 
@@ -70,17 +68,6 @@ def test_a_size_may_carry_its_unit(text: str, num_bytes: int, tmp_path: Path, mo
     assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
 
 
-def test_the_engines_log_names_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = logging.StreamHandler(StringIO())
-    logger = logging.Logger("engine")
-    logger.addHandler(handler)
-    name_variables(logger)
-    name_variables(logger)
-    logger.warning("dtype=%r is slower; set max_model_len=%d", "float16", 512)
-    told = "TOKENMILL_DTYPE='float16' is slower; set TOKENMILL_MAX_MODEL_LEN=512\n"
-    assert handler.stream.getvalue() == told
-
-
 def test_object_stores_stand_among_the_folders_of_the_data_roots(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -116,7 +103,7 @@ def test_what_the_engine_refuses_is_told_by_its_variable(text: str, told: str) -
     assert with_variables(text) == told
 
 
-@pytest.mark.parametrize("sign", ["driver", "nvidia0"])
+@pytest.mark.parametrize("sign", ["driver", "nvidia0", "nvidia-smi"])
 def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     sign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +111,11 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "driver")
     monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert resolve_device("auto").type == "cpu"
-    (tmp_path / sign).write_text("NVRM version: NVIDIA")
+    (tmp_path / sign).write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tmp_path / sign).chmod(0o755)
     with pytest.raises(ConfigError, match=f"there is a GPU .*{sign}.* and torch .* cannot use it") as caught:
         resolve_device("auto")
     assert "set TOKENMILL_DEVICE=cpu to compute on the CPU" in with_variables(str(caught.value))

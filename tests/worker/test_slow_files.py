@@ -126,7 +126,11 @@ class Files:
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
         self.files.check()
-        return self.files.give_up_stuck(GRACE_S)
+        return [place for pool in self.files.pools for place in pool.give_up_stuck(GRACE_S)]
+
+    @property
+    def num_stuck(self) -> int:
+        return sum(pool.num_stuck for pool in self.files.pools)
 
 
 @pytest.fixture
@@ -134,8 +138,8 @@ def files() -> Iterator[Files]:
     others = set(threading.enumerate())
     files = Files()
     yield files
-    files.files.end()
-    files.files.join(30)
+    for pool in files.files.pools:
+        pool.close(30)
     wait_until(lambda: set(threading.enumerate()) <= others)  # join leaves those out that were given up
 
 
@@ -177,7 +181,7 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
         assert files.pass_time(SLOW_S + 1) == []
     assert files.pass_time(LIMIT_S) == []
     assert len(files.pass_time(GRACE_S + 1)) == MAX_OPENING
-    assert files.files.num_stuck == MAX_OPENING
+    assert files.num_stuck == MAX_OPENING
     files.wait_for_reports(MAX_OPENING)
     for _, _, error in files.reports:
         assert isinstance(error, FileTimeout)
@@ -189,7 +193,7 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     assert not any(task.closed.is_set() for task in tasks)
     hang.let_go(MAX_OPENING)
     assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
-    wait_until(lambda: files.files.num_stuck == 0)
+    wait_until(lambda: files.num_stuck == 0)
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:

@@ -7,7 +7,7 @@ and so is the order in which they run. Only the model is replaced, by one whose 
 from collections.abc import Iterator
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from engine import Completion, Engine, EngineConfig
 from engine.run.forward.runner import PendingTokens, PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
+from jobs.tasks import Request
 from tests.e2e.conftest import MODEL
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Add, Stepped
@@ -63,7 +64,7 @@ class Batch:
         )
         self.engine = Engine(config, start_runner=lambda *_: DrawingRunner(num_blocks))
         self.orders: SimpleQueue[Any] = SimpleQueue()
-        self.loop = EngineLoop(self.engine, self.orders, self._take)
+        self.loop = EngineLoop(cast(Any, self.engine), self.orders, self._take)
         self.done: dict[str, Completion] = {}
         self.ran: list[set[str]] = []
         self._rng = np.random.default_rng(0)
@@ -90,7 +91,7 @@ class Batch:
         request_id = f"{'hb'[lane]}{next(self._numbers)}"
         prompt = [int(token) for token in self._rng.integers(10, 500, prompt_tokens)]
         sampling = {"max_tokens": max_tokens, "ignore_eos": True}
-        self.orders.put(Add(request_id, prompt, None, sampling, lane))
+        self.orders.put(Add(request_id, Request(prompt, None, sampling), lane))
         return request_id
 
     def step(self) -> None:

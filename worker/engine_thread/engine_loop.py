@@ -1,14 +1,19 @@
 """The main thread's loop: take orders, step the engine, hand out what it finished."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from engine import Completion
-from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.intake import Intake
 from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Look, Order, Stepped
+
+if TYPE_CHECKING:
+    from engine import Engine
 
 STATS_PERIOD_S = 1.0
 SWITCH_INTERVAL_S = 0.0002
@@ -24,7 +29,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: Engine,
         orders: SimpleQueue[Order],
         report: Callable[[Stepped | EngineDied], None],
         clock: Callable[[], float] = time.monotonic,

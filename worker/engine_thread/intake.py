@@ -5,17 +5,23 @@ one, short prompts are tokenized here, some in each turn, and the others in thre
 a form that nobody has asked for before, which may take seconds, is overtaken by the others of its lane.
 """
 
+from __future__ import annotations
+
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
-from typing import Any
+from queue import PriorityQueue
+from typing import TYPE_CHECKING, Any
 
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
-from worker.engine_thread.engine_like import EngineLike
+from jobs.tasks import Request
 from worker.engine_thread.orders import Add
-from worker.engine_thread.preparer import Preparer
+
+if TYPE_CHECKING:
+    from engine import Engine
 
 SHORT = 2_048
 """Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""
@@ -38,25 +44,27 @@ class _Waiting:
     """
 
     __slots__ = (
-        *("add", "engine", "error", "form", "is_dropped", "is_prepared"),
-        *("lane", "number", "prepared", "size"),
+        *("engine", "error", "form", "is_dropped", "is_prepared", "lane", "number", "prepared", "request"),
+        *("request_id", "size"),
     )
 
-    def __init__(self, engine: EngineLike, add: Add, number: int) -> None:
-        self.engine, self.add, self.number = engine, add, number
-        self.lane, self.size, self.is_dropped = add.lane, _size(add), False
-        self.is_prepared = self.size <= SHORT and not add.sampling.get("structured_outputs")
+    def __init__(self, engine: Engine, add: Add, number: int) -> None:
+        self.engine, self.number, self.is_dropped = engine, number, False
+        self.request_id, self.request, self.lane = add.request_id, add.request, add.lane
+        self.size = _size(add.request)
+        self.is_prepared = self.size <= SHORT and not add.request.sampling.get("structured_outputs")
         self.prepared: tuple[Any, RequestParams] | None = None
         self.form: Future[Any] | None = None
         self.error: BaseException | None = None
 
     def read(self) -> tuple[Any, RequestParams]:
         """Prompt and sampling of the request. Raises InvalidRequest, or what a chat's template raises."""
-        params = request_params(self.add.kind, self.add.sampling)
-        prompt = self.add.prompt
-        if self.add.messages is not None:
-            options = {**self.add.chat_options, **_truncation(params)}
-            prompt = self.engine.chat_token_ids(self.add.messages, **options)
+        request = self.request
+        params = request_params(request.kind, request.sampling)
+        prompt = request.prompt
+        if request.messages is not None:
+            options = {**request.chat_options, **_truncation(params)}
+            prompt = self.engine.chat_token_ids(request.messages, **options)
         if prompt is None:
             raise InvalidRequest("the request has neither a prompt nor messages")
         return prompt, params
@@ -81,21 +89,62 @@ class _Waiting:
         return self.is_prepared and (self.form is None or self.form.done())
 
 
+class _Preparer:
+    """Daemon threads, started when first needed, that tokenize long prompts: the most urgent lane's oldest first.
+
+    report: called in these threads, each time one is prepared.
+    """
+
+    def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
+        self._num_threads, self._name, self._report = threads, name, report
+        self._threads: list[threading.Thread] = []
+        self._waiting: PriorityQueue[tuple[int, int, _Waiting | None]] = PriorityQueue()
+        self._numbers = count()
+        self._is_closed = False
+
+    def submit(self, item: _Waiting) -> None:
+        """Prepare it after those of its lane that wait, and before those of less urgent lanes."""
+        self._waiting.put((item.lane, next(self._numbers), item))
+        if not self._threads:
+            for number in range(self._num_threads):
+                thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def close(self) -> None:
+        """Begin with no other; the threads end, each when it is through with its last."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._waiting.put((-1, next(self._numbers), None))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for each of the threads at most `timeout_s`."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        while (item := self._waiting.get()[2]) is not None and not self._is_closed:
+            if not item.is_dropped:
+                item.prepare()
+                self._report()
+            del item  # and with it the prompt, however long the next one is waited for
+
+
 class Intake:
     """Owner of the requests that wait for the engine. Those of a lane enter it in the order they came.
 
     All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
     """
 
-    def __init__(self, engine: EngineLike, report: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine, self._report = engine, report
         self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
         self._compiled: deque[_Waiting] = deque()  # by other threads
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
-        self._preparer = Preparer(THREADS, "tokenmill-prompts", report)
-        self._long_preparer = Preparer(1, "tokenmill-long-prompts", report)
+        self._preparer = _Preparer(THREADS, "tokenmill-prompts", report)
+        self._long_preparer = _Preparer(1, "tokenmill-long-prompts", report)
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -133,7 +182,7 @@ class Intake:
         self._take_back()
         refused: list[Completion] = []
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
-            self._ids.pop(waiting.add.request_id, None)
+            self._ids.pop(waiting.request_id, None)
             refused += self._add(waiting)
         return refused
 
@@ -194,12 +243,11 @@ class Intake:
             del self._lanes[lane]
 
     def _add(self, waiting: _Waiting) -> list[Completion]:
-        request_id = waiting.add.request_id
+        request_id, continued = waiting.request_id, waiting.request.continued
         if waiting.error is not None:
             return [_refused(request_id, waiting.error)]
         try:
             prompt, params = waiting.prepared or waiting.read()
-            continued = waiting.add.continued
             self._engine.add(request_id, prompt, params, lane=waiting.lane, continued=continued)
         except Exception as error:  # noqa: BLE001  # what a request may hold is open
             return [_refused(request_id, error)]
@@ -221,12 +269,12 @@ def _truncation(params: RequestParams) -> dict[str, Any]:
     return {} if most is None else {"truncate_prompt_tokens": most}
 
 
-def _size(add: Add) -> int:
+def _size(request: Request) -> int:
     """Characters or token ids; of a chat also what rendering it takes, and of what is scored the texts."""
-    continuations = 0 if add.kind == "generate" else _chars(list(add.sampling.values()))
-    if add.messages is None:
-        return len(add.prompt or "") + len(add.continued) + continuations
-    return _chars(add.messages) + _chars(add.chat_options) + len(add.continued) + continuations
+    continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
+    if request.messages is None:
+        return len(request.prompt or "") + len(request.continued) + continuations
+    return _chars(request.messages) + _chars(request.chat_options) + len(request.continued) + continuations
 
 
 def _chars(value: object) -> int:

@@ -4,28 +4,20 @@ They are plain data in two queues, so that the engine can move to a process of i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engine import Completion, RequestProgress
+from jobs.tasks import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run one prompt (or the messages of a chat, with chat_options) on a lane.
-
-    sampling: the values of engine.request_params for its kind.
-    continued: as of Engine.add.
-    """
+    """Order: run a job's request on a lane."""
 
     request_id: str
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    sampling: Mapping[str, Any]
+    request: Request
     lane: int
-    chat_options: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "generate"
-    continued: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

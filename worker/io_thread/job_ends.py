@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -12,7 +12,7 @@ from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from jobs.runs.end_notices import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.job_store import JobStore
@@ -44,14 +44,9 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
 
 
-class Ended(Protocol):
-    """Told when nothing is left to do for a job.
-
-    outcome: how it ended; None where another worker has counted that. written: False where the job had been
-    cancelled or taken over, so that its end here was dropped.
-    """
-
-    def __call__(self, job: HeldJob, outcome: Outcome | None, written: bool = True) -> None: ...
+Ended = Callable[[HeldJob, Outcome | None, bool], None]
+"""Told when nothing is left to do for a job: how it ended, None where another worker has counted that; and
+whether that was written: not where the job had been cancelled or taken over."""
 
 
 class JobEnds:
@@ -97,7 +92,7 @@ class JobEnds:
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
-        job.end()
+        job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
         if status != "finished" and outcome.is_final and tells_of(job.claimed.job_id):
@@ -165,7 +160,7 @@ class JobEnds:
             elif came is not None:
                 self._write(job, came)
             else:
-                self._ended(job, outcome, written=False)
+                self._ended(job, outcome, False)
 
         call = PoolCall(call_back, then)
         self._calls.submit(self._pool, job, call)
@@ -199,7 +194,7 @@ class JobEnds:
         elif reply in ("lost", "refused"):
             if reply == "refused":
                 self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
-            self._ended(job, outcome, written=False)
+            self._ended(job, outcome, False)
         else:
             self._announce(job, outcome)
 
@@ -234,11 +229,11 @@ class JobEnds:
         """Queue a job's webhooks, once its end is written, and let it go."""
         webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
         if outcome is None or not webhooks:
-            self._ended(job, outcome)
+            self._ended(job, outcome, True)
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
-        self._calls.submit(self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome)))
+        self._calls.submit(self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome, True)))
 
     def _persist(self, job: HeldJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in a thread until it comes through, then `then` its value."""

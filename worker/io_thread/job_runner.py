@@ -11,7 +11,7 @@ from jobs.tasks import OpenTask, Task
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.function_runner import FunctionRunner
-from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts
+from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts, JobState
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
@@ -194,7 +194,7 @@ class JobRunner:
         """Every completion is in: ask the task for the job's value."""
         assert job.open_task is not None
         self._beginnings.began(job, self._clock())  # where no request of it needed the engine
-        job.collect()
+        job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._own_valued)
         else:
@@ -207,7 +207,7 @@ class JobRunner:
         self._calls.try_again()
         self._ends.flush(store)
 
-    def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool = True) -> None:
+    def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
         """Forget a job. outcome: how it ended; None where another worker has counted that."""
         if job not in self.jobs:
             return
@@ -292,7 +292,7 @@ class JobRunner:
         It has taken too many workers with it, or only its dependents are to be queued.
         """
         job = self.jobs.add(claimed)
-        job.end()
+        job.state = JobState.ENDING
         if claimed.has_ended:
             self._ends.queue_dependents(job, None)
             return
@@ -310,7 +310,7 @@ class JobRunner:
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = self.jobs.add(claimed)
-        job.end()
+        job.state = JobState.ENDING
         job.hold(self._admission.with_allowed_callbacks(claimed.record))
         self._ends.fail(job, error)
 

@@ -18,10 +18,10 @@ from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
-from worker.threads.functions import FilePool, FunctionPool, seconds_of_silence, seconds_since_begin
+from worker.threads.functions import FunctionPool, seconds_of_silence, seconds_since_begin
 
 TRY_AGAIN_S = 0.5
-"""Pause before a call that found no memory is made again."""
+"""Pause before a call that found no memory, or was cut off by an outage, is made again."""
 
 
 class Place(NamedTuple):
@@ -79,9 +79,6 @@ class RoomLine:
 
 Then = Callable[[HeldJob, Any, BaseException | None], None]
 """Takes the value that a call came back with, or what it raised."""
-
-_TRY_AGAIN_S = 0.5
-"""Pause before what an outage cut off is tried again."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ class PoolCalls:
     def submit_later(self, submit: Callable[[], None]) -> None:
         """Try something again when Redis is there, and not at once."""
         if not self._waiting:
-            self._try_again_at = self._clock() + _TRY_AGAIN_S
+            self._try_again_at = self._clock() + TRY_AGAIN_S
         self._waiting.append(submit)
 
     def try_again(self) -> None:
@@ -185,13 +182,10 @@ class PoolThreads:
     """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
-        self._files, self._functions, self._enders = files, parts.functions, parts.enders
+        self._files, self._others = files.pools, (parts.functions, parts.enders)
         self._webhooks, self._inspections = parts.callbacks.webhooks, inspections
+        self._pools = *self._others, self._webhooks.pool, *self._files
         self._grace_s, self._log = parts.environment.function_grace_s, parts.log
-
-    @property
-    def _pools(self) -> tuple[FunctionPool | TaskFiles, ...]:
-        return self._functions, self._enders, self._webhooks.pool, self._files
 
     @property
     def num_stuck(self) -> int:
@@ -210,12 +204,14 @@ class PoolThreads:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
-        for pool in (self._files, self._functions, self._enders):
+        for pool in (*self._files, *self._others):
             pool.end()
         self._inspections.end()
-        self._files.join(timeout_s)
-        self._functions.join(_FUNCTIONS_LEAVE_S)
-        self._enders.join(_FUNCTIONS_LEAVE_S)
+        until = time.monotonic() + timeout_s
+        for pool in self._files:
+            pool.join(max(0.0, until - time.monotonic()))
+        for pool in self._others:
+            pool.join(_FUNCTIONS_LEAVE_S)
         self._webhooks.close()
 
 
@@ -247,8 +243,9 @@ class TaskFiles:
     ) -> None:
         self._packer, self._calls, self._limit_s = packer, calls, limit_s
         self._log, self._clock = log, clock
-        self._openers = FilePool(THREADS, MAX_OPENING, "tokenmill-files", clock)
-        self._writers = FilePool(THREADS, MAX_OPENING, "tokenmill-parts", clock)
+        self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
+        self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
+        self.pools = self._openers, self._writers
         self._not_open = file_timeout("opening its file went on", limit_s)
         self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
         self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
@@ -302,8 +299,8 @@ class TaskFiles:
         for job in self._packer.opening_now():
             if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
                 self._packer.opens_slowly(job)
-        for pool in (self._openers, self._writers):
-            pool.relieve(SLOW_S)
+        for pool in self.pools:
+            pool.relieve(SLOW_S, MAX_OPENING)
         self._openers.interrupt_overdue(seconds_since_begin, self._limit_s, self._not_open)
         self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
 
@@ -312,26 +309,6 @@ class TaskFiles:
         call = planning.call
         if call is not None and call.error is None and seconds_of_silence(call, self._clock()) > self._limit_s:
             planning.interrupt_function(self._not_planned)
-
-    def give_up_stuck(self, grace_s: float) -> list[str]:
-        """See FunctionPool.give_up_stuck."""
-        return self._openers.give_up_stuck(grace_s) + self._writers.give_up_stuck(grace_s)
-
-    @property
-    def num_stuck(self) -> int:
-        """Threads that were given up and have not ended."""
-        return self._openers.num_stuck + self._writers.num_stuck
-
-    def end(self) -> None:
-        """Let the threads end once the calls given so far are done."""
-        self._openers.end()
-        self._writers.end()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the threads to end, but for stuck ones, at most `timeout_s`."""
-        until = time.monotonic() + timeout_s
-        for pool in (self._openers, self._writers):
-            pool.join(max(0.0, until - time.monotonic()))
 
 
 def _result_of(job: HeldJob) -> Any:

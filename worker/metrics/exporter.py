@@ -5,7 +5,7 @@ those of queues rq-exporter's. Label values are the operator's queues, the model
 number.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -55,38 +55,28 @@ class _WorkerCollector(Collector):
 
     def _of_queues(self, shown: Shown) -> Iterator[Metric]:
         name, queues = (safe_name(str(self._worker.facts.get("worker", ""))), ",".join(self._worker.queue_names))
-        workers = GaugeMetricFamily("rq_workers", "Workers, this one.", labels=["name", "state", "queues"])
-        workers.add_metric([name, shown.state, queues], 1)
-        yield workers
-        info = GaugeMetricFamily(
-            "tokenmill_worker_info",
-            "What the worker serves.",
-            labels=["name", "model_name", "dtype", "attention_backend", "version"],
-        )
-        facts = [str(self._worker.facts.get(each, "")) for each in ("dtype", "attention_backend", "version")]
-        info.add_metric([name, self._model, *facts], 1)
-        yield info
-        jobs = GaugeMetricFamily("rq_jobs", _QUEUE_HELP, labels=["queue", "status"])
-        for queue, by_status in shown.queued.items():
-            for status, number in by_status.items():
-                jobs.add_metric([queue, status], number)
-        yield jobs
+        labels = ["name", "state", "queues"]
+        yield _family(GaugeMetricFamily, "rq_workers", "Workers, this one.", labels, [((name, shown.state, queues), 1)])
+        labels = ["name", "model_name", "dtype", "attention_backend", "version"]
+        facts = [str(self._worker.facts.get(each, "")) for each in labels[2:]]
+        of_all = [((name, self._model, *facts), 1)]
+        yield _family(GaugeMetricFamily, "tokenmill_worker_info", "What the worker serves.", labels, of_all)
+        jobs = [
+            ((queue, status), number)
+            for queue, by_status in shown.queued.items()
+            for status, number in by_status.items()
+        ]
+        yield _family(GaugeMetricFamily, "rq_jobs", _QUEUE_HELP, ["queue", "status"], jobs)
 
     def _of_jobs(self, shown: Shown) -> Iterator[Metric]:
-        counts = self._worker.counts
-        held = GaugeMetricFamily("tokenmill_jobs_held", "Jobs claimed here and not ended.", labels=["queue", "kind"])
-        for queue in self._worker.queue_names:
-            for kind in ("engine", "function"):
-                held.add_metric([queue, kind], shown.held.get((queue, kind), 0))
-        yield held
-        ended = CounterMetricFamily("tokenmill_jobs", "Jobs ended here.", labels=["queue", "outcome", "reason"])
-        for (queue, outcome, reason), number in dict(counts.jobs).items():
-            ended.add_metric([queue, outcome, reason], number)
-        yield ended
-        rows = CounterMetricFamily("tokenmill_rows", "Rows of finished shards.", labels=["queue", "outcome", "reason"])
-        for (queue, outcome, reason), number in dict(counts.rows).items():
-            rows.add_metric([queue, outcome, reason], number)
-        yield rows
+        counts, labels = self._worker.counts, ["queue", "outcome", "reason"]
+        kinds = [(queue, kind) for queue in self._worker.queue_names for kind in ("engine", "function")]
+        held = [(each, shown.held.get(each, 0)) for each in kinds]
+        text = "Jobs claimed here and not ended."
+        yield _family(GaugeMetricFamily, "tokenmill_jobs_held", text, ["queue", "kind"], held)
+        ended, rows = dict(counts.jobs).items(), dict(counts.rows).items()
+        yield _family(CounterMetricFamily, "tokenmill_jobs", "Jobs ended here.", labels, ended)
+        yield _family(CounterMetricFamily, "tokenmill_rows", "Rows of finished shards.", labels, rows)
         yield CounterMetricFamily(
             "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", counts.claims_lost
         )
@@ -95,18 +85,12 @@ class _WorkerCollector(Collector):
 
     def _of_redis(self) -> Iterator[Metric]:
         counts = self._worker.counts
-        sent = CounterMetricFamily(
-            "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", labels=["client"]
-        )
-        sent.add_metric(["worker"], counts.round_trips)
-        sent.add_metric(["functions"], counts.round_trips_of_functions)
-        yield sent
-        errors = CounterMetricFamily(
-            "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", labels=["error"]
-        )
-        for error, number in {"ConnectionError": 0, **counts.redis_errors}.items():
-            errors.add_metric([error], number)
-        yield errors
+        text = "Commands or pipelines sent to Redis."
+        sent = [(("worker",), counts.round_trips), (("functions",), counts.round_trips_of_functions)]
+        yield _family(CounterMetricFamily, "tokenmill_redis_round_trips", text, ["client"], sent)
+        text = "Turns of the I/O thread that Redis ended."
+        errors = [((error,), number) for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()]
+        yield _family(CounterMetricFamily, "tokenmill_redis_errors", text, ["error"], errors)
 
     def _gauges(self, shown: Shown, stats: Mapping[str, Any]) -> Iterator[Metric]:
         num_blocks = stats.get("num_blocks", 0)
@@ -133,10 +117,9 @@ class _WorkerCollector(Collector):
             yield self._one(CounterMetricFamily, name, text, value)
 
     def _of_steps(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        seconds = CounterMetricFamily("tokenmill_step_seconds", "Time of steps by part.", labels=["model_name", "part"])
-        for part, value in stats.get("step_seconds", {}).items():
-            seconds.add_metric([self._model, part], value)
-        yield seconds
+        seconds = [((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()]
+        labels = ["model_name", "part"]
+        yield _family(CounterMetricFamily, "tokenmill_step_seconds", "Time of steps by part.", labels, seconds)
         sizes: tuple[int, ...] = stats.get("batch_sizes", ())
         if sizes:
             histogram = Histogram([1 << i for i in range(len(sizes) - 1)])
@@ -145,26 +128,32 @@ class _WorkerCollector(Collector):
 
     def _of_requests(self) -> Iterator[Metric]:
         counts = self._worker.counts
-        done = CounterMetricFamily(
-            "tokenmill_request_success", "Samples by how they ended.", labels=["model_name", "finished_reason"]
-        )
-        for reason, number in dict(counts.requests).items():
-            done.add_metric([self._model, reason], number)
-        yield done
+        done = [((self._model, reason), number) for reason, number in dict(counts.requests).items()]
+        text, labels = "Samples by how they ended.", ["model_name", "finished_reason"]
+        yield _family(CounterMetricFamily, "tokenmill_request_success", text, labels, done)
         text = "From a request's arrival in the engine to its first token."
         yield self._histogram("time_to_first_token_seconds", text, counts.first_token)
         text = "From a request's arrival in the engine to its end."
         yield self._histogram("e2e_request_latency_seconds", text, counts.e2e)
 
     def _one(self, kind: Any, name: str, text: str, value: float) -> Metric:
-        family: Metric = kind(f"tokenmill_{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)  # type: ignore[attr-defined]
-        return family
+        return _family(kind, f"tokenmill_{name}", text, ["model_name"], [((self._model,), value)])
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
         family.add_metric([self._model], histogram.cumulative(), histogram.total)
         return family
+
+
+def _family(
+    kind: Any, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """rows: values of the labels, and the number."""
+    family = kind(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    made: Metric = family
+    return made
 
 
 def _by_queue(name: str, text: str, histograms: Mapping[str, Histogram]) -> Metric:

@@ -110,4 +110,5 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
             return socket.create_server(address[:2], family=family, backlog=1024)
         except (OSError, UnicodeError) as error:
             reason = error
-    raise MetricsNotServed(host, ports[0], ports[-1], str(reason))
+    named = f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else str(ports[0])
+    raise MetricsNotServed(host, named, reason)

@@ -47,13 +47,12 @@ class Dependents:
         ended._id, ended._status = claimed.job_id, JobStatus(ended_as.decode())
         found: Any = self._client.sscan(ended.dependents_key, cursor, count=PAGE)
         following, members = int(found[0]), found[1]
-        calls = []
-        for dependent in self._fetch([member.decode(errors="replace") for member in members]):
-            if self._may_run(dependent, ended):
-                front = bool(dependent.enqueue_at_front)
-                ids = {"queue": dependent.origin, "id": dependent.id, "ended_id": claimed.job_id}
-                moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-                calls.append(Call("queue_dependent", {**ids, **moment, "at_front": front}))
+        same = {"ended_id": claimed.job_id, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+        calls = [
+            Call("queue_dependent", {"queue": each.origin, "id": each.id, "at_front": each.enqueue_at_front, **same})
+            for each in self._fetch([member.decode(errors="replace") for member in members])
+            if self._may_run(each, ended)
+        ]
         if calls:
             self._call_many(calls)
         return following
@@ -127,7 +126,10 @@ class EndCalls:
         return Call("retry", {**run, **args}, entry)
 
     def _finish(self, outcome: Outcome, step: Repeat | End, run: Mapping[str, Any]) -> Call:
-        status, kind = _status_and_kind(outcome, step)
+        status = outcome.status
+        kind = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
+        if isinstance(step, End) and step.has_used_up_retries:
+            status, kind = "failed", Result.Type.MAX_RETRIES_EXCEEDED
         args: dict[str, Any] = {"status": status, "score": "", "next_run": "", "repeats_left": ""}
         if isinstance(step, Repeat):
             args |= {"next_run": self._when(step.wait_s), "repeats_left": step.left}
@@ -166,14 +168,6 @@ class EndCalls:
         if not failed and outcome.packed is not None:
             fields["return_value"] = b64encode(outcome.packed)
         return [item for pair in fields.items() for item in pair]
-
-
-def _status_and_kind(outcome: Outcome, step: Repeat | End) -> tuple[str, Result.Type]:
-    """Status of the job, and kind of its result."""
-    if isinstance(step, End) and step.has_used_up_retries:
-        return "failed", Result.Type.MAX_RETRIES_EXCEEDED
-    is_finished = outcome.status == "finished"
-    return outcome.status, Result.Type.SUCCESSFUL if is_finished else Result.Type.FAILED
 
 
 FAR_S = 10 * 365 * 86_400
@@ -290,7 +284,6 @@ class JobStore:
         return self._release(places, mode, max_deaths)
 
     def _release(self, places: Sequence[Mapping[str, str]], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
-        """places: of each job its address, `left_before` and `kind`."""
         same = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         calls = [Call("release", {**place, **same, "new_eid": uuid4().hex}) for place in places]
         replies = self._call_many(calls) if calls else []

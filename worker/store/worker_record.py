@@ -15,13 +15,7 @@ from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.version import code_version
 from jobs.watch.samples import LOADING, MAX_POINTS, Point
 
-_REGISTRIES = {
-    "started": "wip",
-    "finished": "finished",
-    "failed": "failed",
-    "deferred": "deferred",
-    "scheduled": "scheduled",
-}
+_REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
 """Status -> how RQ's keys call its registry."""
 
 _FLEET_KEY = prefixed("tokenmill:fleet:%s")
@@ -70,10 +64,8 @@ class WorkerRecord:
         beat: Callable[[Redis, str, str | None], None],
         facts: Mapping[str, Any],
     ) -> None:
-        self._client, self._beat = client, beat
-        self._name = worker_name
+        self._client, self._beat, self._name, self._queue_names = client, beat, worker_name, queue_names
         self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
-        self._queue_names = queue_names
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
     def count(self) -> QueueCounts:

@@ -91,6 +91,7 @@ class FunctionPool:
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
         self._stuck: set[threading.Thread] = set()
+        self._relieved: set[threading.Thread] = set()
         self._numbers = count()
         self._threads: list[threading.Thread] = []
         for _ in range(threads):
@@ -125,7 +126,33 @@ class FunctionPool:
 
     def _was_relieved(self, thread: threading.Thread) -> bool:
         """Whether another thread has the place of this one already, which ends after its call."""
-        return False
+        with self._lock:
+            if thread not in self._relieved:
+                return False
+            self._relieved.discard(thread)
+            self._threads.remove(thread)
+            return True
+
+    def relieve(self, slow_s: float, most: int) -> None:
+        """Let another thread take the place of each whose call goes on for more than `slow_s`, up to `most` threads.
+
+        A read of a mount that hangs blocks in the kernel, and nothing can interrupt it. The thread ends with it.
+        """
+        for thread, call in list(self._running.items()):
+            with self._lock:
+                is_slow = thread not in self._relieved and seconds_since_begin(call, self._clock()) > slow_s
+                if not is_slow or len(self._threads) >= most:
+                    continue
+                self._relieved.add(thread)
+            self._add_thread()
+
+    def interrupt_overdue(
+        self, seconds: Callable[[Call, float], float], limit_s: float, error: type[Exception]
+    ) -> None:
+        """Interrupt the calls whose `seconds(call, now)` are more than `limit_s`."""
+        for call in list(self._running.values()):
+            if call.error is None and seconds(call, self._clock()) > limit_s:
+                call.interrupt(error)
 
     def submit(
         self,
@@ -176,46 +203,6 @@ class FunctionPool:
         """End the threads once the calls given so far are done; wait for that at most `timeout_s`."""
         self.end()
         self.join(timeout_s)
-
-
-class FilePool(FunctionPool):
-    """Runs calls over files, of our own code, which asks whether it is interrupted.
-
-    A read of a mount that hangs blocks in the kernel, and nothing can interrupt it. While a call is slow, its
-    thread is relieved: another one takes its place, and it ends with the call. Those that are given up aside,
-    there are never more than `most` threads.
-    """
-
-    def __init__(self, threads: int, most: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._relieved: set[threading.Thread] = set()
-        super().__init__(threads, name, clock)
-
-    def relieve(self, slow_s: float) -> None:
-        """Let another thread take the place of each whose call goes on for more than `slow_s`."""
-        for thread, call in list(self._running.items()):
-            with self._lock:
-                is_slow = thread not in self._relieved and seconds_since_begin(call, self._clock()) > slow_s
-                if not is_slow or len(self._threads) >= self._most:
-                    continue
-                self._relieved.add(thread)
-            self._add_thread()
-
-    def interrupt_overdue(
-        self, seconds: Callable[[Call, float], float], limit_s: float, error: type[Exception]
-    ) -> None:
-        """Interrupt the calls whose `seconds(call, now)` are more than `limit_s`."""
-        for call in list(self._running.values()):
-            if call.error is None and seconds(call, self._clock()) > limit_s:
-                call.interrupt(error)
-
-    def _was_relieved(self, thread: threading.Thread) -> bool:
-        with self._lock:
-            if thread not in self._relieved:
-                return False
-            self._relieved.discard(thread)
-            self._threads.remove(thread)
-            return True
 
 
 def seconds_since_begin(call: Call, now: float) -> float:

@@ -23,10 +23,7 @@ class Asked(abc.ABC):
 
     @abc.abstractmethod
     def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        """Take all samples of a request; return the row's answer, or what is asked next.
-
-        place: of the request among the row's own. Nothing follows while others of its requests are awaited.
-        """
+        """Take all samples of a row's request; return its answer, or what is asked next, once none is awaited."""
 
     def inspect(self, place: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most check not
         """Check what `then` will take, in any thread. Raises JobsError."""

@@ -45,10 +45,7 @@ def entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterato
 
 @contextmanager
 def links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Raise PathSwapped for what the body raises where `name`, in an entered folder, is a link.
-
-    path: for the error.
-    """
+    """Raise PathSwapped for what the body raises where `name`, in an entered folder, is a link. path: for the error."""
     try:
         yield
     except OSError:

@@ -8,8 +8,7 @@ from jobs.errors import OutputError, RunError
 
 @dataclass(frozen=True)
 class FileStat:
-    """What tells one state of a file from another: size in bytes, modification time in nanoseconds, and what
-    its store calls it."""
+    """What tells one state of a file from another: bytes, modification time in ns, and its store's name for it."""
 
     size: int
     mtime_ns: int

@@ -25,10 +25,9 @@ Fingerprint = Callable[[FileStat], str]
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
     """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
 
-    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: what a writer changes
-    shows in the footer, or shifts what comes after it. An edit in place that keeps sizes and statistics,
-    outside of the samples, is not found. Any other file is read whole. Raises CorruptParquet or
-    InputNotFound.
+    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: what a writer changes shows in the
+    footer, or shifts what comes after it. An edit in place that keeps sizes and statistics, outside of the samples, is
+    not found. Any other file is read whole. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
     if input_format != PARQUET:
@@ -68,10 +67,8 @@ def _of_all(storage: Storage, path: str, digest: blake2b, most: int | None = Non
 def unchanged(
     storage: Storage, plan: Plan, file: PlannedFile, fingerprint: Fingerprint | None = None
 ) -> Iterator[None]:
-    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
-
-    Of one that is no Parquet the rows are read of what planning made of it: that has to be there.
-    """
+    """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
+    there."""
     if plan.input_format != PARQUET:
         if storage.stat(path := plan.rows_path(file)) is None:
             raise ConvertedInputGone(path, file.path)
@@ -87,10 +84,7 @@ def unchanged(
 def check_unchanged(
     storage: Storage, file: PlannedFile, fingerprint: Fingerprint | None = None, input_format: str = PARQUET
 ) -> None:
-    """Raise InputChanged when a file is not the one that was planned.
-
-    fingerprint: asked for only where a file of the planned size has another modification time or ETag.
-    """
+    """Raise InputChanged for another file than planned; its fingerprint decides where time or ETag alone differ."""
     stat = storage.stat(file.path)
     if stat is None:
         raise InputChanged(file.path, storage.what_is_there(file.path))

@@ -21,10 +21,7 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-    """Rename a file in one step that fails where the new name is taken (renameat2 of Linux).
-
-    Raises FileExistsError, or OSError with ENOSYS, ENOTSUP or EINVAL where kernel or filesystem cannot.
-    """
+    """Rename a file by renameat2, never over another. Raises FileExistsError, or OSError where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -136,18 +133,14 @@ class LocalFiles:
                     sink.write(text.encode())
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Raise PathSwapped, and take the name back, if the folder was moved away meanwhile.
-
-        The contents reach the disk before the name does: a part that is there is whole.
-        """
+        """Publish once the contents are on the disk; raise PathSwapped, and undo it, where its folder was moved."""
         with self._parent(target) as (folder, name):
             try:
                 self._place(os.path.basename(temporary), name, folder, _put_exclusively)
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # Whoever finished the run removed leftovers, this file among them; that needs a published
-                # target.
+                # Whoever finished the run removed leftovers, this file among them; that needs a published target.
                 if not _exists(name, folder):
                     raise
                 return False
@@ -170,7 +163,7 @@ class LocalFiles:
         return True
 
     def rename(self, path: str, target: str) -> bool:
-        """A void that is no link, on a filesystem without them, takes the target away as a store does."""
+        """Rename a void; one that is no link, on a filesystem without them, takes the target away as a store does."""
         with self._parent(target) as (folder, name):
             if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
                 self.remove(target)

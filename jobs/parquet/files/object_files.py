@@ -2,10 +2,9 @@
 
 A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
 `publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its
-source was removed. Both are one request that the store carries out, or refuses, whenever a worker that was
-frozen sends it. A mark cannot be taken away on a condition: whoever withdraws an end removes the mark while
-its claim is there, and if it was frozen just then, may remove the mark of an end that came in between. It
-finds its claim gone then, looks again, and the run is ended once more by whoever withdrew it.
+source was removed. Both are one request, whenever a worker that was frozen sends it. Whoever withdraws an end
+removes the mark while its claim is there; if it removes that of an end that came in between, it finds its claim gone,
+looks again, and ends the run once more.
 """
 
 import os
@@ -42,10 +41,7 @@ _pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
-    """Return what a listing of a kind tells of a prefix, a path as run_path returns it.
-
-    Raises what obstore does, and StoreRefused for a listing without an end.
-    """
+    """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
     scheme, _, rest = folder.partition("://")
     bucket, _, key = rest.partition("/")
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
@@ -78,7 +74,7 @@ class ObjectFiles:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """roots: as run_path returns them. timeout_s: in which a store has to serve."""
+        """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._requests = Requests(check_interrupted, timeout_s)
 

@@ -95,10 +95,7 @@ def _without_redirects() -> dict[str, str]:
 
 
 class Requests:
-    """Makes requests, each again until it is answered, at most for a share of `timeout_s`.
-
-    What is asked must bear being asked twice: a reply may be lost of what was done.
-    """
+    """Makes requests that bear being asked twice, each until it is answered, at most for a share of `timeout_s`."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class ObjectReader:
     closed = False
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        """fetch: returns the bytes from one place to another. size: of the object."""
+        """Take what reads an object. fetch: returns the bytes from one place to another. size: of the object."""
         self._fetch, self._size, self._place = fetch, size, 0
         self._block = lru_cache(MAX_BLOCKS)(self._fetch_block)
 
@@ -70,10 +70,9 @@ class ObjectSink(pa.PythonFile):  # type: ignore[misc]
 
 
 class ObjectWriter:
-    """What pyarrow needs of a Python file that it writes. It takes some five chunks of memory.
+    """What pyarrow needs of a Python file that it writes; takes some five chunks of memory.
 
-    put: uploads the whole object. open_upload: opens obstore's writer, for one in pieces. once: makes a
-    request to that, and names what goes wrong.
+    put: uploads the whole object. open_upload: opens obstore's writer. once: makes a request, and names what fails.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ObjectWriter:
         return len(data)
 
     def flush(self) -> None:
-        """A store takes whole objects."""
+        """Do nothing: a store takes whole objects."""
 
     def close(self) -> None:
         if self.closed:

@@ -59,8 +59,7 @@ class Storage:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
-        what may take time, and before any of it is done. timeout_s: in which a store has to serve."""
+        """Take roots of files, and of objects as of run_path. check_interrupted: called before what takes time."""
         self.check_interrupted = check_interrupted
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
@@ -153,17 +152,15 @@ class Storage:
         self._of(path).make_void(path, text)
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, without replacing; return False if the place
-        was taken. A file that is there is whole."""
+        """Put a whole file in its place, in the same folder; return False if the place was taken."""
         return self._of(target).publish(temporary, target)
 
     def replace(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, in the same folder, over what was there; return False if someone
-        removed it first."""
+        """Put a file over one, in the same folder; return False if someone removed it first."""
         return self._of(target).replace(temporary, target)
 
     def rename(self, path: str, target: str) -> bool:
-        """As `replace`, for what `make_void` has made: `stat` finds nothing in that place any more."""
+        """Replace by what `make_void` has made: `stat` finds nothing in that place any more."""
         return self._of(target).rename(path, target)
 
     def remove(self, path: str) -> bool:
@@ -232,11 +229,10 @@ def _first_line(error: BaseException) -> str:
 def replace_file(storage: Storage, temporary: str, path: str, of: str, may: Callable[[], bool]) -> bool:
     """Put a written file over the one that is there, where that is as it was when the other was written.
 
-    temporary: this execution's file, in the same folder. of: what each execution calls such a file
-    (temporary_name of jobs/runs/plans/names.py). may: looks whether what is there is as it was. Returns False
-    where it is not, or where somebody has removed the file. Of two at once, one has written its file before
-    the other removed all others': that one's rename fails, or the other's look finds what it has put there.
-    Raises OutputNotWritable.
+    temporary: this execution's file, in the same folder. of: what each execution calls such a file (temporary_name of
+    jobs/runs/plans/names.py). may: looks whether what is there is as it was. Returns False where it is not, or where
+    somebody has removed the file. Of two at once, one has written its file before the other removed all others': that
+    one's rename fails, or the other's look finds what it has put there. Raises OutputNotWritable.
     """
     with writing(path):
         remove_replacements(storage, os.path.dirname(path), of, temporary)

@@ -43,10 +43,8 @@ class Scanned:
 def scan(
     storage: Storage, path: str, input_format: str, rows: int | None = None, limit: int = DEFAULT_BYTES
 ) -> Scanned:
-    """Look through a file that is no Parquet. rows: so many are looked at.
-
-    limit: as of look_at. Raises CorruptTable, SchemaMismatch, TableNotRead or InputNotFound.
-    """
+    """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch, TableNotRead,
+    InputNotFound."""
 
     def ask() -> Scanned:
         names = bytearray()
@@ -63,10 +61,9 @@ def scan(
 def convert_inputs(
     storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
 ) -> int:
-    """Make the Parquet files of some of a plan's inputs that have none; return how many bytes theirs have.
+    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have.
 
-    files: by their numbers. limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or
-    OutputNotWritable.
+    limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or OutputNotWritable.
     """
     if plan.input_format == PARQUET:
         return 0
@@ -108,8 +105,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
 def converted_for_now(
     storage: Storage, plan: Plan, files: Iterable[int], limit: int = DEFAULT_BYTES
 ) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, and the storage for that: what is no Parquet any more, or not yet,
-    is for the time being in a folder of this machine's."""
+    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's."""
     files = list(files)
     paths = (plan.rows_path(plan.files[number]) for number in files)
     if plan.input_format == PARQUET or all(storage.stat(path) is not None for path in paths):

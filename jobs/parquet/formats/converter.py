@@ -52,10 +52,7 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
 def scan(worker: Worker) -> Replies:
-    """Tell the kinds of a file's columns and its schema, and rows and bytes of each group of its rows.
-
-    Of the question, `rows` are looked at. Of a batch file the names of its rows come before, slice by slice.
-    """
+    """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, slice by slice."""
     yield from named(worker, _scan)
 
 

@@ -48,10 +48,7 @@ MAX_DEPTH, MAX_FIELDS = 20, 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both.
-
-    "json" never stands within another kind: text among lists could not be told from what is JSON there.
-    """
+    """Return the kind of a column that holds values of both; "json" stands within no other kind."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -77,7 +74,7 @@ def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
-    """As `merged`, for columns of a CSV file: fields of different kinds are text as they stand."""
+    """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
     found = merged(one, other)
     return "text" if found == "json" else found
 
@@ -139,8 +136,7 @@ def _arrow_type(kind: Kind) -> pa.DataType:
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Return a column of values that came of JSON. Raises what pyarrow does where they are of another
-    kind."""
+    """Return a column of values that came of JSON. Raises what pyarrow does where they are of another kind."""
     if kind == "json":
         values = [
             each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values
@@ -149,7 +145,6 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
-    """Return a column of a CSV file's fields. Raises ValueError or KeyError where they are of no such
-    kind."""
+    """Return a column of a CSV file's fields. Raises ValueError or KeyError where they are of no such kind."""
     convert = _OF_TEXT.get(str(kind), str)
     return pa.array([convert(text) if text else None for text in texts], _arrow_type(kind))

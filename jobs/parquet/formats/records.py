@@ -126,11 +126,11 @@ class _Feed:
         self.taken: list[_Line] = []
 
     def begin(self) -> None:
-        """The next line begins a row."""
+        """Begin a row with the next line."""
         self.taken, self.size, self.is_utf8, self.is_over = [], 0, True, False
 
     def end_behind_first(self) -> None:
-        """The row's first line was all of it: the others are read again."""
+        """End a row with its first line: the others are read again."""
         self._again.extendleft(reversed(self.taken[1:]))
         del self.taken[1:]
         self.size = self.taken[0].size

@@ -31,10 +31,8 @@ Write = Callable[[pa.RecordBatch], None]
 
 
 def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
-    """Write the rows of all parts into the claims, files that are there; return False if one was removed.
-
-    Raises PartDamaged, or what writing does.
-    """
+    """Write the rows of all parts into the claims; return False if one was removed. Raises PartDamaged, or what writing
+    does."""
     if plan.spec.single_file == OPENAI_BATCH:
         return _write_batch(storage, plan, *claims)
     (claim,) = claims

@@ -65,11 +65,8 @@ OWN_KEYS = {METADATA_KEY.encode()}
 
 
 def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
-    """Return which of a run's input columns its output has, in their order.
-
-    names: of the input's columns, the added ones included; the one for the files' names, which was asked for,
-    stays beside those of `keep`. path: of one of the files, for the error. Raises MissingColumn.
-    """
+    """Return which of the input's columns, added ones included, the output has, in order. Raises MissingColumn for
+    `path`."""
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in names:
             raise MissingColumn(column, path, ", ".join(map(repr, names)))
@@ -130,10 +127,7 @@ def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:
-    """Return the kept columns of a batch with the answers of its rows behind them.
-
-    schema: what output_schema returned.
-    """
+    """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
     fields = answer_fields(spec)
     num_kept = len(schema) - len(fields)
     kept = [batch.column(name) for name in schema.names[:num_kept]]
@@ -198,9 +192,8 @@ def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
     """Read a part's statistics from its footer.
 
-    rows: how many the shard has; None takes the footer's word. One that a retry replaces while it is read is
-    read again. Raises PartDamaged when the file is not the part of this shard of this run, or has another
-    number of rows.
+    rows: how many the shard has; None takes the footer's word. One that a retry replaces while it is read is read
+    again. Raises PartDamaged when the file is not the part of this shard of this run, or has another number of rows.
     """
     while True:
         before = storage.stat(path)

@@ -26,8 +26,7 @@ _REPLACEMENT = replacement_name(PLAN)
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, None where there is none yet; nobody who was about to replace it does any
-    more. Raises PlanDamaged or OutputNotWritable."""
+    """Return the plan in a folder, or None; nobody replaces it any more. Raises PlanDamaged or OutputNotWritable."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
@@ -37,17 +36,14 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def remove_extensions(storage: Storage, folder: str) -> None:
-    """Remove what executions have written of longer plans and not put in place; those of former planning jobs
-    put none in place any more."""
+    """Remove longer plans that were written and not put in place; former planning jobs put none there any more."""
     with writing(folder):
         remove_replacements(storage, folder, _REPLACEMENT)
 
 
 def replace_plan(storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]) -> bool:
-    """Put an extended plan in the place of the one that it was made of; return False where that is not there.
-
-    held: raises where the job is another execution's. Raises DiskFull or OutputNotWritable.
-    """
+    """Replace a plan by its extension; return False where it is gone. Raises what `held` does, DiskFull,
+    OutputNotWritable."""
     folder = plan.spec.output
     path = os.path.join(folder, PLAN)
     temporary = os.path.join(folder, temporary_name(execution_id, _REPLACEMENT))

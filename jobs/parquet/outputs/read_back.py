@@ -37,12 +37,10 @@ STORE_TIMEOUT_S = 30.0
 
 
 class FolderReader:
-    """Reads a run's folder as it is on this machine, whatever path its workers have for it; one in a store
-    with the keys in this program's environment."""
+    """Reads a run's folder as it is on this machine, or in a store with this program's keys."""
 
     def __init__(self, folder: str) -> None:
-        """folder: its real path here, or in a store. Raises PlanDamaged, StoreError, or ImportError without
-        obstore for one in a store."""
+        """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
             from jobs.parquet.files import object_files  # noqa: F401  # raises what the storage lets pass
         self._folder = folder
@@ -95,21 +93,18 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """The output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        """Return the output's columns that hold answers, and why there is none; numbers of tokens are not."""
         prefix = self.plan.spec.output_prefix
         names = [field.name for field in answer_fields(self.plan.spec)]
         return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The input's columns that the prompts are made of."""
+        """Return the input's columns that the prompts are made of."""
         return list(row_source(self.plan.spec).columns)
 
     def table(self) -> pa.Table:
-        """Return the rows of all parts, in the input's order, with the input's metadata, such as pandas'.
-
-        Raises PartDamaged.
-        """
+        """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:

@@ -1,12 +1,11 @@
 """A planned run on disk: its plan, its parts, and the check that ends it.
 
-Files know no transactions, and whoever is about to rename or remove one may have been frozen since it looked.
-So nothing here takes a whole part away, and the mark of the end changes only by renames of files that each
-execution names for itself, its claims. Who ends the run makes one, removes all claims to withdraw its end,
-looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing does the reverse. Of two
-that meet, the later look is the newer, and has removed the other's claim, whose rename fails: it looks again.
-Who replaces a part does likewise. A mark that is withdrawn is a link to nowhere: to remove it could hit the
-one that comes after it.
+Files know no transactions, and whoever is about to rename or remove one may have been frozen since it looked. So
+nothing here takes a whole part away, and the mark of the end changes only by renames of files that each execution names
+for itself, its claims. Who ends the run makes one, removes all claims to withdraw its end, looks at every part, and
+renames its claim to `_SUCCESS`; who finds a part missing does the reverse. Of two that meet, the later look is the
+newer, and has removed the other's claim, whose rename fails: it looks again. Who replaces a part does likewise. A mark
+that is withdrawn is a link to nowhere: to remove it could hit the one that comes after it.
 """
 
 import json
@@ -128,10 +127,8 @@ class RunFolder:
         return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
 
     def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
-        """Look into every part that is there; return, by number, what is wrong with those not this run's.
-
-        check_interrupted: called before each part; what it raises ends the search.
-        """
+        """Look into every part; return, by number, what is wrong with those not this run's. check_interrupted: called
+        before each."""
         damaged = {}
         for shard in sorted(self._numbers_of_parts()):
             check_interrupted()
@@ -163,10 +160,7 @@ class RunFolder:
             return self.storage.publish(temporary, self.plan.part_path(shard))
 
     def publish_over_damaged(self, temporary: str, shard: int) -> bool:
-        """Put a part in place, also of one that is damaged; return False as `replace_part` does.
-
-        temporary: this execution's temporary_replacement.
-        """
+        """Put the temporary_replacement in place, also of a damaged part; return False as `replace_part` does."""
         if self.publish(temporary, shard):
             return True
         return self.replace_part(temporary, shard, lambda: not self.has_whole_part(shard))
@@ -199,7 +193,7 @@ class RunFolder:
         return self._ended(self.state.record_part(stats), queue)
 
     def record_replaced_part(self, shard: int, queue: str) -> bool:
-        """As `record_part`, for a part that others may replace meanwhile: the newest one is recorded."""
+        """Record the newest part, as `record_part`, where others may replace it meanwhile."""
 
         def read() -> PartStats:
             stats = self.part_stats(shard)
@@ -236,10 +230,8 @@ class RunFolder:
             remove_waiting(self.state, verdict.submission, queue, ids)
 
     def recount(self, queue: str, damaged: Collection[int] = ()) -> bool:
-        """Rebuild the run's state from the parts that are there; end the run if none is missing.
-
-        queue: where the run's shards are enqueued. damaged: parts that count as missing while they are.
-        """
+        """Rebuild the run's state from the parts that are there; end the run if none is missing. damaged: count as
+        missing."""
         self.refresh()
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         size["sizes"] = json.dumps(self.plan.shares)
@@ -263,8 +255,7 @@ class RunFolder:
     def withdraw_end(self, suspects: Collection[int] = (), anyway: bool = False) -> list[int]:
         """Take back the end of a run with a part missing, damaged, or of no shard; return what is missing.
 
-        suspects: as for missing_shards. anyway: also where none is, as a part is another one than
-        it was. Raises OutputNotWritable.
+        suspects: as for missing_shards. anyway: also where none is. Raises OutputNotWritable.
         """
         while True:
             end = self.state.end()
@@ -305,10 +296,7 @@ class RunFolder:
                 self.storage.remove(self.path(name))
 
     def _finish(self) -> bool:
-        """Check every part, then write the manifest and the mark; return False when a part is missing.
-
-        Doing it twice, or at two places at once, writes the same files.
-        """
+        """Check every part, then write manifest and mark, perhaps again; return False when a part is missing."""
         while self._has_all_parts():
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -58,8 +57,8 @@ class Match(NamedTuple):
     is_folder: bool
 
 
-class Walk:
-    """One search, which heeds what interrupts the storage at each folder and name."""
+class FolderLister:
+    """Lists the folders of one search, and heeds what interrupts the storage at each folder and name."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -90,59 +89,51 @@ class Walk:
         folder above it ends there. A folder that cannot be read holds nothing. Raises SearchTooLong, or
         PathOutsideRoots where the pattern leads outside, or a link that it goes through.
         """
-        texts = pattern.split("/")
-        first = next(place for place, text in enumerate(texts) if glob_chars(text))
-        segments = [_Segment(text) for text in texts[first:]]
-        top = "/".join(texts[:first]) or "/"
+        first = _first_glob_segment(pattern)
+        segments = pattern.split("/")[first:]
+        top = "/".join(pattern.split("/")[:first]) or "/"
         found = []
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
             for entry in self._candidates(folder, [segments[place] for place in places]):
-                hits = {place for place in places if segments[place].matches(entry.name)}
+                hits = {place for place in places if _matches(segments[place], entry.name)}
                 if not hits or is_passed_by(entry.name):
                     continue
                 if len(segments) - 1 in hits:
                     path = folder.real_path(entry, self.storage)
                     found.append(Match(os.path.join(folder.named, entry.name), path, entry.is_folder))
-                below = _with_skipped({p if segments[p].is_any_depth else p + 1 for p in hits}, segments)
+                below = _with_skipped({p if segments[p] == "**" else p + 1 for p in hits}, segments)
                 child = folder.child(entry, self.storage) if below and entry.is_folder else None
                 if child is not None:
                     waiting.append((child, below))
         return sorted(found)
 
-    def _candidates(self, folder: Folder, segments: Sequence[_Segment]) -> list[Entry]:
+    def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return what of a folder may match: it is not listed where its names are known."""
-        if any(segment.is_glob for segment in segments):
+        if any(map(glob_chars, segments)):
             return self.readable_entries(folder.path)
         self.storage.check_interrupted()
-        looks = [self.storage.look(os.path.join(folder.path, segment.text)) for segment in segments]
+        looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
         return [found for found in looks if found is not None]
 
 
-class _Segment:
-    """A part of a glob between two slashes."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.is_any_depth, self.is_glob = text, text == "**", bool(glob_chars(text))
-        self._is_match = re.compile(fnmatch.translate(text)).match
-
-    def matches(self, name: str) -> bool:
-        """Whether it matches a name; for `**`, whether it goes into it."""
-        if not self.is_glob:
-            return name == self.text
-        if name.startswith(".") and not self.text.startswith("."):
-            return False
-        return self.is_any_depth or self._is_match(name) is not None
+def _matches(segment: str, name: str) -> bool:
+    """Whether a part of a glob between two slashes matches a name; for `**`, whether it goes into it."""
+    if not glob_chars(segment):
+        return name == segment
+    if name.startswith(".") and not segment.startswith("."):
+        return False
+    return segment == "**" or fnmatch.fnmatchcase(name, segment)
 
 
-def _with_skipped(places: set[int], segments: Sequence[_Segment]) -> frozenset[int]:
+def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
     """Return the segments that may match next, also behind `**`, which stands for no folder too."""
     reached: set[int] = set()
     for place in places:
         while place < len(segments):
             reached.add(place)
-            if not segments[place].is_any_depth:
+            if segments[place] != "**":
                 break
             place += 1
     return frozenset(reached)
@@ -153,16 +144,15 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order.
 
-    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the
-    files of the one other format that it has; those of its folders named key=value too. A glob gives what it
-    matches, files and, unless it holds **, folders. Both come sorted, without names that start with a dot or
-    an underscore (unless a glob spells one out). Several inputs have the key=value of the folders below the
-    one that holds them all: a shell expands a glob to such a list. Files below the output are never input.
-    Raises InputNotFound, SearchTooLong, PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give
-    too many columns, MixedFormats, or NestedFolders for a folder that holds such files in folders of plain
-    names.
+    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the files of
+    the one other format that it has; those of its folders named key=value too. A glob gives what it matches, files and,
+    unless it holds **, folders. Both come sorted, without names that start with a dot or an underscore (unless a glob
+    spells one out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
+    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
+    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or NestedFolders
+    for a folder that holds such files in folders of plain names.
     """
-    walk = Walk(storage)
+    lister = FolderLister(storage)
     found: list[FoundFile] = []
     folders = [_searched_folder(storage, item) for item in inputs]
     shared = _num_shared(folders)
@@ -170,7 +160,7 @@ def find_files(
         storage.check_interrupted()
         keys = _keys(folder.split("/")[shared:])
         with reading(item):
-            search = _Search(walk, output, input_format)
+            search = _Search(lister, output, input_format)
             files = [f for f in search.expand(item, keys) if not _is_below(output, f.path)]
         if not files:
             raise InputNotFound(item)
@@ -203,23 +193,23 @@ def _num_shared(folders: Sequence[str]) -> int:
 class _Search:
     """Finds the files of one input. wanted: the format of those in folders, None for what they have."""
 
-    walk: Walk
+    lister: FolderLister
     output: str
     wanted: str | None
 
     def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        if _is_glob(self.walk.storage, item):
+        if _is_glob(self.lister.storage, item):
             return self._matches(item, keys)
-        path = self.walk.storage.resolve(item)
-        if self.walk.storage.is_folder(path):
+        path = self.lister.storage.resolve(item)
+        if self.lister.storage.is_folder(path):
             return self._folder_files(path, keys)
-        return [FoundFile(path, keys, item)] if self.walk.storage.stat(path) is not None else []
+        return [FoundFile(path, keys, item)] if self.lister.storage.stat(path) is not None else []
 
     def _matches(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
         searched = pattern.split("/")
         fixed = _first_glob_segment(pattern)
         names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
-        for match in self.walk.matches(pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)):
+        for match in self.lister.matches(pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)):
             segments = match.named.split("/")[fixed:]
             if not match.is_folder:
                 keys = (*above, *_keys(segments[:-1]))
@@ -232,17 +222,17 @@ class _Search:
         plain_folders: list[str] = []
         seen = list(self._files(Folder(path, path), keys, plain_folders))
         wanted = self.wanted or _format_of([each.named for each in seen])
-        files = [each.found(self.walk.storage) for each in seen if is_named(each.named, wanted)]
+        files = [each.found(self.lister.storage) for each in seen if is_named(each.named, wanted)]
         plain = [folder for folder in plain_folders if folder != self.output]
-        if (nested := _first_nested(self.walk, plain, self.output, wanted)) is not None:
+        if (nested := _first_nested(self.lister, plain, self.output, wanted)) is not None:
             suffix = next(each for each in _suffixes(wanted) if nested.lower().endswith(each))
             raise NestedFolders(path, os.path.relpath(nested, path), suffix)
         return files
 
     def _files(self, top: Folder, keys: Keys, plain_folders: list[str]) -> Iterator[_Seen]:
         """Yield the files of a folder and of its key=value folders; note those that are not entered."""
-        walk = self.walk
-        waiting = [(top, keys, iter(walk.entries(top.path)))]
+        lister = self.lister
+        waiting = [(top, keys, iter(lister.entries(top.path)))]
         while waiting:
             folder, keys, entries = waiting[-1]
             entry = next(entries, None)
@@ -256,10 +246,10 @@ class _Search:
             elif (key := folder_key(entry.name)) is None:
                 plain_folders.append(os.path.join(folder.path, entry.name))
             else:
-                child = folder.child(entry, walk.storage)
+                child = folder.child(entry, lister.storage)
                 if child is not None and child.path != self.output:
                     below = (*keys, key)
-                    waiting.append((child, below, iter(walk.entries(child.path))))
+                    waiting.append((child, below, iter(lister.entries(child.path))))
 
 
 class _Seen(NamedTuple):
@@ -308,12 +298,12 @@ def _keys(names: Sequence[str]) -> Keys:
     return tuple(key for key in map(folder_key, names) if key is not None)
 
 
-def _first_nested(walk: Walk, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
+def _first_nested(lister: FolderLister, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
     """Return a file of a wanted format, None for any, that lies below a folder, but not below the output."""
     waiting = list(reversed(folders))
     while waiting:
         folder = waiting.pop()
-        for entry in reversed(walk.readable_entries(folder)):
+        for entry in reversed(lister.readable_entries(folder)):
             path = os.path.join(folder, entry.name)
             if _is_hidden(entry.name) or path == output:
                 continue

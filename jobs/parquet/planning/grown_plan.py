@@ -39,8 +39,7 @@ def in_planned_order(found: Sequence[FoundFile], plan: Plan) -> list[FoundFile]:
 def extended(plan: Plan, inputs: Inputs, asked: list[str], begins: Begins, now: float) -> Plan | None:
     """Return a plan with what its input has gained behind it; None where it is as planned.
 
-    inputs: what there is now, in planned order. asked: how it was named. begins: looks into a file. now: Unix
-    seconds. Raises InputChanged or CannotExtend.
+    inputs: in planned order. asked: how they were named. now: Unix seconds. Raises InputChanged or CannotExtend.
     """
     planned, last = _shares(plan), plan.files[-1].path
     found = {file.path: file for file in inputs.files}

@@ -54,7 +54,7 @@ class Inputs:
 
     @property
     def schema(self) -> pa.Schema:
-        """All columns that a template may name, in the order in which the output has them."""
+        """Return all columns that a template may name, in the order in which the output has them."""
         return with_added_fields(self.file_schema, self.added_columns)
 
 
@@ -93,11 +93,9 @@ def read_inputs(
 def read_columns(
     storage: Storage, found: Sequence[FoundFile], filename_column: str | None, input_format: str | None = None
 ) -> pa.Schema | None:
-    """Return what a look at the first file alone tells of the run's columns, the added ones included.
+    """Return what the first file alone tells of the run's columns, added ones included; None for lines of text.
 
-    None for lines of text, whose columns are known when all were read; but a CSV file's header is looked at.
-    Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats, SchemaMismatch when the folders differ,
-    or ColumnConflict for the filename column.
+    Raises as read_inputs does.
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
     if file_format in LINES - HEADED:
@@ -184,10 +182,7 @@ def _planned(path: str, stat: FileStat, fingerprint: str, groups: Sequence[tuple
 
 
 def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
-    """Return the rows, counted over all files, whose custom_id an earlier one has. Raises CorruptTable.
-
-    names: of each file, NAME_BYTES of each row.
-    """
+    """Return the rows whose custom_id an earlier one has, by NAME_BYTES of each row. Raises CorruptTable."""
     found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
     _, first = np.unique(found, return_index=True)
     repeated = np.setdiff1d(np.arange(len(found)), first)
@@ -198,10 +193,7 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
 
 
 def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
-    """Return what a look at a file tells, all of it of the state that the look is given.
-
-    Raises InputNotFound, or InputBeingWritten where another file is there after the look.
-    """
+    """Return what a look at a file tells of one state of it. Raises InputNotFound, or InputBeingWritten."""
     stat = storage.stat(path)
     if stat is None:
         raise InputNotFound(path)

@@ -7,10 +7,7 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:
-    """Raise what planning would, where the input's first file shows it, if that is on this machine.
-
-    MissingColumn, WrongColumnType, ColumnConflict, SearchTooLong or MixedFormats.
-    """
+    """Raise what planning would, as far as the input's first file is on this machine and shows it."""
     try:
         from jobs.parquet.files.storage import Storage
         from jobs.parquet.planning.find_files import find_files

@@ -55,13 +55,12 @@ def score_parquet(
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
     input to template, and others that say what is asked: see RunSpec.from_arguments.
-    queue: for the shards; by default the queue this job came from. model, redo_damaged, extend: see
-    Submission. webhook, on_end: a URL that is called, and a function, at the run's end.
-    max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
-    rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%"
-    alone.
-    Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
-    RunBusy: another process took the run over.
+    queue: for the shards; by default the queue this job came from. model, redo_damaged, extend: see Submission.
+    webhook, on_end: a URL that is called, and a function, at the run's end.
+    max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of rows, or
+    a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%" alone.
+    Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is RunBusy:
+    another process took the run over.
     """
     queue = arguments.pop("queue", None)
     submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
@@ -84,7 +83,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, asked, spec.output, spec.input_format)
-    before = _planned_before(storage, spec)
+    before = find_plan(storage, spec.output)
+    if before is not None:
+        _check_is_of(before, spec)
     if before is not None and not submission.extend and before.input != asked:
         found = find_files(storage, before.input, spec.output, spec.input_format)
     if before is not None and (submission.extend or before.extensions):
@@ -124,10 +125,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
 
 
 def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns that the run cannot be made of.
-
-    schema: the added columns included. path: of one of the files, for the error.
-    """
+    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns, added ones included, that make no run."""
     source = row_source(spec)
     if spec.calibrate:
         content_free(spec, source)  # raises once, and not in every shard
@@ -139,10 +137,8 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
 
 def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
-    """Raise PartDamaged for a part that this run has not written so, whose end is taken back then.
-
-    redo: return such parts' shards instead. Replaced anyway is the one part of a run without rows.
-    """
+    """Raise PartDamaged, and take the end back, for a part that this run has not written so; `redo` returns such
+    shards."""
     recorded = folder.state.records()
     found = folder.damaged_parts(check_interrupted)
     if redo or (found.keys() == {0} and folder.has_empty_part()):
@@ -171,14 +167,6 @@ def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> Run
             f"submit it first as it was before (input {brief(plan.input)}), which resumes it",
         )
     return plan.spec
-
-
-def _planned_before(storage: Storage, spec: RunSpec) -> Plan | None:
-    """Return the run's plan where there is one. Raises PlanDamaged or OutputHoldsAnotherRun."""
-    plan = find_plan(storage, spec.output)
-    if plan is not None:
-        _check_is_of(plan, spec)
-    return plan
 
 
 def _check_is_of(plan: Plan, spec: RunSpec) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import InvalidValue
+from jobs.errors import InvalidJob, InvalidValue
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
@@ -16,17 +16,15 @@ from jobs.runs.plans.names import is_run_id
 from jobs.runs.redis_state.end_calls import ErrorLimit, Submission
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.refusals import CannotRetry
 
 #: None is ever passed: rows that fail again leave the run as it was, and it ends.
 NO_LIMIT = ErrorLimit(share=1.0)
 
 
 def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
-    """Enqueue the shards of a run that hold rows with an error; each asks those rows again, and no others.
+    """Enqueue the shards of a run, by its plan's path, to ask rows with an error again; return the run's id and counts.
 
-    plan: the path of the run's _plan.json. What is refused changes nothing. Returns the run's id and counts.
-    Raises RunError or InvalidJob.
+    What is refused changes nothing. Raises RunError or InvalidJob.
     """
     if not is_run_id(run) or not isinstance(plan, str):
         raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", brief(run))
@@ -35,7 +33,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     found = trusted_plan(context, storage, plan, run)
     spec = found.spec
     if found.input_format == OPENAI_BATCH:
-        raise CannotRetry(run, "its lines are jobs of their own: submit those of errors.jsonl as a file")
+        raise InvalidJob(f"run {run} is of jobs of their own: submit the lines of errors.jsonl as a file instead")
     check_model(found, context.model)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)

@@ -21,11 +21,7 @@ MAX_READ_BYTES = 1 << 25
 def shard_lengths(
     context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, source: RowSource
 ) -> tuple[int, ...]:
-    """Return how many bytes the shards of a plan ask.
-
-    Of small Parquet files the columns that make the prompts are read; of others groups of rows tell, whose
-    rows count as equally long.
-    """
+    """Return how many bytes the shards ask: by the columns of small Parquet files, else by groups of rows."""
     groups = inputs.group_bytes
     if plan.input_format == PARQUET and sum(map(sum, groups)) <= MAX_READ_BYTES:
         with suppress(RunError):  # what cannot be read fails the shards that need it

@@ -50,9 +50,8 @@ def survey_parquet(
 ) -> dict[str, Any]:
     """Look at what a run of these arguments would ask; write nothing.
 
-    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows.
-    max_rows: where the run has more, every so manyth of them is looked at. arguments: as of
-    RunSpec.from_arguments.
+    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows. max_rows: where
+    the run has more, every so manyth of them is looked at. arguments: as of RunSpec.from_arguments.
     Raises RunError or InvalidJob.
     """
     spec = RunSpec.from_arguments(input, output, **arguments)
@@ -192,7 +191,7 @@ class _Survey:
         }
 
     def _prior(self) -> Any:
-        """The prompt, or the messages, that labels are calibrated with."""
+        """Return the prompt, or the messages, that labels are calibrated with."""
         if not self._plan.spec.calibrate:
             return False
         text = content_free(self._plan.spec, self._source).prompt
@@ -203,8 +202,8 @@ class _Survey:
 
 
 class Asked:
-    """A request of the run. row: the first of the `rows` that it is for, counted over all files. tokens: of
-    its prompt. limit: its row's max_tokens, 0 where rows do not differ in it."""
+    """A request of a run, for `rows` rows from `row` on, counted over all files. limit: max_tokens, 0 where all are
+    alike."""
 
     __slots__ = ("is_greedy", "limit", "row", "rows", "tokens")
 
@@ -213,10 +212,7 @@ class Asked:
 
 
 def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
-    """Choose at most `count` requests that stand for all, and tell for how many each does.
-
-    Large ones are likelier to be chosen, and count for fewer: what a few rows of a skewed file hold is seen.
-    """
+    """Choose at most `count` requests, large ones likelier, and tell for how many each stands."""
     order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
     if len(order) <= count:
         return [(each, 1.0) for each in order]

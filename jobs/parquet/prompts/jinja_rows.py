@@ -15,10 +15,7 @@ _TOGETHER_CHARS = 1 << 20
 
 
 def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render a batch in Arrow's stream format; reply the texts of rows, or for each why it has none.
-
-    Of the question, `columns` are what the `texts` name, `defaults` what stands for null there.
-    """
+    """Render a batch in Arrow's stream format; reply rows' `texts`, or why there is none. defaults: stand for null."""
     question = worker.question
     (batch,) = pa.ipc.open_stream(pa.py_buffer(worker.body))
     found: list[list[str] | str] = []

@@ -39,7 +39,7 @@ class JinjaSource(PromptSource):
         check_texts(schema, self.columns)
 
     def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        """A child that fails is asked again, row by row: what it fails with then is the row's."""
+        """Render rows; a child that fails is asked again, row by row: what it fails with then is the row's."""
         done, singly = 0, False
         while done < rows.num_rows:
             try:

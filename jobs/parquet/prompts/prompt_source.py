@@ -123,10 +123,7 @@ class MessagesColumn(ValuesSource):
 
 
 class TemplateSource(ValuesSource):
-    """A template over any columns that have a text form; lists, structs and maps stand there as JSON.
-
-    defaults: for columns the text that stands for null; without one the row has no prompt.
-    """
+    """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raises InvalidJob for a default of a column that the template does not name."""
@@ -189,7 +186,7 @@ def checked_text(text: Any, what: str) -> str:
 
 
 def checked_chat(messages: Any) -> str:
-    """The JSON of a chat. One order of keys, so that equal chats are equal texts."""
+    """Return the JSON of a chat, in one order of keys, so that equal chats are equal texts."""
     try:
         return json.dumps(normal_messages(messages))
     except UnusableMessages as problem:
@@ -202,7 +199,7 @@ class BatchLine(ValuesSource):
     columns = ("request",)
 
     def check(self, schema: pa.Schema) -> None:
-        """Any line may be read."""
+        """Accept any schema: any line may be read."""
 
     def render(self, values: Mapping[str, Any]) -> str:
         (text,) = values.values()
@@ -212,10 +209,7 @@ class BatchLine(ValuesSource):
 
 
 class RowSource:
-    """Makes rows: prompts, with what stands beside them.
-
-    sampling: values that rows bring, if they do. beside: columns whose values are kept, as `write` does it.
-    """
+    """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
 
     def __init__(
         self,
@@ -238,10 +232,8 @@ class RowSource:
             self._sampling.check(schema)
 
     def rows(self, batch: pa.RecordBatch, problems: Sequence[str | None] = ()) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing.
-
-        problems: why a row's line is none, None where it is one; empty where no row has such.
-        """
+        """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
+        such."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             prompts = self._prompts.rendered(part)

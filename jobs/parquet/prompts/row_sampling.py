@@ -18,11 +18,8 @@ CHECKS_REMEMBERED = 1024
 
 
 class RowSampling:
-    """Sampling values from columns.
-
-    by_name: for the names of sampling values the columns that hold them; null leaves the run's own. sampling:
-    the run's. check: raises InvalidJob for values that no request could use.
-    """
+    """Sampling values from columns `by_name`, where null leaves the run's. check: raises InvalidJob for impossible
+    ones."""
 
     def __init__(
         self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]

@@ -26,10 +26,7 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
-    """Return the source that a run's arguments name. Raises InvalidJob.
-
-    check_sampling: see JobContext; asked of the values that rows bring.
-    """
+    """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
     if spec.input_format == OPENAI_BATCH:
         return RowSource(BatchLine())
     sampling = None

@@ -62,10 +62,8 @@ class RetryWork(AgainTask):
         return {"rows": self._old.rows, "rows_done": kept + self.asked.rows_done, "tokens": self.asked.generated_tokens}
 
     def result(self) -> dict[str, Any]:
-        """Put the part in place with the new answers, count it, and end the run if it was the last one.
-
-        Raises RunError.
-        """
+        """Put the part in place with the new answers, count it, and end the run if it was the last one. Raises
+        RunError."""
         answers = dict(zip(self._rows, self.asked.answers(), strict=True))
         while answers and not self._publish(answers):
             self._context.check_interrupted()  # another execution's part is there: what it lacks is put in

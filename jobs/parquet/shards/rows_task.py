@@ -54,7 +54,7 @@ class RowsTask(OpenTask):
 
     @property
     def asked(self) -> ShardRequests:
-        """What is asked, where something is."""
+        """Return what is asked, where something is."""
         assert self._requests is not None, "nothing was asked"
         return self._requests
 
@@ -80,10 +80,7 @@ class AgainTask(RowsTask):
     """Asks rows of a run again; a subclass calls `ask` when it is made."""
 
     def ask(self, context: JobContext, storage: Storage, plan: Plan, rows: Sequence[int]) -> None:
-        """Read rows of a run, in their order, to ask them as the run has.
-
-        Raises RunOfAnotherModel, RunError or NoRoomYet.
-        """
+        """Read rows of a run, in order, to ask them as it has. Raises RunOfAnotherModel, RunError or NoRoomYet."""
         check_model(plan, context.model)
         context.checks.admit(plan.spec.repairs)
         wanted, source = set(rows), row_source(plan.spec, context.check_sampling)

@@ -15,10 +15,7 @@ from jobs.tasks import Completion, Request
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that are asked together. key: names the row in the memo; None where equal rows may differ.
-
-    row, asked: until and while it is asked. num_sent: requests so far.
-    """
+    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered."""
 
     row: Row | None
     rows: list[int]
@@ -33,14 +30,10 @@ class ShardRequests:
     number_of: gives the number in the run of a row, counted within the shard. run, memo: where the answers of
     other shards are. let_go: told of each row whose texts are not held here any more.
 
-    Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are
-    asked once, and not at all where another shard of the run, on the same worker, has the answer. A row that
-    another shard is at comes last, when its answer may be there; if it is not, it is computed here too, so
-    that no shard waits for another. What a row asks next comes before other rows.
-
-    rows_unasked: how many ask nothing.
-
-    Made in any thread; then all methods belong to one, but `inspect`, and `close`, which comes last.
+    Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
+    and not at all where another shard of the run, on the same worker, has it. A row that another shard is at comes
+    last; if it has no answer then, it is computed here too, so that no shard waits for another. What a row asks next
+    comes before other rows. Made in any thread; then all methods belong to one, but `inspect` and the last, `close`.
     """
 
     def __init__(

@@ -38,10 +38,7 @@ class ShardTexts:
         self.rows: list[Row | RowProblem] = []
 
     def add(self, rows: Iterable[Row | RowProblem]) -> None:
-        """Take more rows.
-
-        Raises ShardTooLarge when their prompts take more than a shard may, NoRoomYet with those of others.
-        """
+        """Take more rows. Raises ShardTooLarge for prompts beyond a shard's bytes, NoRoomYet beside those of others."""
         new = 0
         for row in rows:
             if isinstance(row, Row):
@@ -111,10 +108,7 @@ def shard_batches(
 def rendered_shards(
     context: JobContext, storage: Storage, plan: Plan, source: RowSource, only: Set[int] | None = None
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-    """Yield the rows of each shard with the number of its first.
-
-    only: rows, counted over all files; shards that hold none of them are left out. Raises InputError.
-    """
+    """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     shards = [shard for shard in shards if plan.shards[shard].rows]
     for number, batches in shard_batches(context, storage, plan, source, shards):

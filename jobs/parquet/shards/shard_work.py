@@ -43,10 +43,7 @@ class ShardWork(RowsTask):
         redo_damaged: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. Raises RunError or NoRoomYet.
-
-        redo_damaged: a part that is not what this run has written is replaced. clock: Unix time in seconds.
-        """
+        """Read the shard's rows. redo_damaged: replace a part that is not this run's. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number = context, folder, shard
         self._redo, self._clock = redo_damaged, clock
         self._started_at = clock()
@@ -75,8 +72,7 @@ class ShardWork(RowsTask):
         return cls(context, folder, shard, redo_damaged)
 
     def progress(self) -> dict[str, Any]:
-        """Return rows of the shard, rows done and being answered; and of the rows that this execution has
-        answered, the tokens of their prompts and those generated."""
+        """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
         rows = self._shard.rows
         if self._requests is None:
             return {"rows": rows, "rows_done": rows, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
@@ -89,10 +85,7 @@ class ShardWork(RowsTask):
         }
 
     def result(self) -> dict[str, Any]:
-        """Publish the part unless one is there, count it, and end the run if it was the last one.
-
-        Raises RunError.
-        """
+        """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         stats = self._publish(self._requests) if self._requests else None
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
@@ -125,8 +118,7 @@ class ShardWork(RowsTask):
                 else:
                     published = self._folder.publish(self._temporary, self._number)
             except (OSError, RunError):
-                # Of two executions the slower one may find the run ended and its own file, or the input,
-                # removed.
+                # Of two executions the slower one may find the run ended and its own file, or the input, removed.
                 if not self._has_part():
                     raise
                 return None
@@ -226,6 +218,6 @@ class ShardWork(RowsTask):
             yield reader
 
     def _file(self) -> PlannedFile:
-        """The shard's file, confined anew: a plan is a file that someone may have edited."""
+        """Return the shard's file, confined anew: a plan is a file that someone may have edited."""
         file = self._planned_file
         return replace(file, path=self._folder.storage.resolve(file.path))

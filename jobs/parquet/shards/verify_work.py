@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import CannotVerify, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import answer_fields, read_part_stats
@@ -31,7 +31,7 @@ class VerifyWork(AgainTask):
         storage = Storage.of(context)
         self._plan = plan = trusted_plan(context, storage, plan_path, run)
         if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
-            raise CannotVerify(run, "lines of an openai-batch file, and embeddings, are not compared")
+            raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
         self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
         names = [field.name for field in answer_fields(plan.spec)]

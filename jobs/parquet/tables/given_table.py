@@ -25,9 +25,8 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 def write_given_table(given: Any, folder: str) -> str:
     """Write a table into a folder, as a Parquet file whose name is of its contents; return its path.
 
-    So the same table is the same file, and submitting it again resumes its run. given: a pandas or polars
-    DataFrame, a pyarrow Table, RecordBatch or reader, or what else gives an Arrow stream. Raises InvalidJob,
-    or OSError.
+    So the same table is the same file, and submitting it again resumes its run. given: a pandas or polars DataFrame, a
+    pyarrow Table, RecordBatch or reader, or what else gives an Arrow stream. Raises InvalidJob, or OSError.
     """
     table = _arrow_table(given)
     os.makedirs(folder, exist_ok=True)

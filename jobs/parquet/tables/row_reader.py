@@ -68,10 +68,7 @@ class RowReader:
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead; of a text file with their problems (columns.py).
-
-        check_interrupted: called before rows are decoded. Raises ShardTooLarge.
-        """
+        """Yield the rows of a shard that lies ahead, of a text file with their problems. Raises ShardTooLarge."""
         end, shard_bytes = shard.start + shard.rows, 0
         while self.next_row < end:
             check_interrupted()

@@ -10,10 +10,7 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES
 
 
 def num_values(column: pa.Array) -> int:
-    """Return how many values stand in a column's lists, structs and maps, at all depths.
-
-    Each may take memory in Python where it takes none in Arrow. Slices are counted as what they are of.
-    """
+    """Return how many values a column's lists, structs and maps hold at all depths: each takes memory in Python."""
     if pa.types.is_struct(column.type):
         return sum(len(column) + num_values(each) for each in column.flatten())
     if pa.types.is_map(column.type):
@@ -39,8 +36,7 @@ def holds_map(kind: pa.DataType) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return a value as Arrow gives it with dicts for its maps: Arrow gives lists of pairs, and of equal keys
-    the last one counts."""
+    """Return a value as Arrow gives it with dicts for its maps, in which of equal keys the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {_key(key): with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):

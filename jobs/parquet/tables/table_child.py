@@ -31,10 +31,7 @@ def look(worker: Worker) -> Replies:
 
 
 def read(worker: Worker) -> Replies:
-    """Reply the schema of a Parquet file, and then its rows from a group on in batches.
-
-    Of the question, `columns` are those wanted, `skip` rows were had before, and a batch has at most `rows`.
-    """
+    """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
     yield from named(worker, _read)
 
 
@@ -120,7 +117,7 @@ class _FetchedFile:
         return self._at
 
     def close(self) -> None:
-        """The worker closes it."""
+        """Do nothing: the worker closes it."""
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:

@@ -28,17 +28,13 @@ _TASKS = "jobs.parquet.tables.table_child"
 
 T = TypeVar("T")
 
-#: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and
-#: ChildFailed.
+#: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a file tells. groups: rows and bytes of each. stored_bytes: of data and footer.
-
-    metadata: of a Parquet file, by keys.
-    """
+    """What a look at a file tells: rows and bytes of each group, bytes of data and footer, metadata by keys."""
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
@@ -48,10 +44,7 @@ class Contents:
 
 
 def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:
-    """Return what a Parquet file holds.
-
-    limit: of the process, in bytes, as of ShardBytes. Raises CorruptParquet, TableNotRead or InputNotFound.
-    """
+    """Return what a Parquet file holds, in `limit` bytes. Raises CorruptParquet, TableNotRead or InputNotFound."""
 
     def look() -> Contents:
         with open_table(storage, path, limit) as ask:
@@ -137,10 +130,8 @@ def _read(
 def open_table(
     storage: Storage, path: str, limit: int, input_format: str | None = None, share: float = CHILD_SHARE
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child that is given its bytes.
-
-    limit: of the process, of which the child may take a share. input_format: None for Parquet.
-    """
+    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes. input_format: None for
+    Parquet."""
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
     stack = ExitStack()
 

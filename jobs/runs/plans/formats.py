@@ -71,8 +71,7 @@ def is_named(name: str, wanted: str | None) -> bool:
 
 
 def one_format(names: Iterable[str], wanted: str | None) -> str:
-    """Return the format of a run's files: what is wanted, or else what their names tell; a name that tells
-    none is that of a Parquet file. Raises MixedFormats where they differ."""
+    """Return the format wanted of a run's files, or that their names tell, else Parquet. Raises MixedFormats."""
     if wanted is not None:
         return wanted
     first: tuple[str, str] | None = None

@@ -49,10 +49,7 @@ def part_shard(name: str) -> int | None:
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name under which one execution writes `name` before it is published.
-
-    None that a reader's `*.parquet` matches: the file is not whole.
-    """
+    """Return the name, matched by no reader's `*.parquet`, of what one execution writes before it is published."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 
@@ -62,8 +59,7 @@ def is_temporary(name: str, of: str) -> bool:
 
 
 def replacement_name(part: str) -> str:
-    """Return what a file is called that is to take the place of a part, beside the files of those who publish
-    one: who replaces a part removes the replacements of all others."""
+    """Return what a file is called that is to take a part's place: who does so removes those of all others."""
     return f"again-{part}"
 
 

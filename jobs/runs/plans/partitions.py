@@ -28,10 +28,7 @@ class AddedColumn:
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file of a run's input: its real path, and what the folders that were searched for it are named.
-
-    named: the path by which it was found, whose suffix tells its format: a link's may, and its target's not.
-    """
+    """A file's real path, its folders' names, and the path by which it was found, whose suffix tells its format."""
 
     path: str
     keys: Keys = ()

@@ -44,13 +44,10 @@ class PinnedModel:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
-    the plan's added columns.
+    """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    begin, end: which of its rows the run has here, None for all: those that a file has gained since come as
-    another one of the same path, behind the files that were there (jobs.parquet.extend).
-    mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
-    with another one is looked at more closely, and is the same if all else is.
+    begin, end: which of its rows the run has here, None for all: those gained since come as another file of its path.
+    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is.
     """
 
     path: str
@@ -65,7 +62,7 @@ class PlannedFile:
 
     @property
     def own_rows(self) -> int:
-        """How many of its rows the run has here."""
+        """Return how many of its rows the run has here."""
         return (self.rows if self.end is None else self.end) - self.begin
 
 
@@ -82,9 +79,8 @@ class Extension:
 class Shard(NamedTuple):
     """A range of rows of one file.
 
-    file: index into the plan's files. start: first row within the file.
-    first_group, num_groups: the row groups that hold the range.
-    skip: rows of the first group before it.
+    file: index into the plan's files. start: first row within it. first_group, num_groups: the row groups that hold the
+    range. skip: rows of the first group before it.
     """
 
     file: int
@@ -151,7 +147,7 @@ class Plan:
 
     @property
     def input(self) -> list[str]:
-        """The input as it was named last."""
+        """Return the input as it was named last."""
         return self.extensions[-1].input if self.extensions else self.spec.input
 
     @property
@@ -198,7 +194,7 @@ class Plan:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """The row number of each file's first row; each of ten thousand shards asks for one."""
+        """Return the number of each file's first row; each of ten thousand shards asks for one."""
         return [0, *accumulate(file.own_rows for file in self.files)]
 
     def to_text(self) -> str:
@@ -265,10 +261,9 @@ MIN_TAIL_ROWS = 128
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> Shards:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
-    row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
-    No row at all gives one empty shard, so that every run has a part and readers find the schema.
-    Raises InvalidJob beyond MAX_SHARDS.
+    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone. row_groups:
+    for each file the row count of each of its row groups. limit: of them all, only so many rows. No row at all gives
+    one empty shard, so that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)
@@ -279,11 +274,7 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
 def cut_further(
     shards: Shards, first_file: int, row_groups: Sequence[Sequence[int]], begins: Sequence[int], rows_per_shard: int
 ) -> Shards:
-    """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
-
-    first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
-    is in no earlier shard.
-    """
+    """Return shards and behind them those of further files. begins: of each its first row that is in no earlier one."""
     left = sum(map(sum, row_groups)) - sum(begins)
     at_least = len(shards) + left // rows_per_shard
     further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))

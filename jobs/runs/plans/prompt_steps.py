@@ -26,9 +26,8 @@ Pieces = tuple[tuple[str, str | None], ...]
 class Template:
     """A text, or a chat whose message contents are such texts.
 
-    Only plain column names may stand in braces: no attribute, index, conversion or format, because the
-    template is part of a job and a job is not trusted. A value is never parsed again, so braces in the data
-    are harmless.
+    Only plain column names may stand in braces: no attribute, index, conversion or format, because the template is part
+    of a job and a job is not trusted. A value is never parsed again, so braces in the data are harmless.
     """
 
     texts: tuple[Pieces, ...]
@@ -45,7 +44,7 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are filled in, each once, in order of appearance."""
+        """Return the columns that are filled in, each once, in order of appearance."""
         return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
 
     def check_cost(self, rows: int) -> None:
@@ -60,7 +59,7 @@ class Template:
 
     @cached_property
     def _uses(self) -> Counter[str | None]:
-        """How often each column stands there."""
+        """Return how often each column stands there."""
         return Counter(column for text in self.texts for _, column in text)
 
     @cached_property
@@ -82,7 +81,7 @@ class Template:
 
 
 def jinja_hint(texts: Iterable[str]) -> str:
-    """What to add to an error where texts look as if they were Jinja's; else nothing."""
+    """Return what to add to an error where texts look as if they were Jinja's; else nothing."""
     if not any(mark in text for text in texts for mark in ("{{", "{%")):
         return ""
     return "; for Jinja's {{ column }} say so: template_format 'jinja' (--template-format jinja)"
@@ -134,7 +133,7 @@ class PromptStep:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that hold what comes of it, its answer's first."""
+        """Return the columns that hold what comes of it, its answer's first."""
         endings = ["", FINISH_REASON]
         endings += [REASONING] if self.sampling.get("separate_reasoning") else []
         endings += [TOOL_CALLS] if self.chat.has_tools else []
@@ -142,10 +141,7 @@ class PromptStep:
 
 
 def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
-    """Return a run's prompts in their normal form, mappings of name, template and, if any, sampling.
-
-    Raises InvalidJob.
-    """
+    """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
     if value is None:
         return None
     if not isinstance(value, list) or not value:

@@ -82,26 +82,12 @@ class RunSpec:
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
         """Check and normalise the arguments of jobs.score_parquet.
 
-        input: a file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
-        key=value below it are read too, and give columns. output: a new or empty folder, or the same run's.
-        prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of
-        structs with role and content or as their JSON. template instead: a text with {column} fields, or a
-        list of {'role', 'content'} with such texts: a chat. template_format: "fields", or "jinja".
-        prompts instead: several for each row, one after the other, as mappings of name, template over columns
-        and earlier prompts' names, and sampling values of its own.
-        sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed. sampling_columns:
-        for names of sampling values the columns that hold each row's; null leaves that of `sampling`.
-        defaults: for columns of the template the text that stands for null.
-        filename_column: adds a column of this name with each row's file.
-        input_format: where the files' names do not tell it; openai-batch for OpenAI's batch files, whose
-        lines say what is asked, and whose output is such files too. model_alias: models that such lines name,
-        in whose place the run's answers; "*" for any.
-        single_file: True, or csv, jsonl or arrow, for one output file of all rows in the end.
-        keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
-        names of the columns that are added. limit: so many rows, the first ones, are the run.
-        labels: give the probability of each instead of generating; calibrate: less what they have behind a
-        prompt without content. check and the like: see RepairOptions. task: "embed" gives embeddings, of so
-        many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
+        input: files, folders and globs below the data roots; folders named key=value give columns. output: a new or
+        empty folder, or the same run's. prompt_column: text that is completed as it stands; instead messages_column:
+        chats, as lists of structs with role and content or as their JSON; template: a text with {column} fields, or a
+        chat of such; prompts: several for each row, as mappings of name, template and sampling. sampling: keyword
+        arguments of engine.SamplingParams. sampling_columns: those that hold each row's values, by name. defaults: for
+        columns the text that stands for null. check and the like: see RepairOptions. The others: `tokenmill submit`.
         Raises InvalidJob or UnsupportedScheme.
         """
         known = [each.name for each in fields(cls)][2:]
@@ -185,7 +171,7 @@ class RunSpec:
 
     @cached_property
     def run(self) -> str:
-        """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
+        """Return the run's id: 16 hexadecimal digits that depend on the arguments alone."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -196,7 +182,7 @@ class RunSpec:
 
     @cached_property
     def steps(self) -> tuple[PromptStep, ...]:
-        """The prompts of each row where they are several, else none. Raises InvalidJob."""
+        """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
@@ -207,7 +193,7 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """What is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
         return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:

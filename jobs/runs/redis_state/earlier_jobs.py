@@ -6,10 +6,12 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RQ
 from jobs.common.rq_jobs import (
     JobQueue,
     JobStatus,
@@ -22,24 +24,8 @@ from jobs.common.rq_jobs import (
 )
 from jobs.runs.plans.names import job_shard
 
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
-
 #: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
 MAX_PAYLOAD_BYTES = 4 << 20
-
-#: RQ's registries of jobs that are in none of its queues.
-_REGISTRIES = {
-    JobStatus.FINISHED: "finished",
-    JobStatus.FAILED: "failed",
-    JobStatus.STOPPED: "failed",
-    JobStatus.DEFERRED: "deferred",
-    JobStatus.READY_TO_ENQUEUE: "ready",
-    JobStatus.SCHEDULED: "scheduled",
-    JobStatus.CANCELED: "canceled",
-}
 
 
 @dataclass(frozen=True)
@@ -53,12 +39,13 @@ class EarlierJob:
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        keys = queue_keys(self.origin)
         if from_queue:
-            pipe.lrem(queue_keys(self.origin).waiting, 1, self.id)
-        if self.status in _REGISTRIES:
-            pipe.zrem(f"{RQ}:{_REGISTRIES[self.status]}:{self.origin}", self.id)
+            pipe.lrem(keys.waiting, 1, self.id)
+        for key in (keys.finished, keys.failed, keys.deferred, keys.ready, keys.scheduled, keys.cancelled):
+            pipe.zrem(key, self.id)
         for execution in self.executions:
-            pipe.zrem(queue_keys(self.origin).started, f"{self.id}:{execution}")
+            pipe.zrem(keys.started, f"{self.id}:{execution}")
             pipe.delete(execution_key(self.id, execution))
         pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
 
@@ -72,14 +59,15 @@ def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
             pipe.zrange(executions_key(job_id), 0, -1)
         replies = pipe.execute()
     read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
-    return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
+    return [
+        EarlierJob(job_id, job_status(status), stored.text(origin or b""), tuple(map(stored.text, executions)))
+        for job_id, is_there, (status, origin), executions in read
+        if is_there
+    ]
 
 
 def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
-    """Return a planning job's function, and its keyword arguments.
-
-    A payload that cannot be read names nothing and asks for nothing.
-    """
+    """Return a planning job's function and keyword arguments; nothing of a payload that cannot be read."""
     packed: Any = connection.hget(job_key(plan_job), "data")
     text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
     try:
@@ -89,19 +77,12 @@ def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
         return "", {}
 
 
-def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> EarlierJob:
-    return EarlierJob(job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions)))
-
-
 #: Entries that are read at once: Redis is busy with them for about a millisecond.
 PAGE = 5000
 
 
 class WaitingJobs:
-    """Those of one run, as they stood when they were first asked for.
-
-    What moves meanwhile may be missed: of a job that is not among them, look again.
-    """
+    """Jobs of one run that were on the queue when first asked for; of one that is not among them, look again."""
 
     def __init__(self, queue: JobQueue, run: str) -> None:
         self.queue, self._run = queue, run

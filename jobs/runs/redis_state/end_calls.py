@@ -91,11 +91,7 @@ class ErrorLimit:
         raise InvalidValue("max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value))
 
     def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
-        """Say whether a run is to stop. rows: finished ones; errors: those among them with an error.
-
-        is_whole: these are all of the run's rows, of which some have to succeed, however few they are, unless
-        the limit is 100%.
-        """
+        """Say whether finished rows stop a run; a whole one needs some row to succeed, unless the limit is 100%."""
         if is_whole and 0 < rows == errors:
             return self.share != 1
         if self.rows is not None:
@@ -130,11 +126,10 @@ WISHES = ("model", "max_errors", WEBHOOK, ON_END, "redo_damaged", "extend")
 class Submission:
     """What one submission of a run says beside the run's arguments.
 
-    queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it.
-    limit: the run is stopped, as if it was cancelled, beyond it. calls: who is told of its end. redo_damaged:
-    parts that are not what this run has written are removed, and their rows computed again. extend: files
-    that the input has gained since the run was planned, and rows behind the end of a file of lines, are added
-    to the run; without it they are refused.
+    queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it. limit: the run
+    is stopped, as if it was cancelled, beyond it. calls: who is told of its end. redo_damaged: parts that are not what
+    this run has written are removed, and their rows computed again. extend: files that the input has gained since the
+    run was planned, and rows behind the end of a file of lines, are added to the run; without it they are refused.
     """
 
     queue: str
@@ -146,10 +141,7 @@ class Submission:
 
     @classmethod
     def split(cls, queue: str, arguments: Mapping[str, Any]) -> tuple[Submission, dict[str, Any]]:
-        """Part the arguments of jobs.score_parquet into those of a submission and the run's own.
-
-        Raises InvalidJob.
-        """
+        """Part the arguments of jobs.score_parquet into those of a submission and the run's own. Raises InvalidJob."""
         check_queue_name(queue)
         own = dict(arguments)
         flags = {name: own.pop(name, False) for name in ("redo_damaged", "extend")}

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+
+from redis import Redis
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.common.rq_jobs import execution_key, executions_key
 from jobs.common.stored import text
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: Jobs that are looked up in one round trip.
 _CHUNK = 1000
@@ -28,7 +26,7 @@ class Holder:
     is_ours: bool
 
 
-def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
+def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
     """Return the executions that hold some of the jobs."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:

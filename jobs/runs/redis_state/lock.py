@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import LockNotOwnedError, WatchError
 from redis.lock import Lock
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 T = TypeVar("T")
 
@@ -36,7 +34,7 @@ class RunLock(Lock):
     """redis-py's lock; `release` and `reacquire` compare the token in a watched transaction."""
 
     def register_scripts(self) -> None:
-        """None are needed."""
+        """Register none: none are needed."""
 
     def do_release(self, expected_token: Any) -> None:
         """Let go. Raises LockNotOwnedError where it has run out."""

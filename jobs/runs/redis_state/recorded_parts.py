@@ -6,18 +6,18 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
+from jobs.context import Lease
+from jobs.errors import RunBusy
 from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
-
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000
@@ -44,8 +44,7 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
 
 @dataclass(frozen=True)
 class PartCount:
-    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys.
-    failed: shards whose jobs have failed for good, where that is kept (RunState.record_failed)."""
+    """Shards with a recorded part, all shards, None when Redis lost them, and those failed for good."""
 
     done: int
     total: int | None
@@ -100,32 +99,31 @@ class SeenParts:
 
     @classmethod
     def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        """What was seen where these are all of them."""
+        """Return what is seen where these are all of them."""
         counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
         return cls(parts.keys(), parts, counts)
 
 
 class RecordedParts:
-    """The keys that count a run's parts; see jobs.runs.redis_state.state.RunState."""
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
 
-    def __init__(self, connection: Redis, run: str) -> None:
+    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = self._redis = connection
-        self.run = run
+        self.run, self._lease = run, lease
         self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
-        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves a part uncounted, until they are counted anew.
+        Nothing is watched, as many shards end at once: a worker killed in between leaves a part uncounted until a count
+        anew.
         """
         with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
     def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
-        """As `record_part`, of a part that may be replaced by another: whoever does records it then, and who
-        was frozen between reading and recording reads again."""
+        """Record a part that others may replace meanwhile, as read after any such replacement."""
 
         def record(pipe: Pipeline) -> PartCount:
             stats = read()
@@ -152,10 +150,7 @@ class RecordedParts:
         pipe.scard(self._failed_key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
-        """Add parts that a listing found and drop those it did not; the others stay as they are.
-
-        gone: records as they were before the listing: another one is of a part that came since.
-        """
+        """Add parts that a listing found and drop those `gone` whose record is as before the listing."""
         fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
 
@@ -192,25 +187,20 @@ class RecordedParts:
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
     def each_part(self) -> Iterator[PartStats]:
-        """Yield the recorded parts, which are read a thousand at a time: those of a long run take many MiB at
-        once. One that is recorded meanwhile may not be among them."""
+        """Yield the recorded parts, read a thousand at a time; one that is recorded meanwhile may not be among them."""
         fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
         shards = _shards(fields)
         for start in range(0, len(shards), MAX_LOOKED):
             yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
 
     def count_anew(self) -> None:
-        """Store what all recorded parts have together in the run's hash.
-
-        A part that is recorded meanwhile may be missed or counted twice, until this is called again.
-        """
+        """Store what all recorded parts have together; one recorded meanwhile may be missed or counted twice."""
         store_totals(self._redis, self._key, self.each_part())
 
     def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
+        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
 
-        running: shards under way. Of more than MAX_LOOKED parts their totals are told, which may lack a part
-        whose worker was killed as it recorded it, until planning or the run's end counts anew.
+        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
         """
         if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
             return SeenParts.of(self.parts())
@@ -223,8 +213,17 @@ class RecordedParts:
         return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
-        return self._transact(change, *watched)
+        """Make a change while the job is held that the lease is of, where there is one."""
+        lease = self._lease
+        if lease is None:
+            return self._transact(change, *watched)
+
+        def checked(pipe: Pipeline) -> T:
+            if pipe.zscore(lease.key, lease.member) is None:
+                raise RunBusy(self.run)
+            return change(pipe)
+
+        return self._transact(checked, lease.key, *watched)
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         return transact(self._redis, change, *watched)

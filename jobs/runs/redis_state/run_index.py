@@ -6,13 +6,12 @@ It only lists; what a run is stands in the run's own keys.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, RUNS_KEY
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 KEPT_S = 2 * RUN_TTL_S
@@ -28,7 +27,7 @@ def list_in_index(connection: Redis, run: str) -> None:
         pipe.execute()
 
 
-def newest_runs(connection: Redis, limit: int) -> dict[str, float]:
-    """Return the runs that were submitted last, and when, in Unix seconds; the last one first."""
-    found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1, withscores=True)
-    return {stored.text(run): score / 1000 for run, score in found}
+def newest_runs(connection: Redis, limit: int) -> list[str]:
+    """Return the runs that were submitted last, the last one first."""
+    found: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    return list(map(stored.text, found))

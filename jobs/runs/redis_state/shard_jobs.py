@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
@@ -18,17 +19,12 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.earlier_jobs import WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
 
-if TYPE_CHECKING:
-    from redis.client import Pipeline
-
 #: A run's own record is its parts; RQ's results only help while someone looks.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
 
 #: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
 CHUNK = 100
-
-NO_FLAGS: Mapping[str, bool] = MappingProxyType({})
 
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
@@ -39,7 +35,7 @@ def enqueue_shards(
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
-    how: Mapping[str, bool] = NO_FLAGS,
+    how: Mapping[str, bool] | None = None,
 ) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
@@ -54,7 +50,7 @@ def enqueue_shards(
             context.check_interrupted()
             meta = dict(context.trace)
             part = shards[start : start + CHUNK]
-            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how, meta)
+            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how or {}, meta)
             enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
@@ -123,11 +119,7 @@ class _JobSeen:
 
 
 def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> dict[str, _JobSeen]:
-    """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others.
-
-    One that was on it and is queued now is on it still. Another may have come back since, so all of it is
-    read in the same moment as the jobs. cancelled: the last submission of the run that was.
-    """
+    """Look at jobs; where one is queued and was not seen on the queue, at all of the queue in the same moment."""
     jobs = _read(on_queue.queue, job_ids, cancelled, with_queue=False)
     queued = [job_id for job_id, job in jobs.items() if job.status == JobStatus.QUEUED]
     if not queued:

@@ -14,22 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import LockError, LockNotOwnedError
 
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
-from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 T = TypeVar("T")
 
@@ -43,11 +40,7 @@ LOCK_WAIT_S = 120
 
 
 class RunState(RecordedParts):
-    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
-
-    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
-        super().__init__(connection, run)
-        self._lease = lease
+    """What submissions, cancels and the end of one run write, beside its parts."""
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
@@ -71,10 +64,8 @@ class RunState(RecordedParts):
         self._change(write)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks `cancelled` and `finished`.
-
-        Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
-        """
+        """Return what `describe` stored, and the marks of its end. Raises UnknownRun when Redis has lost more than a
+        mark."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
@@ -84,8 +75,7 @@ class RunState(RecordedParts):
     # Submissions and cancellations
 
     def submission(self) -> int:
-        """Return the number of the last submission: each is greater than all before, and than any that was
-        cancelled; 0 where Redis knows of none."""
+        """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
         return self._submission(self._redis)
 
     def _submission(self, client: Redis) -> int:
@@ -93,18 +83,15 @@ class RunState(RecordedParts):
         return _number(found)
 
     def cancelled_submission(self) -> int:
-        """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
-        will be, whenever that reaches them."""
+        """Return the last submission that was cancelled: its jobs, and those before, are told to stop."""
         found: Any = self._redis.hget(self._key, "cancelled_submission")
         return _number(found)
 
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
-        """Take back a cancellation or a stop: a new planning job submits the run.
+        """Take back a cancellation or a stop: a new planning job submits the run. anew: False where one is under way.
 
-        Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.
-
-        An end stays until the planning finds that it is none: what is refused there changes no finished run.
-        anew: False where the planning under way serves.
+        Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed. An end stays:
+        what its planning refuses changes no finished run.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
@@ -120,10 +107,8 @@ class RunState(RecordedParts):
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with the job that plans it, unless that is what submitted it.
-
-        Raises RunCancelled for a job that runs again and was cancelled since, or RunBusy.
-        """
+        """Submit the run with its planning job, unless that did. Raises RunCancelled where it was cancelled since, or
+        RunBusy."""
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
@@ -204,10 +189,7 @@ class RunState(RecordedParts):
     # The end
 
     def record_failed(self, shard: int) -> PartCount:
-        """Record that a shard's job has failed for good; of one that has a part it does not count.
-
-        Raises RunBusy where the job that the lease is of is another execution's.
-        """
+        """Record that a shard without a part has failed for good. Raises RunBusy where the lease is lost."""
 
         def record(pipe: Pipeline) -> PartCount:
             has_part = pipe.hexists(self._parts_key, str(shard))
@@ -229,10 +211,8 @@ class RunState(RecordedParts):
         return End(found[0] is not None, _number(found[1]))
 
     def mark_finished(self, seen: End) -> bool:
-        """Mark the run finished, on the strength of a look at its parts after `seen` was read.
-
-        Returns False where an end was withdrawn since: look again.
-        """
+        """Mark the run finished by a look at its parts after `seen` was read; return False where an end was withdrawn
+        since."""
 
         def mark(pipe: Pipeline) -> bool:
             if self._end(pipe).withdrawals != seen.withdrawals:
@@ -263,10 +243,8 @@ class RunState(RecordedParts):
 
     @contextmanager
     def lock(self, wait_s: float = LOCK_WAIT_S) -> Iterator[RunLock]:
-        """Hold the run for planning or cancelling; call `keep` on it between long steps.
-
-        Raises RunBusy when it cannot be had within wait_s, or was lost to another before the body ended.
-        """
+        """Hold the run for planning or cancelling, with `keep` between long steps. Raises RunBusy when it cannot be
+        had, or is lost."""
         lock = RunLock(
             self._redis,
             run_lock_key(self.run),
@@ -281,10 +259,7 @@ class RunState(RecordedParts):
             raise RunBusy(self.run) from None
 
     def keep(self, lock: RunLock) -> None:
-        """Hold the lock on, or anew where it has run out and is free: another may have had it in between.
-
-        Raises redis.exceptions.LockError, RunBusy outside of `lock`, when another has it.
-        """
+        """Hold the lock on, or anew where it ran out and is free. Raises LockError, outside of `lock` RunBusy."""
         try:
             lock.reacquire()
         except LockNotOwnedError:
@@ -297,28 +272,12 @@ class RunState(RecordedParts):
             raise RunBusy(self.run)
 
     def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change while the lock is held, and return what `change` returns.
-
-        change: as of `transact`, also called again where the lock ran out and was taken anew. Raises as
-        `keep` does, and RunBusy when the job that the lease is of is another's.
-        """
+        """Make a change while the lock is held, again where it was taken anew. Raises as `keep`, and RunBusy for a lost
+        lease."""
         while True:
             self.keep(lock)
             with suppress(LockNotOwnedError):
                 return self._change(partial(lock.checked, change), lock.key, *watched)
-
-    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change while the job is held that the lease is of, where there is one."""
-        lease = self._lease
-        if lease is None:
-            return self._transact(change, *watched)
-
-        def checked(pipe: Pipeline) -> T:
-            if pipe.zscore(lease.key, lease.member) is None:
-                raise RunBusy(self.run)
-            return change(pipe)
-
-        return self._transact(checked, lease.key, *watched)
 
 
 def _number(raw: bytes | None) -> int:

@@ -1,21 +1,19 @@
 """What a run's parts have together, kept beside them in Redis: a list of runs need not read every part.
 
-They are counts beside the record of parts, which is the truth: of a worker that is killed between the two
-writes a part stays uncounted, until planning or the run's end counts anew.
+A worker that is killed between the two writes leaves a part uncounted, until planning or the end counts anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
 
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.run_statistics import working_s
-
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.client import Pipeline
 
 #: Fields of a run's hash. Rows, and those with an error, of the parts recorded since the last submission.
 JUDGED = ("judged_rows", "judged_errors")
@@ -37,10 +35,7 @@ FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 
 @dataclass(frozen=True)
 class Totals:
-    """What parts have together, by the names of PartStats, and what was recorded since the last submission.
-
-    Times are Unix seconds, None for none yet. worked_s: while any worker had a shard, at the last count anew.
-    """
+    """Counts of all parts, by the names of PartStats, and since the last submission, in Unix seconds."""
 
     rows: int
     errors: int

@@ -17,14 +17,10 @@ class PartStats:
     """Counts of one part.
 
     rows, errors: rows in the part, and those among them with an error.
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each
-    time.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
     generated_tokens: completion tokens that were computed, equal prompts counted once.
     started_at, ended_at: Unix time in seconds; a retry of its rows counts as if it had followed at once.
-    model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
-    failed_checks, cut: rows without an error whose answer their check does not take, or ended at its limit of
-    tokens.
-    worker: the name of the one that answered.
+    failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
 
@@ -51,7 +47,7 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
-        """For how long it was worked on."""
+        """Return for how long it was worked on."""
         return max(0.0, self.ended_at - self.started_at)
 
     def retried(self, seconds: float, generated_tokens: int) -> PartStats:

@@ -18,10 +18,7 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class Reason:
-    """Rows that have an error for one reason.
-
-    text: of the first row. rows: how many. examples: the first ones' numbers, counted over the whole input.
-    """
+    """Rows with one error: the first one's text, how many, and the first ones' numbers over the whole input."""
 
     text: str
     rows: int = 0

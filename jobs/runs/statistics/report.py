@@ -6,7 +6,7 @@ from html import escape
 from math import isfinite
 from typing import Any
 
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.run_statistics import BOUNDS
 
@@ -41,10 +41,7 @@ _WIDE, _NARROW, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 400, 190, 64, 12, 26
 
 
 def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
-    """Return the page. price_per_hour: of a worker's machine, in whatever money.
-
-    It shows counts, times, names of workers and reasons of errors, and neither prompts nor answers.
-    """
+    """Return the page, which shows no prompts or answers. price_per_hour: of a worker's machine, in any money."""
     statistics = manifest.get("statistics", {})
     run, rows, errors = manifest["run"], manifest["rows"], manifest["errors"]
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
@@ -204,9 +201,4 @@ def _number(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+    return f"{seconds:.3g} s" if seconds < 60 else duration_text(seconds)

@@ -77,10 +77,7 @@ class RunStatistics:
         self._completions.update({int(bound): count for bound, count in part.completion_lengths.items()})
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return it as the manifest has it. Tokens of a part count evenly from its start to its end.
-
-        working_seconds: while any worker had a shard. The time line is of those alone.
-        """
+        """Return it as the manifest has it; times are those in which any worker had a shard."""
         busy = _merged(zip(self._spans[::3], self._spans[1::3], strict=True))
         workers = sorted(self._workers.items(), key=lambda each: -each[1].rows)
         return {

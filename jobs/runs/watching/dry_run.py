@@ -19,10 +19,7 @@ Answer = Callable[[Sequence[Trial]], list[Tried]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take. Tokens over all rows, as its manifest will count them; `generated` over requests.
-
-    seconds: on one worker like the one that answered, with nothing beside it.
-    """
+    """What a run will take: tokens over all rows, `generated` ones over requests, seconds alone on one such worker."""
 
     prompt_tokens: float
     saved_tokens: float
@@ -71,10 +68,7 @@ def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
 
 
 def _speed(picked: Sequence[Mapping[str, Any]], batch: int, answer: Answer) -> tuple[float, float]:
-    """Measure what a token of a prompt, and one of an answer in a batch of so many rows, take in seconds.
-
-    Of two tries the faster counts. Prompts have a beginning of their own, behind which nothing is cached.
-    """
+    """Measure in two tries the seconds that a token of a prompt, and one of an answer in a full batch, take."""
     if not picked:
         return 0.0, 0.0
     prompts_s = []

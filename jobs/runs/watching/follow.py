@@ -50,10 +50,7 @@ def follow(
     sleep: Callable[[float], None],
     listened: Callable[[], Sequence[str]] = tuple,
 ) -> Followed:
-    """Look at a run until it ends, however long no worker takes it up or Redis is away.
-
-    clock: seconds, any zero. listened: the queues on which workers listen. Raises what the first look raises.
-    """
+    """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
     started_at = counted_from = clock()
     first = previous = look()
     snapshot = first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import safe_name
@@ -11,9 +13,6 @@ from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import WORKERS_KEY, JobStatus, queue_keys
 from jobs.runs.plans.names import is_run_id, job_shard
 from jobs.runs.watching.snapshot import RunSnapshot
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
@@ -24,7 +23,7 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     if snapshot.finished or snapshot.cancelled:
         return []
     # A shard that was started waits too, once the worker that had it is gone.
-    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.started > 0
+    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     found = [
         f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
         "them over when its leases run out"
@@ -37,7 +36,7 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         )
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
-    elif waits and not snapshot.started and snapshot.plan_status != JobStatus.STARTED:
+    elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
         found += _others_first(connection, snapshot)
     return found
 
@@ -69,7 +68,11 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     ids = [stored.text(each) for each in waiting]
-    ours = (place for place, job_id in enumerate(ids) if _is_of(snapshot, job_id))
+    ours = (
+        place
+        for place, job_id in enumerate(ids)
+        if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
+    )
     ahead = ids[: next(ours, len(ids))]
     running = [stored.text(entry).partition(":")[0] for entry in started]
     if not ahead and not running:
@@ -78,10 +81,6 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     runs = _runs([*running, *ahead])
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]
-
-
-def _is_of(snapshot: RunSnapshot, job_id: str) -> bool:
-    return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
 
 
 def _runs(job_ids: Iterable[str]) -> list[str]:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, last_error, last_value, queue_keys
+from jobs.common.rq_jobs import (
+    WORKER_PREFIX,
+    WORKERS_KEY,
+    JobStatus,
+    job_key,
+    job_status,
+    last_error,
+    last_value,
+    queue_keys,
+)
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.executions import num_held, silent_workers
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.statistics.part_stats import outcome_text
+from jobs.runs.redis_state.totals import Totals
+from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: States of a job that has not ended.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
@@ -32,20 +41,27 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 MAX_SOUGHT = 1000
 
 
+#: What of a snapshot is told as JSON as it is there.
+_TOLD = (
+    *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
+    *("failed_checks", "cut", "shards", "shards_done", "shards_started", "shards_failed", "prompt_tokens"),
+    *("completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s", "worked_s", "stopped"),
+    *("workers", "awaited_model", "left_s", "plan_error"),
+)
+
+
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run's progress.
+    """A run's progress. Texts but the queue's name are as they may be shown.
 
-    rows, shards: None until the run is planned. done, started, failed: shards by state; `queued` is the rest.
-    gone: those of the rest whose job is in Redis no more; looked for while no shard runs. claimed: those that
-    wait inside a worker, or whose jobs are still in a worker's hands: one may be writing the run's end.
-    rows_done, tokens: running shards included. errors: rows with an error in finished shards. workers: those
-    that listen on the queue. queue_length: jobs of any run on it. awaited_model: the run's, where none of
-    those workers serves it. stopped: why the run was cancelled without anyone's word. stopped_jobs: failed
-    ones that a cancel before the last submission stopped. too_many_errors: how its rows pass the limit of the
-    last submission. left_s: seconds until it ends. counts: what the finished shards have together, by the
-    names of part_stats.COUNTED. silent_workers: those that hold shards of the run and tell nothing of
-    themselves.
+    rows, shards, model: None until the run is planned. gone: shards of those queued whose job is in Redis no more,
+    looked for while none runs. claimed: those that a worker holds; it may be writing the run's end. rows_done, tokens:
+    running shards included; tokens are those generated, the other counts of tokens the output's columns in finished
+    shards. errors, failed_checks, cut: rows there with an error, that failed their check, or ended at their limit of
+    tokens. queue_length: jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why
+    it was cancelled without anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends.
+    submitted_at, began_at, ended_at: Unix seconds, of the last submission, of work on it, and of its last part.
+    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s, for which workers had shards of it.
     """
 
     run: str
@@ -57,24 +73,56 @@ class RunSnapshot:
     plan_status: JobStatus | None
     rows: int | None
     shards: int | None
-    done: int
-    started: int
-    claimed: int
+    shards_done: int
+    shards_started: int
     failed_jobs: tuple[str, ...]
     rows_done: int
-    errors: int
     tokens: int
     workers: int
     queue_length: int
     awaited_model: str | None
     stopped: str | None
     too_many_errors: str | None
+    claimed: int = 0
+    gone: int = 0
     stopped_jobs: frozenset[str] = frozenset()
     left_s: float | None = None
     plan_error: str | None = None
-    gone: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
     silent_workers: tuple[str, ...] = ()
+    model: str | None = None
+    submitted_at: float | None = None
+    began_at: float | None = None
+    ended_at: float | None = None
+    worked_s: float | None = None
+    rows_per_s: float | None = None
+    tokens_per_s: float | None = None
+    errors: int = 0
+    failed_checks: int = 0
+    cut: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def to_object(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it moves on, or waits to."""
+        return self.state in ("planning", "running", "ending")
+
+    @property
+    def shards_failed(self) -> int:
+        """Return how many shards failed; 0 of a run that is cancelled or stopped."""
+        return 0 if self.cancelled else len(self.failures)
+
+    @property
+    def shards_left(self) -> int:
+        """Return how many shards nobody computes until the run is submitted again."""
+        if self.state not in ("cancelled", "stopped"):
+            return 0
+        return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
 
     @property
     def failed(self) -> int:
@@ -87,12 +135,12 @@ class RunSnapshot:
 
     @property
     def queued(self) -> int:
-        return max(0, (self.shards or 0) - self.done - self.started - self.failed - self.gone)
+        return max(0, (self.shards or 0) - self.shards_done - self.shards_started - self.failed - self.gone)
 
     @property
     def outcome(self) -> str:
-        """Of how many rows in finished shards there is no good answer."""
-        return outcome_text(self.errors, self.counts.get("failed_checks", 0), self.counts.get("cut", 0))
+        """Say of how many rows in finished shards there is no good answer."""
+        return outcome_text(self.errors, self.failed_checks, self.cut)
 
     @property
     def plan_failed(self) -> bool:
@@ -112,22 +160,19 @@ class RunSnapshot:
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether the run is planned now, or has to be before it moves on.
-
-        Submitted again while its shards run, its planning waits behind them, and they count as its progress.
-        """
-        return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.started)
+        """Whether the run is planned now, or has to be before it moves on; shards that run count as its progress."""
+        return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started)
 
     @property
     def is_idle(self) -> bool:
         """Whether no job of the run waits or runs."""
-        if self.is_planning or self.started or self.claimed:
+        if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
             return self.plan_status is None  # someone deleted its planning
         # On an empty queue no shard waits: someone emptied it. Of a run whose parts are all there the shard
         # may wait that was to end it, as its worker died.
-        return not ((self.queued or self.done >= self.shards) and self.queue_length)
+        return not ((self.queued or self.shards_done >= self.shards) and self.queue_length)
 
     @property
     def state(self) -> str:
@@ -142,7 +187,7 @@ class RunSnapshot:
             return "failed"
         if self.shards is None:
             return "not planned"
-        if self.started or self.queued:
+        if self.shards_started or self.queued:
             return "running"
         return "failed" if self.failed or self.gone else "ending"
 
@@ -164,7 +209,6 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     done = frozenset() if is_unended else parts.shards
     failed = tuple(shard_job_id(run, shard) for shard in sorted(failed_shards.difference(done, running)))
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
-    rows_done = sum(each.rows for each in progress) + parts.counts["rows"]
     under_way = dict(zip(running, progress, strict=True))
     silent = silent_workers(connection, (each.worker for each in progress))
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
@@ -176,44 +220,88 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
             claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
         if "cancelled" not in facts and plan_status not in WAITING:
             gone = _num_gone(connection, run, [shard for shard in rest if shard not in failed_shards])
+    snapshot = snapshot_of(
+        run,
+        facts,
+        plan_status,
+        seen,
+        parts.counts,
+        progress,
+        shards_done=len(parts.shards),
+        claimed=claimed,
+        failed_jobs=failed,
+        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
+        plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
+        gone=gone,
+        silent_workers=tuple(sorted(silent)),
+    )
+    left_s = time_left(facts.get("sizes"), shards, rows, parts, alive, time.time())
+    return replace(snapshot, left_s=left_s if snapshot.state == "running" else None)
+
+
+def snapshot_of(
+    run: str,
+    facts: Mapping[str, str],
+    plan_status: JobStatus | None,
+    queue: RunQueue,
+    counts: Mapping[str, int],
+    progress: Sequence[Progress],
+    **known: Any,
+) -> RunSnapshot:
+    """Return a run as its facts tell. counts: of its parts. progress: of its running shards. known: the rest."""
+    rows, model, totals = stored.count(facts.get("rows")), facts.get("model_text"), Totals.read(facts)
+    more_rows, more_tokens = sum(each.rows for each in progress), sum(each.tokens for each in progress)
+    known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
+    rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
+    limit = ErrorLimit.parse(facts.get("max_errors"))
+    rows_per_s, tokens_per_s = _rates(totals, is_finished, more_rows, more_tokens)
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
         queue=facts["queue"],
         cancelled="cancelled" in facts,
-        finished="finished" in facts,
-        plan_job=plan_job,
+        finished=is_finished,
+        plan_job=facts.get("plan_job"),
         plan_status=plan_status,
         rows=rows,
-        shards=shards,
-        done=len(parts.shards),
-        started=len(running),
-        claimed=claimed,
-        failed_jobs=failed,
+        shards=stored.count(facts.get("shards")),
+        shards_started=len(progress),
         rows_done=rows_done if rows is None else min(rows_done, rows),  # totals may have a part twice
-        errors=parts.counts["errors"],
-        tokens=sum(each.tokens for each in progress) + parts.counts["generated_tokens"],
-        workers=seen.workers,
-        queue_length=seen.length,
-        awaited_model=awaited_model(facts, plan_status, seen.models),
+        tokens=counts["generated_tokens"] + more_tokens,
+        workers=queue.workers,
+        queue_length=queue.length,
+        awaited_model=awaited_model(facts, plan_status, queue.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=too_many_errors(facts, parts.counts["rows"], parts.counts["errors"]),
-        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
-        left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
-        plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
-        gone=gone,
-        counts=parts.counts,
-        silent_workers=tuple(sorted(silent)),
+        too_many_errors=limit.told(counts["rows"], counts["errors"], is_whole=is_finished),
+        model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
+        submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or None,  # its number is when it came
+        began_at=totals.began_at,
+        ended_at=totals.ended_at,
+        worked_s=totals.worked_s if is_finished else None,
+        rows_per_s=rows_per_s,
+        tokens_per_s=tokens_per_s,
+        **known,
     )
+
+
+def _rates(totals: Totals, is_finished: bool, rows: int, tokens: int) -> tuple[float | None, float | None]:
+    """Return rows and tokens a second by workers' clocks. rows, tokens: of running shards."""
+    if is_finished and totals.worked_s:
+        return totals.rows / totals.worked_s, totals.generated_tokens / totals.worked_s
+    end = totals.ended_at if is_finished else time.time()
+    if totals.began_at is None or end is None or end <= totals.began_at:
+        return None, None
+    seconds = end - totals.began_at
+    return (totals.judged_rows + rows) / seconds, (totals.judged_tokens + tokens) / seconds
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = plan_result(connection, snapshot.plan_job)
-        if planned is not None and planned.get("run", run) != run:
-            return read_snapshot(connection, planned["run"])
+        planned = last_value(connection, snapshot.plan_job).get("run", run)
+        if planned != run:
+            return read_snapshot(connection, planned)
     return snapshot
 
 
@@ -250,25 +338,17 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
-def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
-    """Say how a run's finished rows pass its limit; None where they do not."""
-    return ErrorLimit.parse(facts.get("max_errors")).told(rows, errors, is_whole="finished" in facts)
-
-
 def awaited_model(
     facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
 ) -> str | None:
-    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown.
-
-    models: what those workers serve, as read_workers returns it.
-    """
+    """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
     if plan_status in WAITING:
-        needed = shown = facts.get("plan_model")
+        needed = name = facts.get("plan_model")
     else:
-        needed, shown = facts.get("model"), facts.get("model_text")
+        needed, name = facts.get("model"), facts.get("model_text")
     if needed is None or models is None or needed in models:
         return None
-    return shown and safe_name(shown, MAX_TEXT_CHARS)
+    return name and safe_name(name, MAX_TEXT_CHARS)
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
@@ -282,11 +362,6 @@ def error_line(error: str) -> str:
     if lines and lines[-1].startswith(FAULT_PREFIX):
         lines.pop()
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
-
-
-def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
-    """Return what a finished planning job returned, or None when Redis no longer has its result."""
-    return last_value(connection, plan_job) or None
 
 
 @dataclass(frozen=True)
@@ -306,31 +381,32 @@ class RunQueue:
 
 
 def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
-    """Look at a queue once, in the order in which jobs move on: so none is missed.
-
-    most: entries of a registry, the newest of the failed ones; 0 for all.
-    """
+    """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
     keys = queue_keys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
-        pipe.smembers(keys.workers)
-        waiting, popped, started, failed, workers = pipe.execute()
-    return RunQueue(started, failed, waiting + popped, *read_workers(connection, workers))
+        waiting, popped, started, failed = pipe.execute()
+    return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
 
 
-def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
-    """Return how many of these workers live, and all names of the models that they serve, if all say that."""
+def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
+    """Return how many workers of a queue live, and all names of the models that they serve, if all say that.
+
+    RQ's list of a queue's workers is not asked: producers may not read it, as they could then write it.
+    """
+    keys: Any = connection.smembers(WORKERS_KEY)
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
-            pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
+            pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
             pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
             pipe.ttl(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
         replies = pipe.execute(raise_on_error=False)
     each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
-    facts = [(stored.json_object(fact), left_s) for is_alive, fact, left_s in each if is_alive]
+    listening = [told for told in each if queue in stored.text(told[0] or b"").split(",")]
+    facts = [(stored.json_object(fact), left_s) for _, fact, left_s in listening]
     if any(told == {} for told, _ in facts):
         return len(facts), None
     # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.

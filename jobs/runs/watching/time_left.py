@@ -40,10 +40,8 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return how many seconds are left to a run; None where nothing tells.
-
-    shares_text: the shards', as planning has stored them. parts: recorded ones. running: of living workers.
-    """
+    """Return how many seconds are left to a run by its shards' stored shares, its parts and running shards; None if
+    unknown."""
     if not shards or rows is None:
         return None
     work = json.loads(shares_text or "[]")
@@ -85,10 +83,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
 
 
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
-    """Return which share of the next rows is computed, and of all that are left, where `share` of `rows` was.
-
-    Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
-    """
+    """Return which share of the next rows, and of all left, is new: of x rows of n texts n * (1 - exp(-x / n))."""
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
     low, high = 0.0, 1 / max(share, 1e-9)  # of x / n

@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
+
+from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, queue_keys, results_key
+from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.earlier_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
-from jobs.runs.watching.snapshot import failure_text
-
-if TYPE_CHECKING:
-    from redis import Redis
+from jobs.runs.watching.snapshot import failure_text, read_workers
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -60,10 +59,7 @@ def try_jobs(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Tried]:
-    """Enqueue jobs at once, wait for all of them, and take them away again.
-
-    Raises TrialFailed where nobody listens on the queue.
-    """
+    """Enqueue jobs at once, await them, and take them away again. Raises TrialFailed where nobody listens."""
     ids = [f"trial-{uuid4().hex}" for _ in trials]
     try:
         _enqueue(connection, queue, ids, trials, model)
@@ -106,13 +102,12 @@ def _await(
     heard_at = clock()
     while True:
         with connection.pipeline() as pipe:
-            pipe.scard(queue_keys(queue).workers)
             for job_id in ids:
                 pipe.hget(job_key(job_id), "status")
-            workers, *statuses = pipe.execute()
+            statuses = pipe.execute()
         if all(job_status(status) in _OVER for status in statuses):
             return
-        if workers:
+        if read_workers(connection, queue)[0]:
             heard_at = clock()
         elif clock() - heard_at > PATIENCE_S:
             raise TrialFailed(no_worker_text(queue, listened_queues(connection)))

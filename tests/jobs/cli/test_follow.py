@@ -24,13 +24,13 @@ from tests.jobs.local_runs import Runs
 def snapshot(**changed: Any) -> RunSnapshot:
     """A run of 100 rows on which one worker works."""
     nothing = dict.fromkeys(("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors"))
-    counts = {"rows": 100, "shards": 10, "started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
-    zeros = dict.fromkeys(("done", "claimed", "rows_done", "errors", "tokens"), 0)
+    counts = {"rows": 100, "shards": 10, "shards_started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
+    zeros = dict.fromkeys(("shards_done", "rows_done", "tokens"), 0)
     facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False}
     return RunSnapshot(**{**nothing, **counts, **zeros, **facts, **changed})  # type: ignore[arg-type]
 
 
-PLANNING = snapshot(rows=None, shards=None, started=0, plan_status=JobStatus.QUEUED)
+PLANNING = snapshot(rows=None, shards=None, shards_started=0, plan_status=JobStatus.QUEUED)
 
 
 def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
@@ -110,7 +110,7 @@ def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Re
 
 def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source)["run"]
-    redis.sadd("rq:workers:bulk", "rq:worker:dead")  # killed: its key has expired
+    redis.sadd("rq:workers", "rq:worker:dead")  # killed: its key has expired
     events = [lambda: None, lambda: add_worker(redis, "w"), lambda: redis.delete("rq:worker:w"), lambda: runs.work()]
     clock, shown = WorkersClock(*events), Shown()
     assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED

@@ -17,7 +17,8 @@ from jobs.context import Lease
 from jobs.context.check_processes import Checks
 from jobs.runs.end_notices import tell_failed
 from jobs.runs.refusals import RunFailed
-from jobs.watch.runs import list_runs, list_shards, read_run
+from jobs.runs.watching.snapshot import read_planned
+from jobs.watch.runs import list_runs, list_shards
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs
 from tests.jobs.conftest import Invoke
@@ -134,7 +135,7 @@ def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_i
     invoke(*arguments)
     runs.work()
     runs.work()
-    assert read_run(redis, run).summary.state == "finished"
+    assert read_planned(redis, run).state == "finished"
 
 
 def test_a_refused_submit_of_a_finished_run_says_that_the_run_is_finished_as_before(

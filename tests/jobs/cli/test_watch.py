@@ -17,7 +17,8 @@ from jobs.common.keys import (
     samples_key,
     worker_key,
 )
-from jobs.watch.runs import list_runs, list_shards, read_run
+from jobs.runs.watching.snapshot import read_planned
+from jobs.watch.runs import list_runs, list_shards, run_reasons
 from jobs.watch.samples import Point, read_points, read_samples, worker_names
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
@@ -164,7 +165,7 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     assert [each.run for each in list_runs(redis, states=["finished"])] == [done]
     assert [each.run for each in list_runs(redis, limit=1)] == [waiting]
     for each in found.values():
-        detail = read_run(redis, each.run).summary
+        detail = read_planned(redis, each.run)
         assert json.loads(json.dumps(detail.to_object())).keys() == each.to_object().keys()
         assert (detail.state, detail.rows_done, detail.tokens) == (each.state, each.rows_done, each.tokens)
 
@@ -187,11 +188,11 @@ def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) ->
     runs.write(prompts)
     run = runs.plan(rows_per_shard=2)["run"]
     runs.work(answer=drawn)
-    found = [(each.text, each.rows, each.examples) for each in read_run(redis, run).reasons]
+    found = [(each.text, each.rows, each.examples) for each in run_reasons(redis, run)]
     assert found == [("it is broken", 4, [1, 3, 6]), ("prompt is null", 2, [0, 4])]
     redis.delete(run_key(run), run_parts_key(run), run_errors_key(run))
     runs.plan(rows_per_shard=2)
-    assert [each.rows for each in read_run(redis, run).reasons] == [4, 2]
+    assert [each.rows for each in run_reasons(redis, run)] == [4, 2]
     assert (list_runs(redis)[0].errors, list_runs(redis)[0].rows_done) == (6, 9)
 
 
@@ -214,7 +215,7 @@ def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
     runs.run(first)
     fail(redis, stopped, "jobs.errors.RunCancelled")  # as RQ keeps what is stopped
     assert invoke("cancel", run).exit_code == 0
-    for found in (list_runs(redis)[0], read_run(redis, run).summary):
+    for found in (list_runs(redis)[0], read_planned(redis, run)):
         assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
         assert found.shards_left == 4
     assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jobs import errors
 from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.planning import find_files as walk
-from jobs.parquet.planning.find_files import Walk, find_files
+from jobs.parquet.planning import find_files as search
+from jobs.parquet.planning.find_files import FolderLister, find_files
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.runs.plans.prompt_steps import MAX_SHARD_PIECES
 from jobs.runs.plans.spec import RunSpec
@@ -94,7 +94,7 @@ def test_a_glob_finds_what_pythons_own_finds(
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
     pattern = f"{root}/{'/'.join(parts)}/?*"
-    matches = Walk(Storage([str(root)])).matches(pattern, lambda name: False)
+    matches = FolderLister(Storage([str(root)])).matches(pattern, lambda name: False)
     ours = [(match.named, match.is_folder) for match in matches]
     theirs = sorted({(path, os.path.isdir(path)) for path in glob.glob(pattern, recursive=True)})
     assert ours == theirs
@@ -111,7 +111,7 @@ def test_a_search_among_too_many_names_is_refused_where_they_are(
 ) -> None:
     for number in range(8):
         write(tmp_path / "in" / f"k={number}" / "x.parquet")
-    monkeypatch.setattr(walk, "MAX_NAMES", 12)
+    monkeypatch.setattr(search, "MAX_NAMES", 12)
     spec = RunSpec.from_arguments(f"{tmp_path}/{pattern}", f"{tmp_path}/out")
     with pytest.raises(errors.SearchTooLong, match=r"more than 12 names, the last in .*/in/k=\d"):
         find_files(Storage([str(tmp_path)]), spec.input, spec.output)

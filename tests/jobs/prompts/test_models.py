@@ -14,7 +14,7 @@ from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
 from jobs.runs.control import submit_run
 from jobs.runs.watching.snapshot import read_snapshot
-from tests.jobs.answering import MODEL, run_task, score_parquet
+from tests.jobs.answering import MODEL, add_worker, run_task, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
 
@@ -96,8 +96,7 @@ def test_status_names_the_model_that_a_run_awaits(
     redis: Redis, runs: Runs, invoke: Invoke, serving_other: MakeContext, source: Path
 ) -> None:
     def start_worker(name: str, model: ServedModel) -> None:
-        redis.sadd("rq:workers:bulk", f"rq:worker:{name}")
-        redis.hset(f"rq:worker:{name}", "state", "idle")
+        add_worker(redis, name)
         redis.set(worker_key(name), json.dumps({"models": model.names}))
 
     start_worker("w", MODEL)

@@ -114,4 +114,4 @@ def test_time_in_which_no_worker_had_a_shard_is_left_out_and_told() -> None:
     whole = {"started_at": 1e9, "seconds": 3 * 86400 + 10.0}
     text = Page(report_html({**counts, **served, **whole, "statistics": told})).text
     assert "Time25 sRows a second2" in text
-    assert "leave out 71 h 59 min during which no worker had a shard" in text
+    assert "leave out 2 d 23 h during which no worker had a shard" in text

@@ -43,6 +43,6 @@ class Admission:
             return record.without_callbacks()
         return record
 
-    def _nearest(self, name: str) -> str | None:
+    def _nearest(self, name: str) -> str:
         near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
-        return near[0] if near else None
+        return f"; did you mean {near[0]!r}?" if near else ""

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -32,10 +31,8 @@ class _Alone:
     is_replaced: bool = False
 
 
-class Written(Protocol):
-    """Told the server's reply to an end."""
-
-    def __call__(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None: ...
+Written = Callable[[HeldJob, Outcome, FinishReply], None]
+"""Told the server's reply to an end."""
 
 
 class EndWriter:

@@ -45,7 +45,7 @@ class JobState(enum.Enum):
 
 @dataclass(eq=False)
 class HeldJob:
-    """Written by the I/O thread alone, and its state by these methods alone.
+    """Written by the I/O thread alone.
 
     number: names it in request ids, `<number>.<index>`.
     lane: place of its queue on the command line; 0 is the most urgent.
@@ -113,25 +113,9 @@ class HeldJob:
         assert self.open_task is not None
         self.state, self.requests = JobState.STREAMING, self.open_task.requests()
 
-    def all_sent(self) -> None:
-        """Its stream of requests has come to its end, for now at least."""
-        self.state = JobState.SENT
-
-    def broke(self, error: Exception) -> None:
-        """Its stream of requests, or a delivery, raised: the next turn of the I/O thread ends it."""
-        self.error = error
-
     def run_function(self) -> None:
         """It is a function, and has a thread."""
         self.state, self.is_function = JobState.FUNCTION, True
-
-    def collect(self) -> None:
-        """Every completion is in."""
-        self.state = JobState.COLLECTING
-
-    def end(self) -> None:
-        """What is left is its end."""
-        self.state = JobState.ENDING
 
     def withdraw(self, reason: type[BaseException]) -> None:
         """Nothing more is awaited of the engine or of a thread, which is interrupted with `reason`."""

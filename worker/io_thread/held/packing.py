@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jobs.tasks import Request
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import HeldJob, JobState
 
 
 def samples_of(request: Request) -> int:
@@ -19,9 +19,9 @@ def _next_request(job: HeldJob) -> Request | None:
     try:
         return next(job.requests)
     except StopIteration:
-        job.all_sent()
+        job.state = JobState.SENT
     except Exception as error:  # noqa: BLE001  # one job's stream must not stop the others
-        job.broke(error)
+        job.error = error
     return None
 
 

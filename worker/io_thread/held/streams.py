@@ -117,17 +117,7 @@ class Streams:
         there may be thousands.
         """
         for job, index, request in self._packer.pull():
-            add = Add(
-                job.request_id(index),
-                request.prompt,
-                request.messages,
-                request.sampling,
-                job.lane,
-                request.chat_options,
-                request.kind,
-                request.continued,
-            )
-            self._orders.put(add)
+            self._orders.put(Add(job.request_id(index), request, job.lane))
         self._changed.update((job.number, job) for job in self._packer.take_dry())
         changed, self._changed = self._changed, {}
         for job in changed.values():
@@ -188,7 +178,7 @@ class Streams:
             self._deliver(job, index, samples)
             return
         self._changed[job.number] = job
-        job.broke(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        job.error = error if isinstance(error, Exception) else RuntimeError(str(error))
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         self._changed[job.number] = job
@@ -199,7 +189,7 @@ class Streams:
                 job.stream()
                 self._packer.stream_on(job)
         except Exception as error:  # noqa: BLE001  # fails this job, not the worker
-            job.broke(error)
+            job.error = error
 
     def withdraw(self, job: HeldJob) -> None:
         """Take a job's requests back from the engine, and send no more."""

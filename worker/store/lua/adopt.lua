@@ -1,8 +1,7 @@
--- Take over a job that one of RQ's own workers left behind: the caller holds it then, to end it.
--- eid is '' for a job in the intermediate queue; new_eid names the execution that the caller holds it by.
--- Returns {'taken', claimed}; {'alive'} where it is not there any more, or its worker has shown a sign of life
--- since the caller looked; {'dropped'} where it has ended, waits elsewhere, or is gone: then nothing but the
--- trace of its worker was removed.
+-- Take over a job that one of RQ's own workers left behind: the caller holds it then, as `new_eid`, to end it.
+-- eid is '' for a job in the intermediate queue.
+-- Returns {'taken', claimed}; {'alive'} where its worker has shown a sign of life since the caller looked; {'dropped'}
+-- where it has ended, waits elsewhere, or is gone: then nothing but the trace of its worker was removed.
 local queue, id, eid = args.queue, args.id, args.eid
 local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'

@@ -1,25 +1,18 @@
--- Take jobs of one queue and open their executions, until they bring `most` sequences: one each, or what
--- the job's own field `sequences` says.
--- `done_tokens` are those of claims whose records nobody needs any more.
--- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
--- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim or a running execution has taken already, where
--- the job was not enqueued again since.
--- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
--- `tokenmill_model` is none of `models` (all names of the served one), and beyond
--- `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
--- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects`, so that jobs
--- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
--- go to the end of the queue.
+-- Take jobs of one queue and open their executions, until they bring `most` sequences: one each, or what the job's
+-- own field `sequences` says. Nothing is claimed where `rq suspend` holds all workers.
+-- To stand in the queue is all that a job needs, as with RQ's own workers. Dropped are jobs that are gone, cancelled
+-- ones, and what this claim or a running execution has taken already and nobody has enqueued again since.
+-- Left where they are in the queue, for other workers, are jobs whose field `tokenmill_model` is none of `models`, and
+-- beyond `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
+-- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects`, so that jobs that
+-- were merely near it are told from it; elsewhere it goes to the end of the queue.
 -- It ends, too, once the hashes of what it has taken have `max_hash_bytes`, and where this worker, which holds
--- `num_held` jobs of the queue, has its share: what waits and what is held, divided among `num_takers` workers. So the
--- last jobs of a queue are spread, and a queue of more jobs than all have places for knows no such bound. A share is
--- rounded up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
--- Nothing is claimed where `rq suspend` holds all workers.
--- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for
--- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with
--- the same token it returns the same jobs, less those that were taken from this worker since, and claims no
--- others. With `most` 0 it asks what an earlier call has claimed, and makes sure that one still on its way
--- claims nothing.
+-- `num_held` jobs of the queue, has its share of all that waits or is held, among `num_takers` workers. It is rounded
+-- up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
+-- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for other
+-- models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with the same token
+-- it returns the same jobs, less those that were taken from this worker since, and claims no others: with `most` 0,
+-- also no call that is still on its way does. `done_tokens` are of claims that nobody needs any more.
 local queue, limit, token = args.queue, args.most, args.token
 local num_takers, num_held = args.num_takers, args.num_held
 local record = 'tokenmill:claim:' .. token

@@ -1,7 +1,6 @@
--- Put the jobs of one queue on it that wait no longer: those of the registry 'scheduled' whose time has come, as RQ's
--- scheduler does, or those of 'ready', whose dependencies are met, where whoever should have done so is gone. Each at
--- once or not at all. A job that nobody can read is put there too, for a worker to fail it by name.
--- most: at most how many are taken. Returns how many were taken from the registry.
+-- Put the jobs of one queue on it that wait no longer, `most` at most: those of the registry 'scheduled' whose time has
+-- come, or those of 'ready', whose dependencies are met, where whoever should have done so is gone. A job that nobody
+-- can read is put there too, for a worker to fail it by name. Returns how many were taken from the registry.
 local registry, queue = args.registry, args.queue
 local from = 'rq:' .. registry .. ':' .. queue
 

@@ -1,10 +1,8 @@
 -- Write everything that RQ writes when a job ends, if this execution still holds the job.
 -- status: 'finished', 'failed' or 'stopped'. ttl: seconds for which it is kept, '' as long as it was. score: its
 -- place in the registry, '' for none. next_run: '' or as put_back takes it, then with `repeats_left`, '' for none.
--- result: of the entry in rq:results, if there is one.
--- Returns 'done'; 'dependents' when jobs wait for this one: it has ended, but stays held until they are
--- queued and close.lua was called; 'again' when this very call was carried out before (its reply was
--- lost); 'lost' when the job was given up, cancelled, deleted or enqueued again, and nothing was written.
+-- Returns 'done'; 'dependents' when jobs wait for this one, which stays held until close.lua; 'again' when this very
+-- call was carried out before; 'lost' when the job was given up, cancelled, deleted or enqueued again.
 local status, ttl, score, next_run, repeats_left = args.status, args.ttl, args.score, args.next_run, args.repeats_left
 
 local reply = not_held()

@@ -1,12 +1,9 @@
--- Take a job from its holder and put it at the head of its queue, or behind the job that its claim left
--- there before it.
--- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. new_eid: of the
--- execution that holds a job which has died too often. left_before: id of the job left before it, or ''. kind:
--- what this one was found to be ('function' or 'file'), or ''.
--- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
--- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
--- when it has taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when
--- its end is written but its dependents may wait still: then the caller holds it, to see to them.
+-- Take a job from its holder and put it at the head of its queue, or behind the job `left_before` ('' for none).
+-- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. kind: 'function' or 'file', where that was found, or ''.
+-- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is held no longer;
+-- {'dropped'} when its job was cancelled, deleted or enqueued again. The caller holds it then, by the execution
+-- `new_eid` the first: {'exhausted', claimed} when it has taken max_deaths workers with it, to fail it;
+-- {'ended', claimed} when its end is written, to see to its dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 

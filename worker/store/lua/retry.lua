@@ -1,8 +1,6 @@
--- Queue or schedule a failed job again, as RQ does for one with retries left, if this execution still
--- holds it. RQ's own way writes the status before the rest: a kill in between loses the job.
--- when: as put_back takes it. counter: the field that counts tries, and `tries` its new value. ttl: seconds for
--- which results are kept, '' as long as they were. at_front: '1' where it goes to the front then, also later.
--- result: of the entry in rq:results, if there is one.
+-- Queue or schedule a failed job again, as RQ does for one with retries left, if this execution still holds it.
+-- when: as put_back takes it. counter: the field that counts tries, and `tries` its new value. ttl: seconds for which
+-- results are kept, '' as long as they were. at_front: whether it goes to the front then, also later.
 -- Returns as finish.lua does; such a job has not ended, so its dependents wait on.
 local reply = not_held()
 if reply then return reply end

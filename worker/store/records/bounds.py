@@ -1,6 +1,5 @@
 """Limits of a job's hash, and its function call unpacked within them."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +24,6 @@ _MAX_FIELD_BYTES = 1 << 20
 """Of a field beside the payload that is JSON: `meta`, and what says how a job ends."""
 
 _JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"repeat_intervals")
-_COUNTS = (*(b"retries_left", b"number_of_retries", b"repeats_left", b"rate_limit_concurrency"),)
-_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
-_MAX_COUNT = 2**53
-"""Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
-
-_WHOLE_NUMBERS = (b"timeout", b"result_ttl", b"failure_ttl", b"ttl")
-"""Seconds, which RQ's producers write as whole numbers; for others its reader raises what names no field."""
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
@@ -66,43 +58,23 @@ def check_containers(what: str, text: bytes, most: int) -> None:
         )
 
 
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
+
+
 def check_payload(text: bytes, max_job_bytes: int) -> None:
     """Raise TooLarge for a payload of too many lists and objects, before it is parsed."""
     check_containers("payload", text, max_job_bytes // BYTES_PER_CONTAINER)
 
 
-_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
-
-
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
     """Raise TooLarge for a field beside the payload that is JSON and beyond its bounds."""
     for name in _JSON_FIELDS:
-        if text := values.get(name):
-            _check_field(name.decode(), text)
-
-
-def _check_field(name: str, text: bytes) -> None:
-    if len(text) > _MAX_FIELD_BYTES:
-        raise TooLarge(f"the job's {name} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it")
-    check_containers(name, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
-
-
-def check_seconds(values: Mapping[bytes, bytes]) -> None:
-    """Raise ValueError for seconds that are no whole number; an empty field is none."""
-    for name in _WHOLE_NUMBERS:
-        if text := values.get(name):
-            try:
-                int(text)
-            except ValueError:
-                raise ValueError(f"{name.decode()} is {text[:40]!r}, expected whole seconds") from None
-
-
-def check_counts(values: Mapping[bytes, bytes]) -> None:
-    """Raise ValueError for a count that a script would stumble over when the job ends."""
-    for name in _COUNTS:
-        text = values.get(name)
-        if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
-            raise ValueError(f"{name.decode()} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
+        text, field = values.get(name, b""), name.decode()
+        if len(text) > _MAX_FIELD_BYTES:
+            raise TooLarge(
+                f"the job's {field} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it"
+            )
+        check_containers(field, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
 
 
 @dataclass(frozen=True)

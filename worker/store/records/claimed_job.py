@@ -110,7 +110,7 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
     except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
         damage = error
     else:
-        record, damage = read_record(job_id, values, max_job_bytes)
+        record, damage = read_record(values, max_job_bytes)
     return ClaimedJob(
         job_id, execution_id, queue_name, worker_name, record, damage, deaths=deaths, left_before=left_before
     )

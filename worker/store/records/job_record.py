@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 from rq.job import JobStatus
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
-from rq.utils import parse_timeout
 from rq.webhook import Webhook
 
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_counts, check_json_fields, check_seconds, unpack
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_json_fields, unpack
 from worker.store.records.next_step import Policy
 
 CALLBACKS = {
@@ -26,33 +26,15 @@ CALLBACKS = {
 }
 """Role of each callback of a job -> the field that names it."""
 
-_TEXTS = ("origin", "worker_name", "description", "group_id", "rate_limit_key", *CALLBACKS.values())
+_CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
+
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
-_POLICY_NUMBERS = ("number_of_retries", "retries_left", "repeats_left")
-_OTHERS = (
-    *("data", "status", "timeout", "result_ttl", "failure_ttl", "ttl", "meta", "webhooks"),
-    *("dependency_ids", "dependency_id", "allow_dependency_failures", "enqueue_at_front"),
-    *("enqueue_at_front_on_retry", "retry_intervals", "repeat_intervals", "rate_limit_concurrency"),
-    *(f"{role}_callback_timeout" for role in ("success", "failure", "stopped")),
-)
-_KEPT = frozenset(name.encode() for name in (*_TEXTS, *DATES, *_POLICY_NUMBERS, *_OTHERS))
-"""Fields that RQ's `Job` reads, but those in which old versions kept the end of a job: it asks rq:results
-first."""
-
-_CALLBACK_FIELDS = tuple(
-    (role, name.encode(), name.replace("_name", "_timeout").encode()) for role, name in CALLBACKS.items()
-)
-"""Role of each callback -> the fields of its name and its timeout."""
-
-_DATE_FIELDS = tuple(name.encode() for name in DATES)
 
 _PAYLOAD = (b"data", b"description", b"meta")
 """What nobody asks for any more once all of a job is in the batch, perhaps but `meta`."""
 
 _LIGHT_BYTES = 1 << 11
 """A record of no more takes about as much for itself."""
-
-_rq_log = logging.getLogger("rq.job")
 
 
 @dataclass(frozen=True)
@@ -109,121 +91,94 @@ class JobRecord:
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
-def read_record(job_id: str, values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
+def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
     """Read a job's hash as RQ does, but for the payload, which stays packed.
 
     Returns what could be read, and what reading the rest raised: TooLarge, or what RQ's reader raises for a
     field that is damaged.
     """
-    reader = _Reader(job_id, values)
+    found: dict[bytes, Any] = {}
     damage = None
     try:
-        reader.read()
-        policy = Policy(**reader.policy)
-        policy.check()
+        if b"data" not in values:
+            raise ValueError("it has no payload")
+        check_json_fields(values)
+        for name in values:
+            name.decode()
+        for name, parse in _PARSERS.items():
+            text = values.get(name)
+            if text or (text is not None and name in _NEVER_EMPTY):
+                found[name] = _parsed(name, text, parse)
+        _policy(found).check()
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
-        damage, policy = error, Policy(**reader.policy)
+        damage = error
     record = JobRecord(
         fields=MappingProxyType({name: value for name, value in values.items() if name in _KEPT}),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
-        policy=policy,
-        callbacks=MappingProxyType(reader.callbacks),
-        webhooks=tuple(reader.webhooks),
-        timeout_s=reader.timeout_s,
-        meta=reader.meta,
+        policy=_policy(found),
+        callbacks=MappingProxyType({role: found[name] for role, name in _CALLBACKS.items() if name in found}),
+        webhooks=found.get(b"webhooks", ()),
+        timeout_s=found.get(b"timeout"),
+        meta=found.get(b"meta", {}),
     )
     return record, damage
 
 
-class _Reader:
-    """Reads in RQ's order, so that what was read before a damaged field counts."""
+def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name.decode()} is {text[:40]!r}, expected {_EXPECTED.get(parse, error)}") from None
 
-    def __init__(self, job_id: str, values: Mapping[bytes, bytes]) -> None:
-        self._job_id, self._values = job_id, values
-        self.policy: dict[str, Any] = {}
-        self.callbacks: dict[str, str] = {}
-        self.webhooks: list[Webhook] = []
-        self.timeout_s: float | None = None
-        self.meta: Any = {}
 
-    def _get(self, name: bytes) -> bytes | None:
-        """A field's bytes, None where it is missing or empty."""
-        return self._values.get(name) or None
+def _policy(found: Mapping[bytes, Any]) -> Policy:
+    return Policy(**{name.decode(): found[name] for name in _POLICY if name in found})
 
-    def read(self) -> None:
-        """Read everything. Raises for the first field that is damaged."""
-        if b"data" not in self._values:
-            raise ValueError("it has no payload")
-        check_json_fields(self._values)
-        check_seconds(self._values)
-        for field_name in self._values:
-            field_name.decode()
-        self._check_texts()
-        self._read_times()
-        if status := self._get(b"status"):
-            JobStatus(status.decode())
-        self._read_hooks()
-        self._check_dependencies()
-        self._read_meta()
-        self._read_policy()
-        for name in _DATE_FIELDS:
-            if value := self._get(name):
-                datetime.fromisoformat(value.decode())
-        check_counts(self._values)
 
-    def _check_texts(self) -> None:
-        for name in (b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"):
-            if value := self._get(name):
-                value.decode()
+def _count(text: bytes) -> int:
+    """A count that a script adds to: Redis refuses a sum that it cannot write, also in the middle of a script."""
+    if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
+        raise ValueError
+    return int(text)
 
-    def _read_times(self) -> None:
-        timeout: Any = self._get(b"timeout")
-        self.timeout_s = parse_timeout(timeout) if timeout else None
-        for name in (b"result_ttl", b"failure_ttl"):
-            if value := self._get(name):
-                self.policy[name.decode()] = int(value)
 
-    def _read_hooks(self) -> None:
-        for role, name, timeout_name in _CALLBACK_FIELDS:
-            if value := self._get(name):
-                self.callbacks[role] = value.decode()
-            if timeout_name in self._values:
-                int(self._values[timeout_name])
-        if webhooks := self._get(b"webhooks"):
-            try:
-                self.webhooks = [Webhook.from_dict(data) for data in json.loads(webhooks.decode())]
-            except Exception:  # noqa: BLE001  # as RQ does
-                _rq_log.warning("Job %s: failed to deserialize webhooks", self._job_id, exc_info=True)
+def _meta(text: bytes) -> Any:
+    try:
+        return JSONSerializer.loads(text)
+    except Exception:  # noqa: BLE001  # as RQ does
+        return {"unserialized": text}
 
-    def _check_dependencies(self) -> None:
-        if ids := self._get(b"dependency_ids"):
-            json.loads(ids.decode())
-        elif dependency_id := self._get(b"dependency_id"):
-            dependency_id.decode()
-        if flag := self._get(b"allow_dependency_failures"):
-            int(flag)
-        if b"enqueue_at_front" in self._values:
-            int(self._values[b"enqueue_at_front"])
-        if ttl := self._get(b"ttl"):
-            int(ttl)
 
-    def _read_meta(self) -> None:
-        if meta := self._get(b"meta"):
-            try:
-                self.meta = JSONSerializer.loads(meta)
-            except Exception:  # noqa: BLE001  # as RQ does
-                self.meta = {"unserialized": meta}
+def _webhooks(text: bytes) -> tuple[Webhook, ...]:
+    try:
+        return tuple(Webhook.from_dict(data) for data in json.loads(text.decode()))
+    except Exception:  # as RQ does
+        logging.getLogger("rq.job").warning("failed to deserialize a job's webhooks", exc_info=True)
+        return ()
 
-    def _read_policy(self) -> None:
-        for name in (b"number_of_retries", b"retries_left"):
-            if value := self._get(name):
-                self.policy[name.decode()] = int(value)
-        if intervals := self._get(b"retry_intervals"):
-            self.policy["retry_intervals"] = json.loads(intervals.decode())
-        if flag := self._get(b"enqueue_at_front_on_retry"):
-            self.policy["enqueue_at_front_on_retry"] = bool(int(flag))
-        if left := self._get(b"repeats_left"):
-            self.policy["repeats_left"] = int(left)
-        if intervals := self._get(b"repeat_intervals"):
-            self.policy["repeat_intervals"] = json.loads(intervals.decode())
+
+_COUNT, _MAX_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})"), 2**53
+_EXPECTED: Mapping[Callable[[bytes], Any], str] = {int: "a whole number", _count: f"a whole number up to {_MAX_COUNT}"}
+
+_PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
+    **dict.fromkeys((b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode),
+    **dict.fromkeys((b"timeout", b"result_ttl", b"failure_ttl"), int),
+    b"status": lambda text: JobStatus(text.decode()),
+    **dict.fromkeys(_CALLBACKS.values(), bytes.decode),
+    **dict.fromkeys((name.replace(b"_name", b"_timeout") for name in _CALLBACKS.values()), int),
+    b"webhooks": _webhooks,
+    b"dependency_ids": json.loads,
+    b"dependency_id": bytes.decode,
+    **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), int),
+    b"meta": _meta,
+    **dict.fromkeys((b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count),
+    **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), json.loads),
+    b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
+    **dict.fromkeys((name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())),
+}
+"""What RQ's `Job` reads, in its order, but the payload and the fields in which old versions kept a job's end."""
+
+_NEVER_EMPTY = {b"enqueue_at_front", *(name for name in _PARSERS if name.endswith(b"_callback_timeout"))}
+_POLICY = tuple(each.name.encode() for each in fields(Policy))
+_KEPT = frozenset((b"data", *_PARSERS))

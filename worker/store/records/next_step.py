@@ -30,16 +30,7 @@ class Policy:
     @classmethod
     def of(cls, job: Job) -> Policy:
         """As it stands in the job's copy, in which its user's code may have left anything."""
-        return cls(
-            result_ttl=job.result_ttl,
-            failure_ttl=job.failure_ttl,
-            retries_left=job.retries_left,
-            number_of_retries=job.number_of_retries,
-            retry_intervals=job.retry_intervals,
-            enqueue_at_front_on_retry=job.enqueue_at_front_on_retry,
-            repeats_left=job.repeats_left,
-            repeat_intervals=job.repeat_intervals,
-        )
+        return cls(**{each.name: getattr(job, each.name) for each in fields(cls)})
 
     def put_on(self, job: Job) -> None:
         """Write it into a copy of the job, for the user's code to see and to change."""

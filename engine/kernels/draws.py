@@ -1,0 +1,69 @@
+"""What Triton's sampler draws tokens by: engine/sampling/draws.py, bit by bit, and keys in the order of logits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels import token_weights
+
+#: Bits that are zero in the float32 of each dtype's numbers.
+SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+INFINITY = tl.constexpr(0x7F800000)  # the bits of it in float32, and so its key
+NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # a key above all others
+SIGN = tl.constexpr(-(2**31))
+LOG2_E_STEPS = tl.constexpr(token_weights.LOG2_E_STEPS)
+LEAST_TEMPERATURE = tl.constexpr(token_weights.LEAST_TEMPERATURE)
+LOWEST_EXPONENT = tl.constexpr(token_weights.LOWEST_EXPONENT)
+MANTISSA = tl.constexpr(token_weights.MANTISSA)
+EXPONENT = tl.constexpr(token_weights.EXPONENT)
+ONE = tl.constexpr(token_weights.ONE)
+C5, C4, C3, C2, C1, C0 = (tl.constexpr(value) for value in token_weights.COEFFICIENTS)
+
+
+@triton.jit
+def ordered_key(logits, SPARE: tl.constexpr):
+    """int32 in the order of the logits, float32, and equal for equal ones; NaN is above all."""
+    bits = logits.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    key = tl.where(bits < 0, -size, size)
+    return tl.where(size > INFINITY, NOT_A_NUMBER, key) >> SPARE
+
+
+@triton.jit
+def logit_of(key, SPARE: tl.constexpr):
+    """The logit, float32, that has the key."""
+    key = key << SPARE
+    return tl.where(key < 0, (-key) | SIGN, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Token ids and logits, float32, of a tile; minus infinity past the vocabulary's end."""
+    ids = tile * TILE + tl.arange(0, TILE)
+    logits = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+    if logits.dtype == tl.bfloat16:  # by its bits: the interpreter converts the smallest numbers wrongly
+        bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return ids, bits.to(tl.float32, bitcast=True)
+    return ids, logits.to(tl.float32)
+
+
+@triton.jit
+def weigh(logits, highest, rate, least):
+    """As `weigh` of engine/sampling/draws.py, and 0 below `least`."""
+    exponents = tl.maximum((logits - highest) * rate, LOWEST_EXPONENT).to(tl.int32)
+    mantissas = ((exponents & MANTISSA) | ONE).to(tl.float32, bitcast=True)
+    powers = (mantissas * C5 + C4) * mantissas + C3
+    powers = ((powers * mantissas + C2) * mantissas + C1) * mantissas + C0
+    powers = (powers.to(tl.int32, bitcast=True) + (exponents & EXPONENT)).to(tl.float32, bitcast=True)
+    weights = powers.to(tl.int64)
+    return tl.where(weights < least, 0, weights)
+
+
+@triton.jit
+def target(total, seed, position, sample_index):
+    """As in engine/sampling/draws.py, of the row's word of Philox, engine/sampling/draws.py."""
+    low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
+    word, _, _, _ = tl.philox(seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10)
+    odd = 2 * word.to(tl.int64) + 1
+    return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3

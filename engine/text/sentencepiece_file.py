@@ -1,0 +1,130 @@
+"""A SentencePiece model file, `tokenizer.model`, as a tokenizer of the tokenizers library.
+
+What transformers 5 makes of such a file for most model types leaves out the space that SentencePiece puts
+before a text, and lets ordinary text such as "<0x0A>" become a byte piece. Here the tokens are those of the
+SentencePiece library itself, which tests compare. It need not be installed, nor protobuf.
+Source: sentencepiece_model.proto of github.com/google/sentencepiece, whose fields are read by their numbers.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.text.token_bound import SPACE
+
+UNIGRAM, BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NO_SCORE = struct.pack("<f", 0)
+
+
+def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
+    """The tokenizers.Tokenizer of a file, which adds no token around a text, and its special tokens by name.
+
+    Raises ConfigError if it is no such file, or one that computes what is not built.
+    """
+    try:
+        fields = list(_fields(path.read_bytes()))
+        pieces = [_piece(dict(_fields(value))) for number, value in fields if number == 1]
+        parts = {number: dict(_fields(value)) for number, value in fields if number in (2, 3, 5)}
+        trainer, normalizer = parts[2], parts[3]
+    except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
+        raise ConfigError(
+            f"{path} is no complete SentencePiece model ({error!r}); fetch it again, or add the model's "
+            "tokenizer.json to the folder"
+        ) from error
+    has_prefix, kinds = normalizer.get(3, 1), {kind for _, _, kind in pieces}
+    refusals = {
+        "its model type is neither unigram nor BPE": trainer.get(3, UNIGRAM) not in (UNIGRAM, BPE),
+        "it puts spaces behind words": trainer.get(24),
+        "it leaves spaces as they are": not normalizer.get(5, 1),
+        "it changes the text that it decodes": parts.get(5, {}).get(2),
+        "it has unused pieces": UNUSED in kinds,
+        "it has symbols of its own and puts a space before a text": has_prefix and USER_DEFINED in kinds,
+    }
+    for reason, applies in refusals.items():
+        if applies:
+            raise ConfigError(f"{path} cannot be read: {reason}; add the model's tokenizer.json to the folder")
+    ids = {
+        "unk_token": trainer.get(40, 0),
+        "bos_token": trainer.get(41, 1),
+        "eos_token": trainer.get(42, 2),
+        "pad_token": trainer.get(43, -1),
+    }
+    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}  # -1 is 2 ** 64 - 1
+    return _build(pieces, trainer, normalizer), names
+
+
+def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]) -> Any:
+    """Text that special tokens divide gets the space before each part, as in Llama 2's tokenizer.json."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+
+    made: Any
+    unk_id, byte_fallback = trainer.get(40, 0), bool(trainer.get(35))
+    if trainer.get(3, UNIGRAM) == BPE:
+        vocab = {text: i for i, (text, _, _) in enumerate(pieces)}
+        unk, merges = pieces[unk_id][0], _merges(pieces)
+        made = models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+    else:
+        made = models.Unigram([(text, score) for text, score, _ in pieces], unk_id, byte_fallback)
+    tokenizer = Tokenizer(made)
+    steps: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
+    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if normalizer.get(4, 1):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if normalizer.get(3, 1):
+        steps.append(normalizers.Prepend(SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_tokens(
+        [
+            # a symbol of spaces is found only once they are written as in the vocabulary
+            AddedToken(text, normalized=SPACE in text, special=kind != USER_DEFINED)
+            for text, _, kind in pieces
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    return tokenizer
+
+
+def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
+    """All pairs of pieces that give a piece, in the order in which they are merged: the best score first."""
+    scores = {text: score for text, score, kind in pieces if kind == NORMAL}
+    return [
+        (text[:at], text[at:])
+        for text in sorted(scores, key=scores.__getitem__, reverse=True)
+        for at in range(1, len(text))
+        if text[:at] in scores and text[at:] in scores
+    ]
+
+
+def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
+    """Its text, its score and its kind."""
+    return fields[1].decode(), *struct.unpack("<f", fields.get(2, NO_SCORE)), fields.get(3, NORMAL)
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: their numbers, and an int or the bytes of each."""
+    at = 0
+
+    def varint() -> int:
+        """Seven bits a byte, the lowest first; the last byte is below 128."""
+        nonlocal at
+        start = at
+        while content[at] > 127:
+            at += 1
+        at += 1
+        return sum((byte & 127) << 7 * i for i, byte in enumerate(content[start:at]))
+
+    while at < len(content):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            yield number, varint()
+            continue
+        length = {1: 8, 5: 4}.get(wire) or varint()
+        if wire not in (1, 2, 5) or at + length > len(content):
+            raise ValueError(f"field {number} of wire type {wire} ends too soon")
+        at += length
+        yield number, content[at - length : at]
