@@ -26,7 +26,8 @@ from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.attention.rotary import norm_rotate_and_store
-from engine.kernels.logit_edits import edit_logits
+from engine.kernels.gpu_logit_edits import edit_logits
+from engine.kernels.gpu_sampler import choose_tokens
 from engine.kernels.pending import fill_pending
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
 from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
@@ -34,7 +35,6 @@ from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_an
 from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.row_writes import write_rows
-from engine.kernels.sampler import choose_tokens
 from engine.kernels.upload import upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows

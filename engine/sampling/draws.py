@@ -1,6 +1,6 @@
 """What tokens are drawn by: their weights, and each row's random word; no parameter of a request is here.
 
-The same in engine/kernels/draws.py and engine/cpu_kernels/draws.py, bit by bit.
+The same in engine/kernels/gpu_draws.py and engine/cpu_kernels/cpu_draws.py, bit by bit.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.token_weights import (
+from engine.kernels.gpu_token_weights import (
     COEFFICIENTS,
     EXPONENT,
     LEAST_TEMPERATURE,

@@ -6,14 +6,14 @@ tokens; where a cut falls among equal logits, the lower token ids stay. So a row
 logits, parameters and uniform alone.
 
 This is the reference, in plain torch. On a GPU it waits for the device; there the two launches of
-engine/kernels/sampler.py choose the same tokens and do not. On a CPU engine/cpu_kernels/sampler.py chooses
+engine/kernels/gpu_sampler.py choose the same tokens and do not. On a CPU engine/cpu_kernels/cpu_sampler.py chooses
 them and sorts nothing.
 """
 
 import torch
 from torch import Tensor
 
-from engine.kernels.token_weights import MAX_VOCAB_SIZE, WHOLE
+from engine.kernels.gpu_token_weights import MAX_VOCAB_SIZE, WHOLE
 from engine.sampling.draws import decay_rate, random_words, target, weigh
 from engine.sampling.sampling_rows import SamplingRows
 

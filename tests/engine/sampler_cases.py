@@ -146,7 +146,7 @@ def cases(seed: int, num_rows: int) -> Iterator[Case]:
 
 def by_triton(device: torch.device, **options: Any) -> Choose:
     """The kernels for GPUs. options: of choose_tokens."""
-    from engine.kernels.sampler import choose_tokens
+    from engine.kernels.gpu_sampler import choose_tokens
 
     def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
         columns = [getattr(rows, each.name).to(device) for each in fields(rows)]
@@ -158,7 +158,7 @@ def by_triton(device: torch.device, **options: Any) -> Choose:
 
 def by_numba() -> Choose:
     """The kernel for CPUs, which is not compiled for float16: its logits go in as float32."""
-    from engine.cpu_kernels.sampler import choose_tokens
+    from engine.cpu_kernels.cpu_sampler import choose_tokens
 
     def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits = logits.float() if logits.dtype == torch.float16 else logits

@@ -20,10 +20,10 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, advance, write_rows
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.draws import weigh
-from engine.kernels.logit_edits import edit_logits as by_kernel
+from engine.kernels.gpu_draws import weigh
+from engine.kernels.gpu_logit_edits import edit_logits as by_kernel
+from engine.kernels.gpu_token_weights import FRACTION_BITS, WHOLE
 from engine.kernels.pending import TILE
-from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.run.forward.rows import StaticRows
 from engine.sampling import draws
 from engine.sampling.edit_logits import edit_logits as by_torch

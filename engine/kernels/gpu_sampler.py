@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import token_weights
-from engine.kernels.draws import (
+from engine.kernels.gpu_draws import (
     INFINITY,
     LEAST_TEMPERATURE,
     LOG2_E_STEPS,

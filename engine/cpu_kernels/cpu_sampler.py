@@ -14,10 +14,10 @@ import torch
 from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
-from engine.cpu_kernels.draws import philox, target
+from engine.cpu_kernels.cpu_draws import philox, target
+from engine.cpu_kernels.cpu_token_weights import exponent, ordered_key, weight
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
-from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels import token_weights
 
 TILE = 128  # tokens whose highest key, and whose sum, are kept together
