@@ -80,11 +80,11 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import decode_attention, elementwise, logit_masks, prefill_attention, sampler
+        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, sampler
+        self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, cpu_sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,

@@ -15,19 +15,19 @@ from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
 from engine.cpu_kernels.cpu_draws import philox, target
-from engine.cpu_kernels.cpu_token_weights import exponent, ordered_key, weight
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
-from engine.kernels import token_weights
+from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
+from engine.kernels import weight_constants
 
 TILE = 128  # tokens whose highest key, and whose sum, are kept together
 INFINITY = 0x7F800000  # its bits, and so its key
 LOWEST_KEY = -(2**31) + 1  # below all
 RANGE_BITS = 18  # of an exponent: ranges of a factor of 2^(1/32)
-NUM_RANGES = (-int(token_weights.LOWEST_EXPONENT) >> RANGE_BITS) + 1
-LOG2_E_STEPS = np.float32(token_weights.LOG2_E_STEPS)
-LEAST_TEMPERATURE = np.float32(token_weights.LEAST_TEMPERATURE)
-WHOLE = np.float32(token_weights.WHOLE)
+NUM_RANGES = (-int(weight_constants.LOWEST_EXPONENT) >> RANGE_BITS) + 1
+LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
+LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
+WHOLE = np.float32(weight_constants.WHOLE)
 
 
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -38,7 +38,7 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    assert vocab_size <= token_weights.MAX_VOCAB_SIZE
+    assert vocab_size <= weight_constants.MAX_VOCAB_SIZE
     chosen = torch.empty(num_rows, dtype=torch.int64)
     words = _scratch_words(vocab_size)
     scratch = torch.empty(min(num_rows, torch.get_num_threads()) * words, dtype=torch.int64)

@@ -24,7 +24,7 @@ from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
 from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
-from engine.kernels import token_weights
+from engine.kernels import weight_constants
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -166,7 +166,7 @@ def _digest(function: Callable[[Any], None]) -> str:
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()
     names = (function.__qualname__, constants, written, processor, numba.__version__, sys.version)
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(token_weights.__file__)]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(weight_constants.__file__)]
     parts = [repr(names).encode(), *(path.read_bytes() for path in sources)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import token_weights
+from engine.kernels import weight_constants
 
 #: Bits that are zero in the float32 of each dtype's numbers.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -12,13 +12,13 @@ SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 INFINITY = tl.constexpr(0x7F800000)  # the bits of it in float32, and so its key
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # a key above all others
 SIGN = tl.constexpr(-(2**31))
-LOG2_E_STEPS = tl.constexpr(token_weights.LOG2_E_STEPS)
-LEAST_TEMPERATURE = tl.constexpr(token_weights.LEAST_TEMPERATURE)
-LOWEST_EXPONENT = tl.constexpr(token_weights.LOWEST_EXPONENT)
-MANTISSA = tl.constexpr(token_weights.MANTISSA)
-EXPONENT = tl.constexpr(token_weights.EXPONENT)
-ONE = tl.constexpr(token_weights.ONE)
-C5, C4, C3, C2, C1, C0 = (tl.constexpr(value) for value in token_weights.COEFFICIENTS)
+LOG2_E_STEPS = tl.constexpr(weight_constants.LOG2_E_STEPS)
+LEAST_TEMPERATURE = tl.constexpr(weight_constants.LEAST_TEMPERATURE)
+LOWEST_EXPONENT = tl.constexpr(weight_constants.LOWEST_EXPONENT)
+MANTISSA = tl.constexpr(weight_constants.MANTISSA)
+EXPONENT = tl.constexpr(weight_constants.EXPONENT)
+ONE = tl.constexpr(weight_constants.ONE)
+C5, C4, C3, C2, C1, C0 = (tl.constexpr(value) for value in weight_constants.COEFFICIENTS)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import token_weights
+from engine.kernels import weight_constants
 from engine.kernels.gpu_draws import (
     INFINITY,
     LEAST_TEMPERATURE,
@@ -36,7 +36,7 @@ from engine.kernels.gpu_draws import (
 TILE = 4096
 MAX_WARPS = 16
 VALUE_PASSES = tl.constexpr(4)
-WHOLE = tl.constexpr(float(token_weights.WHOLE))
+WHOLE = tl.constexpr(float(weight_constants.WHOLE))
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def choose_tokens(
         chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1
     assert all(each.is_contiguous() for each in (*values, chosen))
-    assert vocab_size <= token_weights.MAX_VOCAB_SIZE
+    assert vocab_size <= weight_constants.MAX_VOCAB_SIZE
     if not num_rows:
         return chosen
     num_tiles = triton.cdiv(vocab_size, tile)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.gpu_token_weights import (
+from engine.kernels.weight_constants import (
     COEFFICIENTS,
     EXPONENT,
     LEAST_TEMPERATURE,

@@ -13,7 +13,7 @@ them and sorts nothing.
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu_token_weights import MAX_VOCAB_SIZE, WHOLE
+from engine.kernels.weight_constants import MAX_VOCAB_SIZE, WHOLE
 from engine.sampling.draws import decay_rate, random_words, target, weigh
 from engine.sampling.sampling_rows import SamplingRows
 

@@ -22,8 +22,8 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.gpu_draws import weigh
 from engine.kernels.gpu_logit_edits import edit_logits as by_kernel
-from engine.kernels.gpu_token_weights import FRACTION_BITS, WHOLE
 from engine.kernels.pending import TILE
+from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
 from engine.run.forward.rows import StaticRows
 from engine.sampling import draws
 from engine.sampling.edit_logits import edit_logits as by_torch

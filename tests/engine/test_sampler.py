@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.gpu_token_weights import FRACTION_BITS, WHOLE
+from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
 from engine.sampling.draws import first_words, philox4x32, weigh
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row

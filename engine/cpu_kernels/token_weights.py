@@ -6,7 +6,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.cpu_kernels.scalars import F32, FLOAT32, I32, I64
-from engine.kernels.gpu_token_weights import COEFFICIENTS, EXPONENT, LOWEST_EXPONENT, MANTISSA, ONE
+from engine.kernels.weight_constants import COEFFICIENTS, EXPONENT, LOWEST_EXPONENT, MANTISSA, ONE
 
 INFINITY, NOT_A_NUMBER = 0x7F800000, 0x7FFFFFFF
 
