@@ -33,7 +33,7 @@ def load_backend(
     block_size: int = 16,
     deterministic: bool = False,
 ) -> KernelBackend:
-    """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
+    """Return the backend of that name for these dtypes. Raises ConfigError.
 
     "auto" is the best one for device and dtype. kv_cache_dtype, block_size: as EngineConfig has them.
     deterministic: its attention to a query has the same bits whatever else is computed; raises
@@ -75,7 +75,7 @@ def load_backend(
 
 
 def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str:
-    """The best backend that is installed, with a warning if it has never run on such a device."""
+    """Return the best backend that is installed; warn if it has never run on such a device."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
 

@@ -1,4 +1,4 @@
-"""What tells one served model from another: its files, by their headers, and the dtype it computes in."""
+"""The identity of a served model: a fingerprint of its files, and the dtype it computes in."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Count its numbers."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
@@ -80,9 +80,11 @@ NUM_SAMPLES = 16
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8
-    weights" for example. embedding_size: numbers of an embedding, 0 of a model that gives none.
-    embedding_prompts: names of the prompts that may stand before a text to embed."""
+    """The identity of a served model.
+
+    fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
+    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
+    """
 
     fingerprint: str
     dtype: str
@@ -95,12 +97,11 @@ def read_identity(
 ) -> ModelIdentity:
     """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
-    dtype: what it computes in, and whatever else is chosen for it and changes what it answers, in words.
-    chat_template, pooling: the name of the one that is used, if it was chosen.
-    Two models have the same fingerprint when they have the same of these, the same TEXT_FILES byte by byte,
-    and the same tensors (name, type, shape and values), however those are divided into files. Of a tensor
-    beyond 64 KiB 16 samples of 4 KiB are read, evenly spaced: any other training, merge or rounding is told
-    apart, an edit of a few values may not be.
+    dtype: of its computing, with every other choice that changes answers, in words.
+    chat_template, pooling: the name of the one in use, if it was chosen.
+    Two models have the same fingerprint when these, the TEXT_FILES, and the tensors (name, type, shape and values)
+    are the same, however the tensors are divided into files. Of a tensor beyond 64 KiB 16 samples of 4 KiB are
+    read: another training, merge or rounding shows, an edit of a few values may not.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
@@ -124,7 +125,7 @@ def _add(digest: blake2b, *fields: bytes) -> None:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield what each tensor of a safetensors file is (name, type, shape), and a digest of its samples."""
+    """Yield each tensor of a safetensors file (name, type, shape), with a digest of its samples."""
     entries = check_file(path)
     with path.open("rb") as file:
         for entry in entries:

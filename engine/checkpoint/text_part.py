@@ -55,9 +55,9 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 
 
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json would hold for the text part alone, defaults of transformers' class included.
+    """Return config.json for the text part alone, with the defaults of transformers' class.
 
-    Raises UnsupportedModel for an architecture of which that part is not served.
+    Raises UnsupportedModel for an architecture whose text part is not served.
     """
     from transformers import AutoConfig
 
@@ -92,13 +92,13 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of the text part by the names that they have in a model of text alone."""
+    """Return the text part's tensors by the names that they have in a model of text alone."""
     named = {text_name(name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in a model of text alone; None if it belongs to another part."""
+    """Return a tensor's name in a model of text alone; None if it belongs to another part."""
     if name.removeprefix("model.").startswith(OTHER_PARTS):
         return None
     for prefix, instead in PREFIXES.items():

@@ -1,4 +1,4 @@
-"""What Numba's sampler draws by beside the weights of token_weights.py: engine/sampling/draws.py, bit by bit."""
+"""The draws of Numba's sampler, the same as engine/sampling/draws.py, bit by bit."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ROUNDS = 10
 
 @njit  # type: ignore[untyped-decorator]
 def philox(seed: Any, position: Any, sample_index: Any) -> Any:
-    """The first word, as first_words of engine/sampling/draws.py."""
+    """Return Philox's first word: first_words of engine/sampling/draws.py."""
     c0, c1, c2, c3 = position & LOW, position >> SHIFT, sample_index & LOW, np.uint64(0)
     k0, k1 = seed & LOW, seed >> SHIFT
     for _ in range(ROUNDS):
@@ -26,6 +26,6 @@ def philox(seed: Any, position: Any, sample_index: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def target(total: Any, word: Any) -> Any:
-    """As in engine/sampling/draws.py."""
+    """Return the goal of a draw: `target` of engine/sampling/draws.py."""
     odd = 2 * word + 1
     return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3

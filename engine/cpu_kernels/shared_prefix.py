@@ -1,4 +1,4 @@
-"""Which sequences of a step have their first tokens in the same blocks, so that all can read them at once."""
+"""Finds sequences of a step with their first tokens in the same blocks, so that all read them at once."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def find_shared_prefixes(
     tile: int,
     least_queries: int,
 ) -> list[SharedPrefix]:
-    """The prefixes that together spare most: each sequence is in one at most. Source: arXiv:2402.05099.
+    """Find the prefixes that together spare most, one at most for a sequence. Source: arXiv:2402.05099.
 
     block_tables: [seqs, max_blocks].  lens_before: [seqs], tokens before each one's first query; no other
     is shared.  query_lens: [seqs], 0 for one that is left out.  tile: num_tokens is a multiple of it.
