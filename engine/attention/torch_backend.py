@@ -99,7 +99,7 @@ def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator
 def _seen(
     span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, *, always_mask: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the keys and values that the rows see, [kv_heads, seen, dim], and the mask [rows, seen] bool, if needed."""
+    """Return the keys and values that the rows see, [kv_heads, seen, dim], and a mask [rows, seen] bool if needed."""
     num_rows, end, block_size = span.end - span.start, span.context_len, cache.keys.shape[1]
     first = _first_seen(end - num_rows, features)
     skipped = first // block_size

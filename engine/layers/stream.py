@@ -1,4 +1,4 @@
-"""The residual stream, with the norms, activations and products between which it travels."""
+"""The residual stream, with the norms, activations and products around it."""
 
 from dataclasses import dataclass
 
@@ -126,10 +126,10 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gated MLPs
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of a step's tokens: `total` plus, where there is one, the output `pending`.
+    """The residual stream of a step's tokens: `total` plus, if there is one, the output `pending`.
 
-    Both are [tokens, hidden]. What is pending is added in the pass over memory that the next norm takes.
-    squares: of `total`, as ProductKernels have them, where its last addend came with them; None else.
+    Both are [tokens, hidden]; the next norm adds `pending` in its own pass. squares: of `total`, as ProductKernels
+    have them, if its last addend came with them.
     """
 
     total: Tensor
@@ -147,7 +147,7 @@ class Stream:
 
 
 class StreamProducts:
-    """A layer's products from and to the stream, with what stands around them where kernels serve that."""
+    """A layer's products from and to the stream, fused with norms and additions where kernels serve that."""
 
     def __init__(self, kernels: ProductKernels | None) -> None:
         self._kernels = kernels
@@ -175,7 +175,7 @@ class StreamProducts:
         return kernels.norm_gate(*given, gelu=activation.is_gelu), stream.total
 
     def add(self, x: Tensor, linear: ReplicatedLinear, norm: RMSNorm | None, total: Tensor) -> Stream:
-        """The stream `total` with the product of x, which the norm normalises if there is one."""
+        """Return the stream plus the product of x, which the norm, if there is one, normalises."""
         kernels = self._kernels_for(x, linear)
         if kernels is None or norm is not None:
             product = linear(x)
