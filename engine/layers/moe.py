@@ -153,7 +153,7 @@ class ExpertMLPs(WeightedModule):
             self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum each token's experts on all ranks. x: [tokens, hidden]; weights, ids: [tokens, chosen] -> [tokens, hidden]."""
+        """Sum each token's experts. x: [tokens, hidden]; weights, chosen: [tokens, chosen] -> [tokens, hidden]."""
         groups = ExpertGroups.of(chosen, self.experts.num_experts, self.kernels)
         rows = self.gate_up(x.index_select(0, groups.tokens), self.gate_up_proj_bias, groups)
         # a sum over the ranks has the bias once

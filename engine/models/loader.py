@@ -1,4 +1,4 @@
-"""Loading weights: every tensor of the checkpoint to its place, every place filled."""
+"""Loads weights: every tensor of the checkpoint to its place, every place filled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
-    """The tensors by the names that they have in a language model of text alone.
-
-    A checkpoint for embeddings may hold a model without its LM head, whose names begin with nothing.
-    """
+    """Name tensors as a model with an LM head does: one for embeddings may hold them without a prefix."""
     if is_text_part:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
