@@ -1,7 +1,4 @@
-"""The batching RQ worker: `rq worker --worker-class worker.BatchWorker -S json <queues>`.
-
-Importing this package loads no torch, transformers or pyarrow, and no model.
-"""
+"""The batching RQ worker: `rq worker --worker-class worker.BatchWorker -S json <queues>`. Imports nothing heavy."""
 
 import logging
 

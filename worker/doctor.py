@@ -1,4 +1,4 @@
-"""The rooms of a worker's checks, in their order."""
+"""The checks of a worker's machine, in their order."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ OPTIONAL = {"hiredis": ("replies of Redis are read in Python, a fifth more of a 
 
 
 def checks() -> list[Examination]:
-    """Return what is looked at on a worker's machine."""
+    """Return the checks of a worker's machine."""
     return [
         Examination("settings", _check_settings, SETTINGS_S),
         Examination("installation", _check_extras, SETTINGS_S),

@@ -142,7 +142,7 @@ class Grammars:
             return self._started
 
     def _vocabulary(self) -> dict[str, Any]:
-        """The arguments of a Compiler."""
+        """Return the arguments of a Compiler."""
         if self._backend is None:
             raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
