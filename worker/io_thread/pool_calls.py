@@ -79,7 +79,7 @@ Then = Callable[[HeldJob, Any, BaseException | None], None]
 class PoolCall:
     """A function for a pool, and the I/O thread's calls when it came back.
 
-    then: follows unless the job was withdrawn. came_back: called before it in any case, with the value, or None after an
+    then: follows unless the job was withdrawn. came_back: called before it, with the value or None after an
     error. is_ours: our own function, which asks whether it is interrupted and may be run again: an outage only delays
     it. discard: see FunctionPool.submit. place: in the RoomLine, for a function of ours that takes memory.
     """

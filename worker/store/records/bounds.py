@@ -27,8 +27,7 @@ _JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"r
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
-    """The memory that a job's hash may take in Redis: the payload, the description, which repeats it, and
-    the other fields."""
+    """Return the most bytes of a job's hash in Redis: payload, description, which repeats it, and other fields."""
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
