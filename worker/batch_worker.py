@@ -119,8 +119,8 @@ class BatchWorker(BaseWorker):
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
-            shown = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
-            with shown, closing(self._load(settings)) as engine:
+            loading = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
+            with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     give_up_handlers("transformers")  # its import makes one
                 self._tell_ready(engine, settings, time.monotonic() - started)

@@ -62,8 +62,8 @@ class CpuBackend(KernelBackend):
         if device.type != "cpu":
             return f"it does not run on device={device.type!r}, set device='cpu'"
         if dtype not in DTYPES:
-            shown = str(dtype).removeprefix("torch.")
-            return f"its kernels take float32 and bfloat16, not {shown}; set dtype='float32'"
+            dtype_name = str(dtype).removeprefix("torch.")
+            return f"its kernels take float32 and bfloat16, not {dtype_name}; set dtype='float32'"
         try:
             import numba  # raises ImportError also beside a numpy it does not know
         except ImportError as error:

@@ -45,8 +45,8 @@ class FlashAttnBackend(TritonBackend):
         if device.type != "cuda":
             problem = f"it does not run on device={device.type!r}; use 'auto' there"
         elif dtype not in DTYPES:
-            shown = str(dtype).removeprefix("torch.")
-            problem = f"it computes in float16 and bfloat16, not in {shown}; set dtype, or use 'triton'"
+            dtype_name = str(dtype).removeprefix("torch.")
+            problem = f"it computes in float16 and bfloat16, not in {dtype_name}; set dtype, or use 'triton'"
         else:
             try:
                 import flash_attn  # noqa: F401 - raises ImportError also beside a torch it was not built for

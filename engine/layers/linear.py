@@ -84,8 +84,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         return bool((linear(ones, _pack(ones)) == 8).all())
     except (AttributeError, RuntimeError, TypeError) as error:
-        shown = str(dtype).removeprefix("torch.")
-        logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %r", shown, error)
+        dtype_name = str(dtype).removeprefix("torch.")
+        logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %r", dtype_name, error)
         return False
 
 

@@ -82,8 +82,8 @@ def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
 def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
     """Let theta grow with sequences beyond the configured length; here none is longer."""
     factor, dim = rope.number("factor"), rope.rotary_dim
-    growth = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
-    return 1.0 / _powers(rope, rope.theta * growth ** (dim / (dim - 2))), 1.0
+    theta_factor = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
+    return 1.0 / _powers(rope, rope.theta * theta_factor ** (dim / (dim - 2))), 1.0
 
 
 def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:

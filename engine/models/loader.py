@@ -69,8 +69,8 @@ def load_weights(
                 missing.difference_update(_load_tensor(model.packed, modules, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {shown}; fetch it again")
+        listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {listed}; fetch it again")
     for module in modules.values():
         if quantize_rows is not None and isinstance(module, ReplicatedLinear):
             module.quantize(quantize_rows)

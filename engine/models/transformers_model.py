@@ -191,8 +191,8 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
         (WeightMismatch, "holds tensors for which this model has no place", unexpected),
     ):
         if names:
-            shown = ", ".join(sorted(map(str, names))[:MAX_NAMES])
-            raise kind(f"{folder} {problem}: {shown}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
+            listed = ", ".join(sorted(map(str, names))[:MAX_NAMES])
+            raise kind(f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
 
 
 @contextmanager
@@ -200,16 +200,16 @@ def _quiet_transformers() -> Iterator[None]:
     """Hide transformers' progress bar and its report of a checkpoint: faults are raised."""
     from transformers.utils import logging
 
-    shown: Any = logging
-    had_bar, verbosity = shown.is_progress_bar_enabled(), shown.get_verbosity()
-    shown.disable_progress_bar()
-    shown.set_verbosity_error()
+    hf_logging: Any = logging
+    had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        shown.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if had_bar:
-            shown.enable_progress_bar()
+            hf_logging.enable_progress_bar()
 
 
 @contextmanager

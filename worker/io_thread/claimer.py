@@ -89,8 +89,8 @@ class Claimer:
         if not due or self._has_suspect(moment):
             return
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
-        turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
-        if sum([self._claim_for(turn) for turn in turns]):
+        lane_groups = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
+        if sum([self._claim_for(group) for group in lane_groups]):
             self.idle_since = moment
             self._runner.feed()
 

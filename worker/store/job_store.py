@@ -334,8 +334,8 @@ class JobStore:
             if reply[0] == b"taken"
         ]
 
-    def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
+    def show_progress(self, progress: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
-        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in shown]
+        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in progress]
         if calls:
             self._call_many(calls)
