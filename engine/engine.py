@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens a sequence may have, prompt and completion together."""
+        """The most tokens of a sequence, prompt and completion together."""
         return self._scheduler.max_model_len
 
     @property

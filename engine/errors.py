@@ -88,7 +88,7 @@ class StepFailed(EngineError):
 
 
 class SequenceFailed(EngineError):
-    """Never raised: the `error` of a completion whose request made a step raise: (what it raised)."""
+    """Never raised: the `error` of a completion whose request made a step raise: (the original error)."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)

@@ -119,7 +119,7 @@ class JobSetAside(WorkerError):
 
 
 class EndNotTaken(WorkerError):
-    """The job's end could not be written, by a server that takes others: (its bytes, what was raised)."""
+    """The job's end could not be written, by a server that takes others: (its bytes, the error)."""
 
     fault = "client"
     message = (
@@ -143,7 +143,7 @@ class TooLarge(JobRefused):
 
 
 class NotAllowed(JobRefused):
-    """The job names a function that is not on the allow list: (its role, its name, "" or what may be meant)."""
+    """The job names a function that is not on the allow list: (its role, its name, "" or a likely one)."""
 
     message = (
         "{0} {1!r} is not on this worker's allow list, so it was neither imported nor run: add its exact name to "

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen."""
+"""Attention over the paged KV cache: backends are found by name and imported only when chosen."""
 
 from __future__ import annotations
 

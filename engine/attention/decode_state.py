@@ -1,4 +1,4 @@
-"""DecodeState: the rows of a decode batch as the device keeps them, and what the host writes to them."""
+"""DecodeState: the rows of a decode batch on the device, and the host's writes to them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DecodeState:
 
 
 def advance(state: DecodeState) -> None:
-    """Begin a step in plain torch: make its inputs of what the step before has left."""
+    """Begin a step in plain torch: make its inputs from the step before."""
     is_real = state.next_positions != PADDING
     position = state.next_positions.clamp(min=0)
     blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()

@@ -53,7 +53,6 @@ class KVCache:
         device: torch.device,
         scales: Sequence[Scales] | None = None,
     ) -> None:
-        """dtype: what is stored; FP8 with the scales of each layer."""
         shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
         self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])

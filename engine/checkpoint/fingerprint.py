@@ -31,7 +31,7 @@ class TensorEntry:
 
 
 def check_file(path: Path) -> list[TensorEntry]:
-    """Return the tensors of a file that is as long as its header says. Raises MissingWeights."""
+    """Return a file's tensors, if it is as long as its header says. Raises MissingWeights."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

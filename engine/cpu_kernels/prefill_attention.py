@@ -190,7 +190,7 @@ def _cap(scores: Any, soft_cap: Any) -> None:
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
 def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
-    """Replace scores by softmax numerators; factors: what earlier sums are to be multiplied by."""
+    """Replace scores by softmax numerators; put the multipliers of earlier sums into factors."""
     for i in range(LANES):
         factors[i] = highest[i]
     for t in range(TILE):

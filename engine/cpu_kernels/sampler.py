@@ -47,7 +47,7 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernel for logits of that dtype, or load what was compiled before."""
+    """Compile or load the kernel for logits of that dtype."""
     _kernel(dtype)
 
 
@@ -81,7 +81,7 @@ def _highest(row: Any, maxima: Any, element: Any) -> Any:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _sum_tiles(row: Any, maxima: Any, sums: Any, scale: Any, cut: Any, element: Any) -> Any:
-    """Return the sum of the weights that stay, and put that of every tile into sums. cut: lowest key, last token."""
+    """Return the sum of the staying weights, and put that of every tile into sums. cut: lowest key, last token."""
     highest, rate, least = scale
     lowest, last_id = cut
     total = 0
@@ -112,7 +112,7 @@ def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
 ) -> Any:  # fmt: skip
-    """Add up what stays by range, or collect range `wanted` into `found`; return the sum, or how many."""
+    """Add up the tokens that stay by range, or collect those of range `wanted`; return the sum, or how many."""
     highest, rate, least = scale
     lowest, last_id = cut
     places, keys, amounts = tile_of

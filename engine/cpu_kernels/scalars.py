@@ -42,7 +42,7 @@ def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(typing: Any, counters: Any, index: Any) -> Any:
-    """Add 1 to counters[index], an int64 behind a pointer, atomically; return what was there."""
+    """Add 1 to counters[index], an int64 behind a pointer, atomically; return the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(args[0], [args[1]])

@@ -107,7 +107,7 @@ def last_id_of_equals(
 
 @triton.jit
 def staying_weights(logits, ids, highest, rate, least, lowest, last_id):
-    """Return weights after the cut: above logit `lowest`, and its equals up to token `last_id`."""
+    """Return weights, 0 beyond the cut: logits above `lowest` stay, and its equals up to token `last_id`."""
     stays = (logits > lowest) | ((logits == lowest) & (ids <= last_id))
     return tl.where(stays, weigh(logits, highest, rate, least), 0)
 

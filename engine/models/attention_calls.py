@@ -167,7 +167,7 @@ class PagedAttention:
         self._next = 0
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Answer from this batch and cache from now on."""
+        """Answer calls from this batch and cache from now on."""
         self._pass, self._next = (batch, cache), 0
 
     def __call__(self, call: AttentionCall) -> Tensor:

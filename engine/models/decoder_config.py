@@ -1,4 +1,4 @@
-"""DecoderConfig: the native decoder's reading of a checkpoint's configuration, and what it refuses."""
+"""DecoderConfig: the native decoder's reading of a checkpoint's configuration, and its refusals."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 
 def check_machine(config: EngineConfig) -> Iterator[Observation]:
-    """Look at what the configuration would use here."""
+    """Check the parts of the machine that the configuration would use."""
     try:
         device = resolve_device(config.device)
     except ConfigError as error:

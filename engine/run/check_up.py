@@ -80,7 +80,6 @@ def _check_text(config: EngineConfig, folder: Path) -> Iterator[Observation]:
 
 
 def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
-    """entries: none where the weights cannot be read."""
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
     from engine.models.served import served_architectures
@@ -108,7 +107,6 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
 def _check_memory(
     config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
 ) -> Iterator[Observation]:
-    """dtype_bytes: of a number of the served dtype."""
     from engine.run.check_machine import free_memory
     from engine.run.forward.memory import default_cpu_kv_cache_bytes, fit_pool
 

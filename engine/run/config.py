@@ -155,7 +155,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """Say in words what the configuration changes of answers, so that all of a run come from the same."""
+    """Say in words how the configuration changes answers, so that all of a run come from the same."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     if config.quantization is not None:

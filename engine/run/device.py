@@ -50,12 +50,12 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the thread's current one meanwhile: Triton launches there, whatever its arguments lie on."""
+    """Make a GPU the thread's current one within the block: Triton launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def overlaps(async_scheduling: bool | None, device: str) -> bool:
-    """Whether a step is scheduled while the one before runs: None does so on GPUs."""
+    """Whether a step is scheduled while the one before runs; async_scheduling=None does so on GPUs."""
     if async_scheduling is not None:
         return async_scheduling
     return resolve_device(device).type == "cuda"

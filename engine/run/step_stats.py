@@ -27,7 +27,7 @@ class Stopwatch:
 
 
 class StepStats:
-    """Counts steps since the start; a stopwatch for each part, see EngineStats.step_seconds."""
+    """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_scheduled = 0

@@ -190,7 +190,7 @@ class TokenCounts:
     """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
 
     def __init__(self, prompt_token_ids: NDArray[np.int32]) -> None:
-        """prompt_token_ids: [tokens] those of the prompt that have an entry, each once."""
+        """prompt_token_ids: [tokens], each once; they have entries from the start."""
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
         self._entries[: self._size, 0] = prompt_token_ids

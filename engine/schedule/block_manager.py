@@ -104,7 +104,7 @@ class Block:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what the block held."""
+        """Drop the block's content."""
         self.hash: int | None = None
         self.content_id: int | None = None
         self.parent_content_id = ROOT
@@ -140,7 +140,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; many still hold a prefix that can be hit."""
+        """The number of free blocks; many still hold a prefix that can be hit."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -297,7 +297,7 @@ class BlockManager:
             self._forget(block)
 
     def _take(self) -> int:
-        """Take the free block least worth keeping; what it held can no longer be hit."""
+        """Take the free block least worth keeping; its content can no longer be hit."""
         if not self._free:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are held; preempt a sequence first")
         block_id, _ = self._free.popitem(last=False)

@@ -88,12 +88,10 @@ class RunningList:
         self._lanes = None
 
     def pop(self) -> Sequence:
-        """Take out the least urgent."""
         self._lanes = None
         return self._seqs.pop()
 
     def clear(self) -> None:
-        """Take out all."""
         self._seqs, self._lanes = [], {}
 
     def move(self, seq: Sequence, lane: int) -> None:
@@ -155,7 +153,7 @@ class AdmissionGate:
         self._num_left += num_seqs
 
     def begin_step(self, num_running: int) -> None:
-        """Open, if it is time, for the step that is about to be scheduled."""
+        """Open, if it is time, before a step is scheduled."""
         self._num_steps += 1
         if self._num_left * LEFT_SHARE >= num_running or self._num_steps > MAX_HELD_STEPS:
             self._lane = None

@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold neither slot nor blocks."""
+        """The number of sequences with neither slot nor blocks."""
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
@@ -84,7 +84,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget an unfinished sequence and free what it holds. Not between `schedule` and `advance`."""
+        """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
         self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
@@ -113,7 +113,7 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count what the step just launched computes, and a pending token per sample."""
+        """Count the tokens of the step just launched, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
         self.blocks.launched(batch.published)
@@ -375,7 +375,7 @@ class Scheduler:
         return ends
 
     def _remove(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out of its list and free what it holds."""
+        """Take an unfinished sequence out of its list and free its blocks."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove([seq])
             self._release(seq)

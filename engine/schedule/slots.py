@@ -64,7 +64,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots no sequence holds."""
+        """The number of slots no sequence holds."""
         return len(self._free)
 
     def assign(self, seq: Sequence) -> None:
@@ -124,7 +124,7 @@ class SlotTable:
         self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
-        """Count what a launched step computes for these slots, and a pending token where it samples."""
+        """Count the tokens of a launched step for these slots, and a pending one if it samples."""
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]
         self.num_tokens[sampling] += 1

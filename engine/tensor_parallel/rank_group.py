@@ -65,7 +65,6 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def describe_end(self) -> str:

@@ -18,7 +18,7 @@ UNLIKE: Tails = ([], ())
 
 
 class Continuations:
-    """Tokenizes what stands behind prompts, for any number of threads at once."""
+    """Tokenizes continuations behind prompts, for any number of threads at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -103,5 +103,5 @@ class StopStrings:
 
     @property
     def text(self) -> str | None:
-        """The text up to the stop string that ended the sequence, None if none did."""
+        """The text up to the stop string that ended the sequence, None without one."""
         return None if self._end is None else "".join(self._pieces)[: self._end]

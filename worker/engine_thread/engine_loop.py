@@ -1,4 +1,4 @@
-"""The main thread's loop: take orders, step the engine, hand out what it finished."""
+"""The main thread's loop: take orders, step the engine, hand out finished requests."""
 
 from __future__ import annotations
 

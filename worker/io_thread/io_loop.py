@@ -85,11 +85,9 @@ class IoLoop:
         self._events.put(event)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread to end."""
         self._thread.join()
 
     @property
@@ -236,7 +234,7 @@ class IoLoop:
             self._claimer.claim(moment)
 
     def _settle(self, _: float) -> None:
-        """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
+        """Complete the work of earlier turns: ends to write, claims without a reply, jobs to release."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)

@@ -88,7 +88,7 @@ class JobEnds:
     def _end(
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
     ) -> None:
-        """Bring a job to its end: first what user code it calls, then the writing."""
+        """Bring a job to its end: first the user's callbacks, then the writing."""
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)

@@ -168,7 +168,7 @@ class JobRunner:
     # Stream and deliver
 
     def feed(self) -> None:
-        """Send the engine what it has room for; end the jobs whose last completion is in."""
+        """Fill the engine's free room with requests; end the jobs whose last completion is in."""
         for job in self.streams.feed():
             if job.error is not None:
                 self._withdraw(job, JobStopped)

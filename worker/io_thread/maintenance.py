@@ -22,7 +22,7 @@ class Maintenance:
         self._queue_left = Timer(_LEFT_PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
-        """Start what is due at `moment` (monotonic seconds)."""
+        """Start the duties that are due at `moment` (monotonic seconds)."""
         if self._scheduler is not None and self._schedule.due(moment):
             self._scheduler.turn()
         if self._queue_left.due(moment):

@@ -149,7 +149,7 @@ class PoolCalls:
             self._line.begin(place, start_again, is_awaited)
 
     def submit_later(self, submit: Callable[[], None]) -> None:
-        """Try again when Redis is there, and not at once."""
+        """Try again after a pause, when Redis is there."""
         if not self._waiting:
             self._try_again_at = self._clock() + TRY_AGAIN_S
         self._waiting.append(submit)

@@ -34,7 +34,7 @@ class Reporter:
         self._show.postpone(float("-inf"))
 
     def show(self, moment: float, is_serving: bool, is_suspended: bool) -> None:
-        """Write the worker's record where that is due, or the first job has come or the last one gone."""
+        """Write the worker's record if it is due, or the first job has come or the last one gone."""
         busy = self._runner.num_held > 0
         if not self._show.due(moment) and busy == self._shown_busy:
             return
@@ -52,7 +52,7 @@ class Reporter:
         self._record.keep(self.shown.point)
 
     def tell(self, moment: float) -> None:
-        """Log the throughput where jobs are held and that is due."""
+        """Log the throughput if jobs are held and it is due."""
         if not self._runner.num_held or not self._tell.due(moment):
             return
         counts = self._runner.counts

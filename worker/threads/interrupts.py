@@ -89,7 +89,7 @@ class Interruptible:
                 _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Return what `load` returns, which imports a module; errors from outside wait for its end."""
+        """Import by `load` and return its value; errors from outside wait for its end."""
         if self._importing:  # a module that this one imports
             return load()
         try:

@@ -68,7 +68,7 @@ class OtelTraces(Traces):
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_S at most."""
+        """Send the remaining spans, for FLUSH_S at most."""
         sending = threading.Thread(target=self._processor.shutdown, name="tokenmill-traces", daemon=True)
         sending.start()
         sending.join(FLUSH_S)

@@ -108,7 +108,7 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Two for each size."""
+        """The number of graphs: two for each size."""
         return 2 * len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
@@ -119,7 +119,7 @@ class DecodeGraphs:
         return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
-        """Compute the step without waiting for it. last: what `to_device` calls sampled."""
+        """Compute the step without waiting for it. last: the tokens of the step launched before."""
         graph = bisect_left(self._sizes, len(step.slots))
         compute, choose_tokens = self._replays[graph]
         try:

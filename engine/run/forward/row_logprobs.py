@@ -76,7 +76,7 @@ class LogprobPieces:
             self._top_logprobs.append((highest - total).flatten())
 
     def all(self) -> DeviceLogprobs:
-        """Return all rows that were added, of which there is one at least."""
+        """Join all rows that were added."""
         device = self._ranks[0].device
         no_ids, no_logprobs = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
         return DeviceLogprobs(

@@ -38,7 +38,7 @@ class PendingTokens(ABC):
 
     @abstractmethod
     def wait(self) -> NDArray[np.int64]:
-        """Wait until they are here: [samples] int64. Raises what the step raised on its device."""
+        """Wait for the tokens: [samples] int64. Raises an error of the step on its device."""
 
 
 class DeviceTokens(PendingTokens):
@@ -99,4 +99,4 @@ class Runner(Protocol):
         """Start the step, up to a token for each row that samples; steps run in the order of launches."""
 
     def close(self) -> None:
-        """Free what the runner holds. A second call does nothing."""
+        """Free the runner's memory. A second call does nothing."""

@@ -285,7 +285,7 @@ class HeldJobs:
         return [job for job in self._jobs.values() if job.claimed.execution_id in execution_ids]
 
     def unstarted(self) -> list[HeldJob]:
-        """The jobs of which nothing has run yet."""
+        """The jobs that have run no code yet."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
     def num_rows_done(self) -> int:

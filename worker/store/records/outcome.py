@@ -1,4 +1,4 @@
-"""How a job ended, for the store."""
+"""Outcome: a job's end, for the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, for `JobStore.finish`."""
+    """A job's end, for `JobStore.finish`."""
 
     claimed: ClaimedJob
     status: EndStatus
