@@ -78,7 +78,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # What lives by now lives on: the cycle collector's next look through all of it took 0.2 s in a step.
+        # Objects of now live on: the cycle collector's next look through all of them took 0.2 s in a step.
         gc.collect()
         gc.freeze()
         return engine

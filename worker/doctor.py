@@ -15,7 +15,7 @@ from worker.start import load_functions
 #: Seconds: torch and transformers are imported; a network mount or a store may hang.
 MODEL_S, FILES_S, SETTINGS_S = 300.0, 90.0, 60.0
 
-#: What a worker cannot do without, and what for; and what it is slower, or does less, without.
+#: Packages that a worker needs, and what for; and optional ones, and what they are for.
 NEEDED = {
     "torch": "which computes the model",
     "transformers": "which reads tokenizers",

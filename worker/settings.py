@@ -266,7 +266,7 @@ def _root(part: str) -> str:
 
 _NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
 
-#: An engine's setting where its message names it, and not one of a checkpoint's file.
+#: A setting's name in an engine's message, and not a key of a checkpoint's file.
 _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
 from engine.errors import ConfigError, NotDeterministic
 
-#: Where each backend's class is.
+#: Each backend's module and class.
 BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
     "cpu": ("cpu_backend", "CpuBackend"),

@@ -14,7 +14,7 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 
-# Of a sequence whose rows see less than their whole context, or whose scores are written out: more rows go
+# Rows at a time, if they see less than their whole context or scores are written out: more rows would go
 # through more tokens that they cannot see, and their scores leave the caches (measured: 2 times slower).
 ROWS_AT_ONCE = 128
 SCORES_AT_ONCE = 1 << 22  # written out: 16 MiB

@@ -51,7 +51,7 @@ def check_file(path: Path) -> list[TensorEntry]:
     return entries
 
 
-#: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
+#: Files read whole: they decide a text's tokens, how these are computed, and where a text ends.
 TEXT_FILES = (
     "config.json",
     "generation_config.json",
@@ -70,10 +70,10 @@ TEXT_FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-#: As well, wherever they are.
+#: Files read whole in any folder.
 MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
 
-#: A tensor of at most so many bytes is read whole, of a larger one as many in samples.
+#: A tensor of at most so many bytes is read whole; samples of a larger one take as many.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 

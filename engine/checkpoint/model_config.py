@@ -16,7 +16,7 @@ MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
 DTYPES = ("float32", "bfloat16", "float16")
 
-#: What other architectures call the same sizes, which are looked for in this order.
+#: Other architectures' names of the same sizes, in the order of looking.
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),

@@ -12,10 +12,10 @@ from engine.errors import ConfigError, UnsupportedModel
 MODULES = "modules.json"
 TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 
-#: By sentence-transformers' names: of which of a text's hidden states a vector is made, and how.
+#: Modes by sentence-transformers' names: the hidden states that make a text's vector, and how.
 MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
 
-#: As older files switch them on, in the order in which their vectors stand side by side.
+#: Older files' switches of modes, in the order in which their vectors stand side by side.
 OLD_SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -88,7 +88,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
         if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
             raise ConfigError(f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}")
-        # what others have written may do anything
+        # others' code may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
     return modules
 

@@ -176,7 +176,7 @@ def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     return (pairs.flatten(2) * factors[:, :, None]).flatten(1).t()
 
 
-#: Of a module x the tensors that say that its weight is quantized, and what may lie beside them.
+#: Tensors of a module that say that its weight is quantized, and their possible companions.
 CODES = ("weight_packed", "qweight", "weight")
 BESIDE = (
     "weight_scale",
@@ -188,7 +188,7 @@ BESIDE = (
     "qzeros",
     "g_idx",
 )
-#: Of the activations and of the KV cache, which are not quantized here.
+#: Tensors of activations and KV cache, which are not quantized here.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts

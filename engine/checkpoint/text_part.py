@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from engine.errors import ConfigError, UnsupportedModel
 
-#: Architectures that compute, where there is text alone, what their text part computes by itself.
+#: Architectures that compute text alone exactly as their text part does by itself.
 ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -18,7 +18,7 @@ ARCHITECTURES = (
     "Qwen3VLMoeForConditionalGeneration",
 )
 
-#: What the text part is, by its model type. The three positions that Qwen-VL gives a token, in time, height
+#: The text part's architecture, by its model type. The three positions that Qwen-VL gives a token, in time, height
 #: and width, are one and the same for a token of text.
 TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -34,16 +34,16 @@ TEXT_ARCHITECTURES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 
-#: What a text part computes whatever is in its configuration, where the text model has a key for it.
+#: Values of the text model's keys that a text part always has, whatever its configuration says.
 FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
-#: What of a token's place in an image a rotation is told.
+#: Keys of a rotation about a token's place in an image.
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
-#: How the names of the text part's tensors begin, older layouts included, and what a text model has instead.
+#: Beginnings of the names of the text part's tensors, older layouts included, and a text model's instead.
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 
-#: How the names of the others begin, with or without "model." before.
+#: Beginnings of the other names, with or without "model." before.
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
 
 T = TypeVar("T")

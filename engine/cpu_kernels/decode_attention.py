@@ -145,7 +145,7 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
                 if has_cap:
                     _cap(weights, scale, soft_cap)
-                # of tokens that have no score here: the shared ones, or the sink
+                # tokens without a score here: the shared ones, or the sink
                 state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
                 others, others_highest = np.float32(0), LEAST
                 if begin > 0 and not limited:

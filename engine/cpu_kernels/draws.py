@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-#: Of Philox, as in engine/sampling/draws.py, whose comments name the source.
+#: Philox's constants, as in engine/sampling/draws.py, whose comments name the source.
 MULTIPLIER_0, MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)

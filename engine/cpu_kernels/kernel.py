@@ -154,7 +154,7 @@ def cache_root() -> Path:
 def _digest(function: Callable[[Any], None]) -> str:
     """Return a name for the machine code of this function, what it closes over and its helpers' sources."""
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
-    # the others are helpers, in the sources
+    # other values are helpers, in the sources
     constants = [value for value in contents if isinstance(value, (int, types.Type))]
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()

@@ -41,7 +41,7 @@ def find_shared_prefixes(
         tables = block_tables[seqs]
         same_blocks = np.logical_and.accumulate(tables == tables[0], axis=1).sum(1)
         lens = np.minimum(same_blocks * block_size, lens_before[seqs]) // tile * tile
-        # those with the longest first: one that shares little shall not cut the others' prefix short
+        # the longest first: a sequence that shares little shall not cut the others' prefix short
         order = np.argsort(-lens, kind="stable")
         num_queries = np.cumsum(query_lens[seqs[order]])
         spared = lens[order] * (num_queries - num_queries[0])

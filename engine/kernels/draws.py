@@ -6,7 +6,7 @@ import triton.language as tl
 
 from engine.kernels import token_weights
 
-#: Bits that are zero in the float32 of each dtype's numbers.
+#: The number of zero bits in the float32 of each dtype's numbers.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 INFINITY = tl.constexpr(0x7F800000)  # the bits of it in float32, and so its key

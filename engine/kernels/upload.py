@@ -11,7 +11,7 @@ from torch import Tensor
 
 Arrays = Sequence[NDArray[Any]]
 
-# Bytes: of any dtype, and what vectorised kernels like. Triton compiles one anew for pointers to less.
+# Bytes: enough for any dtype and for vectorised kernels. Triton compiles one anew for pointers to less.
 ALIGNMENT = 16
 
 

@@ -122,7 +122,7 @@ def _read_rope(
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-#: What every architecture reads, with the value that a missing key stands for.
+#: Keys that every architecture reads, with the value that a missing key stands for.
 COMMON_KEYS = {
     "hidden_act": "silu",
     "original_max_position_embeddings": None,

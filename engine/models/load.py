@@ -78,7 +78,7 @@ def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bo
 
 @dataclass(frozen=True)
 class ModelPath:
-    """How a model is computed, and why: natively by `decoder`, through transformers if it is None."""
+    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None."""
 
     decoder: DecoderConfig | None
     reason: str

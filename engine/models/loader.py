@@ -15,7 +15,7 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
-#: Other names of modules, by what they are called here.
+#: Other names of modules, by their names here.
 RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)

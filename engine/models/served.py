@@ -33,7 +33,7 @@ TRANSFORMERS = tuple(
 )
 
 
-#: By the reason for which they are refused: each with the nearest that is served.
+#: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
     "layers with a state outside the KV cache (Mamba, linear attention, convolutions)": {
         "BambaForCausalLM": "GraniteForCausalLM",

@@ -18,7 +18,7 @@ from engine.run.forward.memory import allowed_bytes
 from engine.run.observation import Observation, fault_of
 
 GIB = 2**30
-#: Ranks of one machine exchange tensors there.
+#: The folder through which ranks of one machine exchange tensors.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 * 2**20
 

@@ -53,7 +53,7 @@ def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterato
 
 
 INTERVAL_S = 1.0
-# A thread more pays only where most of a processor is free for it; one that is there goes at less than half.
+# A thread is added if most of a processor is free for it, and ends if less than half is.
 ADDED_AT, KEPT_AT = 0.7, 0.5
 
 logger = logging.getLogger(__name__)

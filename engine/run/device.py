@@ -10,9 +10,9 @@ import torch
 
 from engine.errors import ConfigError
 
-#: Written by NVIDIA's driver where one is loaded.
+#: A file of NVIDIA's driver, if one is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
-#: Where each GPU has a file.
+#: The folder with a file for each GPU.
 DEVICES = Path("/dev")
 
 

@@ -30,7 +30,7 @@ Request = tuple[str, Prompt, RequestParams]
 Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
 
-#: Of a prompt and what stands behind it, in all sequences of a request together: each holds the prompt's.
+#: Tokens of all sequences of a scoring request together: each holds the prompt's.
 MAX_TREE_TOKENS = 1 << 25
 
 
@@ -100,7 +100,7 @@ class Scores:
     """Pairs of a context and a continuation as requests, one for each context."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
-        """Raises InvalidRequest or a subclass for the first pair that cannot be scored."""
+        """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         self._groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
         self._asked = [self._group(*_read(place, pair, prompts)) for place, pair in enumerate(pairs)]
 

@@ -33,7 +33,7 @@ MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
 CONTROL = SamplingParams(max_tokens=2, top_p=0.5, seed=0)
 
-#: A step's tokens, what it says of tokens, and what it pooled.
+#: A step's tokens, log probabilities and pooled states.
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
 
 

@@ -175,7 +175,7 @@ _NAMES = tuple(sorted(each.name for each in fields(SamplingParams)))
 RANGES: dict[str, Range] = {
     each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
 }
-#: Name and numpy's dtype of what the sampler reads for each row.
+#: Name and numpy's dtype of each column of the sampler.
 COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
 }

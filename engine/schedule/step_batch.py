@@ -93,7 +93,7 @@ def _is_sampled(seq: Sequence) -> bool:
     return seq.sample_top != NOT_WANTED
 
 
-#: Added to a logit, leaves no other token any weight at any temperature.
+#: Added to a logit, this leaves no other token any weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-#: Of each class the characters that all dialects have in it, and a superset of what any has.
+#: Each class's characters that all dialects have in it, and a superset of any dialect's.
 _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
@@ -64,10 +64,10 @@ MAX_REASON_CHARS = 300
 #: Between two parts of a JSON text: one blank, or a line break and what it is indented by.
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 
-#: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
+#: Limits of a grammar: about a second and 40 MB; the defaults allow 3 s and 500 MB.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 
-#: Of the stack of a thread in which a form is tried. It is compiled on a larger one then.
+#: Bytes of the stack on which a form is tried. It is compiled on a larger one then.
 STACK_BYTES = 16 << 20
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")

@@ -9,7 +9,7 @@ from engine.sampling.structured_params import StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
 from sandbox.child import Worker, unlimited_memory
 
-#: Of the stack on which its masks are tried: less than threads that take steps have, and llguidance's own.
+#: Bytes of the stack on which a form's masks are tried: less than threads that take steps have, and llguidance's own.
 MASK_STACK_BYTES = 1 << 20
 
 

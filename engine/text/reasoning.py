@@ -14,7 +14,7 @@ from engine.text.tokenizer import Tokenizer
 
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
-#: What is looked for in a model's text files, in this order.
+#: Marks to look for in a model's text files, in this order.
 KNOWN_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

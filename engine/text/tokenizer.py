@@ -25,10 +25,10 @@ from engine.text.stop_strings import IncrementalText, StopStrings
 from engine.text.token_bound import token_bound
 from engine.text.tokenizer_files import load_tokenizer
 
-#: Texts of which one at least is written in ordinary tokens, not in bytes.
+#: Texts, at least one of which has ordinary tokens, not bytes.
 ANCHORS = ("a", "e", "1", ".")
 
-#: What templates raise besides jinja2's own errors.
+#: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 #: Where bytes are pieces of the vocabulary, each byte of an incomplete character is a character of its text.
@@ -266,7 +266,7 @@ class Tokenizer:
         return self._encode(text, limit, add_special_tokens=False)
 
     def _render(self, messages: Messages, **variables: Any) -> str:
-        # a variable may have the name of an argument, such as `tokenize`: what is said last counts
+        # a variable may have the name of an argument, such as `tokenize`: the last one counts
         options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)

@@ -37,11 +37,7 @@ LEAVE_S = 1.0
 
 
 class _Waiting:
-    """One request until it is in the engine. number: its place among all that came.
-
-    is_prepared: only quick work is left. prepared: prompt and sampling for `Engine.add`. form: its grammar's future.
-    error: raised by preparing.
-    """
+    """One request until it is in the engine. number: its place among all. form: its grammar's future."""
 
     __slots__ = (
         *("engine", "error", "form", "is_dropped", "is_prepared", "lane", "number", "prepared", "request"),

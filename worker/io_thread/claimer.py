@@ -66,7 +66,7 @@ class Claimer:
         self._runner, self._releaser = runner, releaser
         self._limits, self._log, self._clock = parts.limits, parts.log, parts.clock
         self._tokens: dict[int, str] = {}
-        # By lane, the jobs held when a claim left some to others: with half as many, it looks again.
+        # Jobs held, by lane, when a claim left some to others: with half as many, it looks again.
         self._had = [0] * len(parts.queue_names)
         self._foreign = [0] * len(parts.queue_names)
         self._num_kept = self._turn = 0
@@ -88,7 +88,7 @@ class Claimer:
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
         if not due or self._has_suspect(moment):
             return
-        # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
+        # One round trip, unless --max-jobs counts: then the next lane gets the rest of one.
         lane_groups = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
         if sum([self._claim_for(group) for group in lane_groups]):
             self.idle_since = moment
@@ -151,7 +151,7 @@ class Claimer:
         is_idle, moment = self._runner.num_held == 0, self._clock()
         self._turn += 1
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
-            # Kept until the call has come through: sent again, it claims nothing twice.
+            # The tokens are kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             takes_suspects = is_idle and place == self._turn % len(lanes)
             takers, rounds_up = self._shares[lane].among(self._poll_rates.num_workers(lane), moment)

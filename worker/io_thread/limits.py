@@ -48,7 +48,7 @@ class Timer:
         self.period_s, self._next = period_s, float("-inf")
 
     def postpone(self, moment: float) -> None:
-        """Be due at `moment`, not before."""
+        """Let the period end at `moment`, not before."""
         self._next = moment
 
     def due(self, moment: float) -> bool:

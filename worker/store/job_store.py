@@ -59,7 +59,7 @@ class Dependents:
     def _may_run(self, dependent: Job, ended: Job) -> bool:
         """Whether a job waits for nothing but the ended one."""
         try:
-            # What it has ended as is known here: its status may be that of a copy that was saved since.
+            # The job's end is known here; the status in Redis may be that of a copy saved since.
             return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
         except ValueError:  # a status that is no text: nobody can say whether that job has ended well
             return False
@@ -235,7 +235,7 @@ class JobStore:
         self._unanswered |= tokens
         replies = self._call_many(calls)
         self._unanswered -= tokens
-        # Of a claim that was sent twice the first sending may still be on its way: its record expires.
+        # The first sending of a repeated claim may still be on its way: its record expires.
         self._answered = first_sent
         return [
             Claim(

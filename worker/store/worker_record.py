@@ -24,7 +24,7 @@ _FLEET_KEY = prefixed("tokenmill:fleet:%s")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """Each queue's jobs by status, and the workers that have lately reported that they serve it."""
+    """The jobs of each queue by status, and the workers that have lately reported that they serve it."""
 
     jobs: Mapping[str, Mapping[str, int]]
     workers: Mapping[str, int]

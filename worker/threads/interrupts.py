@@ -95,7 +95,7 @@ class Interruptible:
         try:
             with self._lock:
                 self._importing = True
-            # One that was raised before comes now, at the latest with the first bytecode of what is called.
+            # An error raised before comes now, at the latest with the call's first bytecode.
             return _one_at_a_time(load)
         finally:
             with self._lock:

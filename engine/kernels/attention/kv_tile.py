@@ -18,8 +18,8 @@ MAX_HEAD_DIM = 256
 NUM_STAGES = 3
 # FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers.
 FP8_STAGES = 5
-# Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
-# Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.
+# Bytes of a tile's keys or values. Decode: both with two buffers are 32 KiB, so that five programs share a Hopper
+# multiprocessor's 228 KiB, with 160 KiB on their way. Prefill: two programs beside their queries.
 DECODE_TILE_BYTES = 8 * 1024
 PREFILL_TILE_BYTES = 16 * 1024
 DOT_MIN = 16  # the smallest side of a tl.dot operand
@@ -96,7 +96,7 @@ def fold_tile(
     else:
         keys = tl.load(keys_ptr + places)
         values = tl.load(values_ptr + places)
-    # of an FP8 cache: exact in every dtype of queries, as the scales are applied to sums
+    # FP8 numbers are exact in every dtype of queries, as the scales are applied to sums
     keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     if WIDEN:
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)

@@ -119,7 +119,7 @@ def fused_product_kernel(
     inside = is_row[:, None] & is_column[None, :]
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        # of the sum as it is stored, and of zeros outside
+        # squares of the sum as it is stored, and of zeros outside
         stored = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         part_of_row = squares_out_ptr + row * tl.num_programs(1) + tl.program_id(1)
         tl.store(part_of_row, tl.sum(stored * stored, 1), mask=is_row)

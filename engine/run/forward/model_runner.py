@@ -301,7 +301,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        # not self: with this object the graphs shall go
+        # not self: the graphs shall go with this object
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed:

@@ -21,7 +21,7 @@ NUM_PLACES = 5  # one for each sequence of each run, so that none finds what ano
 #: A row differs when its differences (root mean square, over the spread of its logits) are above this.
 #: Measured on 80 tiny models: rounding up to 4e-5 in float32 and 0.2 in bfloat16, the first rows after a
 #: boundary that a state has crossed 0.4 to 1.8. Keys and values of FP8 alone move logits by up to 0.9 in
-#: those models; what has nothing to do with each other differs by 1.4.
+#: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
 
