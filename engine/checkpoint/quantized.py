@@ -168,7 +168,7 @@ class Mxfp4Tensor(CheckpointTensor):
 
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks: [out, groups, 16], scales: [out, groups] -> [in, out] bfloat16."""
+    """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
     low = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat(16)
     high = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat_interleave(16)
     pairs = torch.stack((low, high), -1)[blocks.int()]

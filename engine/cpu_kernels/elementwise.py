@@ -161,7 +161,6 @@ def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: A
 
 @cache
 def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
-    """dtype: of queries, keys and values.  angle_dtype: of cosines and sines."""
     element, angle_element, weight_element = ELEMENTS[dtype], ELEMENTS[angle_dtype], ELEMENTS[weight_dtype]
 
     def turn(parameters: Any) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """seqs: [members] int64, indices of a step's sequences.  num_tokens: how many first tokens they share."""
+    """Sequences with the same first num_tokens tokens. seqs: [members] int64, indices of a step's sequences."""
 
     seqs: NDArray[np.int64]
     num_tokens: int

@@ -122,7 +122,7 @@ class Int8Product(nn.Module):
     """x W^T + b with W in int8, packed by oneDNN, and x quantized as it comes."""
 
     def __init__(self, weight: Tensor, quantize: QuantizeRows) -> None:
-        """weight: [out, in], float32 or bfloat16; not kept."""
+        """Quantize a weight [out, in], float32 or bfloat16, which is not kept."""
         super().__init__()
         levels, scales = quantize_weight(weight)
         self.packed = nn.Parameter(torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False)
@@ -131,7 +131,7 @@ class Int8Product(nn.Module):
         self.quantize = quantize
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [rows, in] -> [rows, out], in x's dtype; sums and scales are float32."""
+        """Multiply x [rows, in] -> [rows, out], in x's dtype; sums and scales are float32."""
         if len(x) == 0:
             return x.new_empty(0, len(self.scales))
         levels, scales = self.quantize(x)
@@ -177,7 +177,7 @@ class ReplicatedLinear(WeightedModule):
         self.instead: Int8Product | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, in] -> [tokens, out]."""
+        """Multiply x [tokens, in] -> [tokens, out]."""
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -265,7 +265,7 @@ class RowParallelLinear(ReplicatedLinear):
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
+        """Multiply x [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
         return self.tp.all_reduce(self.product(x, self.bias if self.tp.rank == 0 else None))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:

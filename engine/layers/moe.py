@@ -61,7 +61,7 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
-        """weight: [experts, out, in], its own from now on."""
+        """Take over a weight [experts, out, in]."""
         super().__init__()
         self.product = None if kernels is None else kernels.product
         if self.product is not None:
@@ -71,7 +71,7 @@ class GroupedLinear(nn.Module):
             self.weights = nn.ParameterList(map(pack_weight, matrices))
 
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """x: [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
+        """Multiply x [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
         if self.product is not None:
             return self.product(x, self.weight, bias, groups.ends)
         products = [
@@ -238,7 +238,7 @@ class SparseMLP(nn.Module):
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden]."""
         if len(hidden) == 0:  # a step of which no row samples ends like this
             return hidden
         weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)

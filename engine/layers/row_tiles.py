@@ -26,7 +26,7 @@ class TiledProduct(nn.Module):
         self.product, self.tiles = product, tuple(tiles)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [rows, in] -> [rows, out]."""
+        """Multiply x [rows, in] -> [rows, out]."""
         if len(x) == 0:
             return self.product(x, bias)
         parts = [self.product(_tile(x, *span), bias) for span in cut_rows(len(x), self.tiles)]

@@ -29,7 +29,7 @@ class RMSNorm(WeightedModule):
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., dim], normalised over the last dimension, in x's dtype."""
+        """Normalise x [..., dim] over the last dimension, in x's dtype."""
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
         return self._scaled(x, x.float().square().mean(-1, keepdim=True))
@@ -67,7 +67,7 @@ class ParallelRMSNorm(RMSNorm):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, this rank's features] -> the same, normalised over the features of all ranks."""
+        """Normalise x [tokens, this rank's features] over the features of all ranks."""
         if self.tp.size == 1:
             return super().forward(x)
         # ranks that hold the same features count them as often as there are such ranks
@@ -93,7 +93,7 @@ class GatedActivation(nn.Module):
             self.fused = kernels.gelu_and_mul if self.is_gelu else kernels.silu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        """Activate gate_up [tokens, 2 * dim] -> [tokens, dim]."""
         if self.fused is not None:
             return self.fused(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -113,7 +113,7 @@ class ClampedSwigluAndMul(nn.Module):
         self.fused = None if experts is None else experts.clamped_swiglu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        """Activate gate_up [tokens, 2 * dim] -> [tokens, dim]."""
         if self.fused is not None:
             return self.fused(gate_up, self.alpha, self.limit)
         gate, up = gate_up.chunk(2, dim=-1)

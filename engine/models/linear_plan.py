@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., out]."""
+        """Multiply x [..., in] -> [..., out]."""
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
@@ -45,7 +45,7 @@ class ColumnShare(PackedLinear):
         self.share, self.tp, self.gather = share, tp, gather
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., this rank's out], or all."""
+        """Multiply x [..., in] -> [..., this rank's out], or all."""
         part, share = super().forward(x), self.share
         if self.gather == "all":
             return self.tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
@@ -64,7 +64,7 @@ class RowShare(PackedLinear):
         self.share, self.tp, self.cuts = share, tp, cuts
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., this rank's in], or all -> [..., out]."""
+        """Multiply x [..., this rank's in], or all -> [..., out]."""
         if self.cuts:
             x = x.narrow(-1, self.share.start, self.share.length)
         return self.tp.all_reduce(super().forward(x))
@@ -79,7 +79,7 @@ class EmbeddingShare(nn.Module):
         self.share, self.tp = share, tp
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [...] int64 -> [..., hidden]."""
+        """Embed token_ids [...] int64 -> [..., hidden]."""
         return look_up(token_ids, self.weight, self.share, self.tp)
 
 

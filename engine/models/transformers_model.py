@@ -48,7 +48,7 @@ class TransformersModel(CausalModel):
     may_wait = True
 
     def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:
-        """body: makes hidden states of token ids, and gives back `inputs_embeds` as they are."""
+        """Keep the model, and the body that makes hidden states and gives back `inputs_embeds` unchanged."""
         super().__init__()
         self.model, self.hidden_size = model, hidden_size
         self.vocab_size = model.config.vocab_size

@@ -65,7 +65,7 @@ def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
 
 @contextmanager
 def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
-    """Yield a queue whose tokens a thread sends to the driver, so that the next step can be launched."""
+    """Yield a queue of tokens, which a thread sends to the driver while the next step is launched."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
 
     def send_all() -> None:

@@ -253,7 +253,7 @@ class RankGroup:
         return received
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
-        """Return ranks that have sent something, or ended; none by the deadline gives none."""
+        """Return the ranks that have sent something, or ended, before the deadline."""
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
             yield key.data
 

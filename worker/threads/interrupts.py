@@ -43,7 +43,7 @@ class Interruptible:
         self._importing = False  # only the thread itself changes it, under the lock
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the work, at its next bytecode. Safe from any thread; void after the end."""
+        """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; void after its end."""
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:

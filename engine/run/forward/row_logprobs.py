@@ -122,7 +122,6 @@ class StepLogprobs:
     def __init__(
         self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device, *, by_row: bool = False
     ) -> None:
-        """by_row: as LogprobPieces has it."""
         self._model, self._tp, self._by_row = model, tp, by_row
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops

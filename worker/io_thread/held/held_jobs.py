@@ -142,12 +142,12 @@ class HeldJob:
     # A thread's call
 
     def await_call(self) -> object:
-        """Note its call in a thread; return the number for `awaits`."""
+        """Note that a thread got a call; return the call's key for `awaits`."""
         self._awaited = object()
         return self._awaited
 
     def awaits(self, call: object) -> bool:
-        """Whether the call with this number of `await_call` is still the last."""
+        """Whether the call with this key of `await_call` is still the last."""
         return self._awaited is call
 
     def interrupt_function(self, reason: type[BaseException]) -> None:

@@ -107,7 +107,7 @@ class Streams:
         self._packer.stream(job)
 
     def feed(self) -> Iterator[HeldJob]:
-        """Send the engine requests; yield the jobs that have changed, for the caller to end."""
+        """Send the engine requests; yield the jobs that have changed, for the caller to look at."""
         for job, index, request in self._packer.pull():
             self._orders.put(Add(job.request_id(index), request, job.lane))
         self._changed.update((job.number, job) for job in self._packer.take_dry())
