@@ -1,4 +1,4 @@
-"""Engine: the public face. Requests go in, steps are taken, completions come out."""
+"""Engine: takes requests, steps the model, and returns completions."""
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
@@ -41,13 +41,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    All calls must come from one thread, but for `prepare`, `prepare_grammar` and `chat_token_ids`, which any
-    may call.
-
+    All calls must come from one thread, but for `prepare`, `prepare_grammar` and `chat_token_ids`.
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
-    DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; `add`, `step` and
-    `generate` then raise EngineClosed.
-
+    DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; later calls raise EngineClosed.
     A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
 
     start_runner: makes the runner from the configuration, the model's and its folder; for benchmarks.
@@ -115,7 +111,7 @@ class Engine:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """What tells this model from another, and the dtype it computes in; reads samples of the weights."""
+        """The model's fingerprint and the dtype of its computing; reads samples of the weights."""
         return model_identity(self.config)
 
     @property
@@ -125,7 +121,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens a sequence may have, prompt and completion together."""
+        """The most tokens of a sequence, prompt and completion together."""
         return self._scheduler.max_model_len
 
     @property
@@ -141,10 +137,9 @@ class Engine:
         scoring: ScoringParams | None = None,
         pooling: PoolingParams | None = None,
     ) -> PreparedPrompt:
-        """Tokenize and check a prompt: the part of `add` that takes time with its length.
+        """Tokenize and check a prompt: the part of `add` that takes time with its length. For any thread.
 
-        truncate_prompt_tokens, scoring, pooling: of the SamplingParams, or the ScoringParams or PoolingParams
-        that `add` will get. Any thread may call this, also beside a step. Raises what `add` does for them.
+        truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
         if pooling is not None:
             return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
@@ -155,9 +150,9 @@ class Engine:
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Compile what structured_outputs ask for, once for all that ask the same; None for no grammar.
+        """Compile the grammar of structured_outputs, once for equal ones; None for no grammar. For any thread.
 
-        Any thread may call this. `add` does not wait where the future is done and held meanwhile.
+        `add` does not wait if the future is done and somebody holds it.
         """
         return self._sequences.grammars.prepare(params)
 
@@ -170,14 +165,14 @@ class Engine:
         lane: int = 0,
         continued: Collection[int] = (),
     ) -> None:
-        """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
+        """Queue one request: text or token ids, prepared or not. `step()` returns its params.n completions.
 
-        ScoringParams ask for no new token: the one completion has the `loglikelihoods` of continuations. Nor
-        do PoolingParams: it has the prompt's `embedding`.
+        ScoringParams give one completion with the `loglikelihoods` of continuations, PoolingParams one with the
+        prompt's `embedding`.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
-        continued: token ids of a completion of this prompt that was cut: it goes on, params.max_tokens more,
-        as it would have if it had had as many at once.
+        continued: token ids of an unfinished completion of this prompt: params.max_tokens more follow, the same as
+        if they had been asked for at once.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
@@ -205,10 +200,7 @@ class Engine:
         self._unfinished[request_id] = seqs
 
     def abort(self, request_id: str) -> None:
-        """Drop all unfinished samples of a request and free what they hold; no more of it is returned.
-
-        An id that is not known, or has finished, is left alone.
-        """
+        """Drop all unfinished samples of a request; an unknown or finished id is left alone."""
         for seq in self._unfinished.pop(request_id, ()):
             self._scheduler.abort(seq)
 
@@ -245,11 +237,10 @@ class Engine:
     def chat_token_ids(
         self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation with the model's chat template, ready for its answer. For any thread.
+        """Return the token ids of a conversation by the model's chat template. For any thread.
 
-        truncate_prompt_tokens: as of SamplingParams. options: `tools` and `chat_template_kwargs`, as of
-        Tokenizer.chat_token_ids. Raises InvalidPrompt if the tokenizer has no template or the template
-        refuses the messages, and PromptTooLong if the text is so long that it need not be tokenized to know.
+        truncate_prompt_tokens: as of SamplingParams. options: `tools` and `chat_template_kwargs`. Raises
+        InvalidPrompt if the tokenizer has no template or the template refuses the messages, and PromptTooLong.
         """
         limit = self.max_model_len - 1 if truncate_prompt_tokens is None else None
         token_ids = self._tokenizer.chat_token_ids(messages, limit=limit, **options)
@@ -265,9 +256,8 @@ class Engine:
         """Complete all prompts; return their completions in input order, the n samples of each together.
 
         prompts is read as the engine has room. params: one for all (default SamplingParams()) or one each.
-        A request that `add` would refuse gives one completion with finish_reason "error". Raises EngineBusy
-        if other requests are unfinished, InvalidRequest if prompts and params differ in number; whatever is
-        raised, no request of this call is left behind.
+        A refused request gives one completion with finish_reason "error". Raises EngineBusy if other requests are
+        unfinished, InvalidRequest if prompts and params differ in number. No request is left behind.
         """
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
@@ -275,12 +265,11 @@ class Engine:
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
     def loglikelihood(self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False) -> list[LogLikelihood]:
-        """How likely each continuation is behind its context, by prefill alone; prefixes are computed once.
+        """Score each continuation behind its context, by prefill alone; prefixes are computed once.
 
-        A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An
-        empty context stands for the token that begins a text, or else the one that ends it; an empty
-        continuation is certain. Raises InvalidRequest or a subclass for a pair that cannot be scored, before
-        any is, ScoringFailed for one whose step fails, and EngineBusy as `generate`.
+        A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An empty
+        context stands for the token that begins a text, or else the one that ends it; an empty continuation is
+        certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
         self._check_idle()
         scores = Scores(pairs, self._prompts)
@@ -304,7 +293,7 @@ class Engine:
             raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
 
     def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
-        """Completions of all requests by id, whatever `add` makes of them; none is left behind."""
+        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
         self._check_idle()
         done: dict[str, list[Completion]] = {}
         num_tokens = 0
@@ -331,7 +320,7 @@ class Engine:
         return self._live_runner
 
     def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
-        """The prompt prepared and truncated, which it may be already."""
+        """Return the prompt prepared and truncated, which it may be already."""
         scoring, most = params if isinstance(params, ScoringParams) else None, params.truncate_prompt_tokens
         if isinstance(prompt, PreparedPrompt):
             is_short = most is None or most == -1 or len(prompt.token_ids) <= most
@@ -353,10 +342,7 @@ class Engine:
         return False
 
     def _finish(self, seq: Sequence) -> Completion | None:
-        """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.
-
-        None if a sibling has failed before it, or has still to say what it gives too.
-        """
+        """Turn a finished sequence into its completion; None while a sibling is missing, or if one has failed."""
         siblings = self._unfinished.get(seq.request_id, [])
         if seq not in siblings:
             return None

@@ -1,7 +1,4 @@
-"""Every error the engine raises on purpose. Callers decide by type, never by message text.
-
-Each keeps all its arguments in `args`, so it pickles across processes.
-"""
+"""Every error the engine raises on purpose. All arguments are in `args`, so they pickle."""
 
 
 class EngineError(Exception):
@@ -29,7 +26,7 @@ class WeightMismatch(ConfigError):
 
 
 class DamagedWeights(ConfigError):
-    """Scales or indices of a quantized weight are what none can have. Names the tensor."""
+    """A quantized weight has impossible scales or indices. Names the tensor."""
 
 
 class AttentionRefused(ConfigError):
@@ -37,7 +34,7 @@ class AttentionRefused(ConfigError):
 
 
 class NotDeterministic(ConfigError):
-    """`deterministic=True` with what is not known to give the same bits in every batch."""
+    """`deterministic=True` is not known to give the same bits in every batch here."""
 
 
 class InvalidRequest(EngineError):
@@ -47,7 +44,7 @@ class InvalidRequest(EngineError):
 class InvalidSampling(InvalidRequest):
     """An unknown, unbuilt or impossible sampling parameter: (problem, the value as it is shown).
 
-    problem: names the parameter and what it may be; no part of a value, so that a log may hold it.
+    problem: names the parameter and its range; no part of a value, so that a log may hold it.
     """
 
     def __init__(self, problem: str, got: str | None = None) -> None:
@@ -63,7 +60,7 @@ class InvalidPrompt(InvalidRequest):
 
 
 class UnsupportedTask(InvalidRequest):
-    """The checkpoint has no part for it: an LM head to generate and score, a pooling to embed."""
+    """The checkpoint lacks the part for this task: an LM head to generate and score, a pooling to embed."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -71,7 +68,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class DuplicateRequest(InvalidRequest):
-    """A request of that id is unfinished."""
+    """An unfinished request has that id."""
 
 
 class EngineClosed(EngineError):
@@ -79,19 +76,19 @@ class EngineClosed(EngineError):
 
 
 class EngineBusy(EngineError):
-    """`generate()` and the like, which would swallow the completions of requests added with `add()`."""
+    """`generate()` and the like would swallow the completions of requests added with `add()`."""
 
 
 class StepFailed(EngineError):
     """Raised by `step()` when no single sequence is to blame; the original error is its `__cause__`.
 
-    Memory ran out, the device is lost, or steps go on raising whatever is in them. Every running sequence
-    waits again and recomputes. The caller may call `step()` again, abort some requests, or stop.
+    Memory ran out, the device is lost, or all steps raise. Every running sequence waits and recomputes. The caller
+    may call `step()` again, abort some requests, or stop.
     """
 
 
 class SequenceFailed(EngineError):
-    """Never raised: the `error` of a completion whose request made a step raise: (what it raised)."""
+    """Never raised: the `error` of a completion whose request made a step raise: (the original error)."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)

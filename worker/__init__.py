@@ -1,7 +1,4 @@
-"""The batching RQ worker: `rq worker --worker-class worker.BatchWorker -S json <queues>`.
-
-Importing this package loads no torch, transformers or pyarrow, and no model.
-"""
+"""The batching RQ worker: `rq worker --worker-class worker.BatchWorker -S json <queues>`. Imports nothing heavy."""
 
 import logging
 
@@ -9,7 +6,7 @@ from worker.batch_worker import BatchWorker
 from worker.errors import WorkerError
 from worker.start import RedisErrorsInOneLine
 
-# Here, as RQ's command connects before it makes a worker.
+# Set here, as RQ's command connects before it makes a worker.
 logging.getLogger().addFilter(RedisErrorsInOneLine())
 
 __all__ = ["BatchWorker", "WorkerError"]

@@ -1,4 +1,4 @@
-"""Puts the parts of one worker together; the only place that knows all of them."""
+"""Builds the parts of one worker; no other module knows all of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WEBHOOK_THREADS = 8
 
 
 class RqWorker(Protocol):
-    """What the parts need of `BatchWorker`, most of it from RQ's own worker, in its words."""
+    """The interface to `BatchWorker`, mostly RQ's own worker, in its words."""
 
     name: str
     log: logging.Logger
@@ -73,7 +73,7 @@ def assemble(
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, for the calling thread, and the I/O thread, not yet started.
 
-    metrics: where the worker is told of, if anywhere. traces: who traces its jobs, if anybody.
+    metrics, traces: told of the worker and its jobs, if there are any.
     """
     shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend)
@@ -144,7 +144,7 @@ def _lent(settings: WorkerSettings, served: ServedModel, meter: PromptMeter, cli
 
 
 def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
-    """What the worker's key says from start to end. models: all by which jobs may ask for its model."""
+    """Return the facts in the worker's key. models: all names by which jobs may ask for its model."""
     return {
         "worker": worker_name,
         "model": served.name,

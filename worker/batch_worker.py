@@ -59,10 +59,9 @@ _LISTEN_AGAIN_S = 2.0
 class BatchWorker(BaseWorker):
     """An RQ worker that packs its jobs into one continuous batch.
 
-    The main thread loads and steps the engine and takes the signals; one I/O thread claims and ends jobs;
-    user functions, callbacks and files have threads of their own. The constructor loads nothing: `rq info`
-    builds worker objects too. `work()` raises StartupError where the worker cannot serve; under `rq worker`
-    that is one line and exit status 1.
+    The main thread loads and steps the engine and takes the signals; one I/O thread claims and ends jobs; user
+    functions, callbacks and files have threads of their own. The constructor loads nothing, as `rq info` builds
+    workers too. `work()` raises StartupError if it cannot serve; under `rq worker` that is one line and status 1.
     """
 
     _io: IoLoop | None = None
@@ -79,7 +78,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # What lives by now lives on: the cycle collector's next look through all of it took 0.2 s in a step.
+        # Objects of now live on: the cycle collector's next look through all of them took 0.2 s in a step.
         gc.collect()
         gc.freeze()
         return engine
@@ -120,8 +119,8 @@ class BatchWorker(BaseWorker):
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
-            shown = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
-            with shown, closing(self._load(settings)) as engine:
+            loading = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
+            with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     give_up_handlers("transformers")  # its import makes one
                 self._tell_ready(engine, settings, time.monotonic() - started)
@@ -140,7 +139,7 @@ class BatchWorker(BaseWorker):
                 self._traces.close()
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
-        """Serve metrics where that is wished for. Raises MetricsNotServed."""
+        """Serve metrics, if wished for. Raises MetricsNotServed."""
         if not settings.metrics_port:
             return None
         from worker.metrics.server import MetricsServer
@@ -150,7 +149,7 @@ class BatchWorker(BaseWorker):
         return server
 
     def _trace(self, engine: Engine, settings: WorkerSettings) -> OtelTraces | None:
-        """Have jobs traced where that is wished for."""
+        """Trace jobs, if wished for."""
         if settings.traces == "off":
             return None
         from worker.traces.otel import OtelTraces
@@ -159,7 +158,7 @@ class BatchWorker(BaseWorker):
         return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
 
     def _load(self, settings: WorkerSettings) -> Engine:
-        """Import what jobs may need and load the model; until the first thread runs, this is the only one."""
+        """Import jobs' code and load the model, before any thread runs."""
         from engine import ConfigError
 
         try:
@@ -182,10 +181,7 @@ class BatchWorker(BaseWorker):
         )
 
     def _tell_no_start(self, error: Exception) -> None:
-        """Say what a person can mend in one line, where RQ's command would print a traceback.
-
-        Raises SystemExit under that command only: whoever calls `work()` gets the error itself.
-        """
+        """Tell a startup error in one line. Raises SystemExit, under RQ's command only."""
         self._stop_pool(error)
         if called_by_rq_command():
             from worker.settings import with_variables
@@ -194,7 +190,7 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process: it would start the same failure for ever."""
+        """Stop the `rq worker-pool` that started this process, since it would repeat the failure."""
         pool = multiprocessing.parent_process()
         if pool is not None and pool.pid is not None and "WorkerPool" in multiprocessing.current_process().name:
             self.log.error("Worker %s: stopping the pool, none of its workers can start: %s", self.name, error)
@@ -296,7 +292,7 @@ class BatchWorker(BaseWorker):
             self._io.post(Shutdown.COLD)
 
     def _heed_early_stop(self) -> None:
-        """Raise SystemExit again where code that was being imported or loaded has swallowed it."""
+        """Raise SystemExit again if imported code has swallowed it."""
         if self._told_early:
             raise SystemExit
 
@@ -319,7 +315,7 @@ class BatchWorker(BaseWorker):
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
     def unsubscribe(self) -> None:
-        """End the thread that listens for commands; in RQ's order of calls it may wait a minute more."""
+        """End the thread that listens for commands, which RQ's order of calls keeps for a minute."""
         thread: Any = self.pubsub_thread  # RQ says it is None
         if thread is not None and self.pubsub is not None:
             thread.stop()
@@ -328,13 +324,13 @@ class BatchWorker(BaseWorker):
             self.pubsub.close()
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
-        """Go on listening whatever went wrong: RQ gives up on all but a lost connection."""
+        """Go on listening after any error: RQ gives up on all but a lost connection."""
         self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
         time.sleep(_LISTEN_AGAIN_S)
 
     @property
     def exception_handlers(self) -> Sequence[Callable[..., Any]]:
-        """What RQ was told to call for every job that fails."""
+        """RQ's handlers, called for every job that fails."""
         return self._exc_handlers
 
     # What RQ shows of the worker

@@ -1,4 +1,4 @@
-"""The rooms of a worker's checks, in their order."""
+"""The checks of a worker's machine, in their order."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from worker.start import load_functions
 #: Seconds: torch and transformers are imported; a network mount or a store may hang.
 MODEL_S, FILES_S, SETTINGS_S = 300.0, 90.0, 60.0
 
-#: What a worker cannot do without, and what for; and what it is slower, or does less, without.
+#: Packages that a worker needs, and what for; and optional ones, and what they are for.
 NEEDED = {
     "torch": "which computes the model",
     "transformers": "which reads tokenizers",
@@ -31,7 +31,7 @@ OPTIONAL = {"hiredis": ("replies of Redis are read in Python, a fifth more of a 
 
 
 def checks() -> list[Examination]:
-    """Return what is looked at on a worker's machine."""
+    """Return the checks of a worker's machine."""
     return [
         Examination("settings", _check_settings, SETTINGS_S),
         Examination("installation", _check_extras, SETTINGS_S),

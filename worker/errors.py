@@ -25,10 +25,7 @@ from jobs.errors import Fault
 
 
 class WorkerError(Exception):
-    """Base of everything the worker raises; `message` is formatted with the positional arguments.
-
-    fault: who has to act where it fails a job.
-    """
+    """Base of the worker's errors; `message` takes the arguments. fault: who has to act."""
 
     message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "server"
@@ -46,7 +43,7 @@ class SettingsError(StartupError):
 
 
 class MetricsNotServed(StartupError):
-    """The address for metrics cannot be listened on: (host, port or ports, what the last one said)."""
+    """Metrics cannot be served on this address: (host, port or ports, the last error)."""
 
     message = (
         "metrics cannot be served on {0}, port {1} ({2}): set TOKENMILL_METRICS_PORT to a free one, or to as many "
@@ -55,7 +52,7 @@ class MetricsNotServed(StartupError):
 
 
 class FunctionNotFound(StartupError):
-    """A function that the operator allows cannot be imported: (its name, what the import raised)."""
+    """An allowed function cannot be imported: (its name, the error)."""
 
     message = (
         "TOKENMILL_ALLOWED_FUNCTIONS names {0!r}, which cannot be used ({1.__class__.__name__}: {1}): correct the "
@@ -77,7 +74,7 @@ class EngineFailed(WorkerError):
 
 
 class TooManyStuckThreads(WorkerError):
-    """Functions went on after their timeouts, in code that nothing can interrupt: (how many, the most)."""
+    """Functions went on after their timeouts, in code that cannot be interrupted: (how many, the most)."""
 
     message = (
         "{0} threads hang in functions or callbacks that nothing could interrupt, more than "
@@ -102,7 +99,7 @@ class IoThreadFailed(WorkerError):
 class FileTimeout(WorkerError):
     """A job is failed because its files kept it waiting: (what went on, seconds).
 
-    It is not given back: it may cost the next worker as much, and so on for ever.
+    It is not given back: it may cost the next worker as much.
     """
 
     message = (
@@ -112,7 +109,7 @@ class FileTimeout(WorkerError):
 
 
 def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
-    """Return a class of this error that needs no arguments: only classes can be raised in another thread."""
+    """Return a subclass without arguments: only classes can be raised in another thread."""
     names = {"message": FileTimeout.message.format(what, limit_s), "__module__": FileTimeout.__module__}
     return type("FileTimeout", (FileTimeout,), names)
 
@@ -122,7 +119,7 @@ class JobSetAside(WorkerError):
 
 
 class EndNotTaken(WorkerError):
-    """The job's end could not be written, by a server that takes others: (its bytes, what was raised)."""
+    """The job's end could not be written, by a server that takes others: (its bytes, the error)."""
 
     fault = "client"
     message = (
@@ -146,7 +143,7 @@ class TooLarge(JobRefused):
 
 
 class NotAllowed(JobRefused):
-    """The job names a function that is not on the allow list: (its role, its name, "" or what may be meant)."""
+    """The job names a function that is not on the allow list: (its role, its name, "" or a likely one)."""
 
     message = (
         "{0} {1!r} is not on this worker's allow list, so it was neither imported nor run: add its exact name to "

@@ -1,4 +1,4 @@
-"""What jobs on this worker get and are limited by."""
+"""The context and limits of jobs on this worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,9 @@ from worker.traces.job_trace import Traces
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """What is the same for all jobs of a worker.
+    """The same context for all jobs of a worker.
 
-    lent: the context of a job, but for what that job alone decides.
+    lent: the context of a job, but for its own parts.
     function_grace_s: seconds from its interrupt to when a thread is given up.
     """
 
@@ -29,7 +29,7 @@ class JobEnvironment:
     traces: Traces = field(default_factory=Traces)
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
-        """What one of our own jobs is lent. connection: for the threads in which it works."""
+        """Return the context of one of our own jobs. connection: for the threads in which it works."""
         return replace(
             self.lent,
             connection=connection,
@@ -42,7 +42,7 @@ class JobEnvironment:
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """Tell whom a run wants told of its end that it has failed, where it has with this job."""
+        """Tell the receivers of a run's end that it has failed, if it has with this job."""
         tell_failed(connection, claimed.job_id, _lease(claimed), error)
 
 
@@ -51,7 +51,7 @@ def _lease(claimed: ClaimedJob) -> Lease:
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
-    """What an engine makes of prompts. engine: an Engine, or what stands in for one."""
+    """Return a meter of prompts by the engine, or a stand-in for one."""
 
     def token_ids(
         prompt: str | None, messages: list[dict[str, Any]] | None, options: Mapping[str, Any]

@@ -1,8 +1,4 @@
-"""How a worker's log is written: RQ's text for people, or a JSON object a line for programs.
-
-A program that has configured logging itself (handlers of the root logger, DICT_CONFIG of RQ's settings) keeps
-what it has.
-"""
+"""The form of a worker's log: RQ's text or a JSON object a line; a program's own logging stays."""
 
 import logging
 import sys
@@ -23,9 +19,8 @@ _RQS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
 def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:
     """Begin to write this process' log; return whether it is JSON.
 
-    worker: its name, which stands in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: what
-    `rq worker` was told of the level, and of dates and lines; these make the log text.
-    Raises SettingsError where JSON is asked for and cannot be had.
+    worker: its name, which stands in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: `rq worker`'s
+    options for text. Raises SettingsError if JSON is wanted and cannot be had.
     """
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
@@ -42,7 +37,7 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
 
 
 def _write_json(worker: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on, and return whether that can be."""
+    """Write JSON from now on; return whether that can be."""
     try:
         from jobs.common.json_log import JsonLine
     except ImportError as error:
@@ -55,7 +50,7 @@ def _write_json(worker: str, is_asked_for: bool) -> bool:
 
 
 def _is_configured() -> bool:
-    """Whether somebody else than RQ has said where logs go."""
+    """Return whether anybody but RQ has said where logs go."""
     named = [each for name in _RQS for each in logging.getLogger(name).handlers]
     return bool(logging.getLogger().handlers) or any(type(each) is not ColorizingStreamHandler for each in named)
 

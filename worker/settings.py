@@ -1,4 +1,4 @@
-"""What an operator sets: `TOKENMILL_` variables and `.env`, read once when work starts."""
+"""The operator's settings: `TOKENMILL_` variables and `.env`, read once when work starts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
 class WorkerSettings(BaseSettings):
-    """Settings of one worker process; `load()` is the way to read them.
+    """Settings of one worker process; `load()` reads them.
 
-    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `pooling` have the meaning and
-    the default of the `engine.EngineConfig` field of the same name. Sizes in bytes may carry a unit: 4GiB,
-    512MB.
+    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `pooling` have the meaning and the default of
+    `engine.EngineConfig`'s. Sizes in bytes may carry a unit: 4GiB, 512MB.
     """
 
     model_config = SettingsConfigDict(
@@ -219,13 +218,13 @@ class WorkerSettings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """What responses and manifests call the model: what is set, the folder's name, or the hub id."""
+        """The model's name in responses and manifests: the setting, the folder's name, or the hub id."""
         if self.served_name is not None:
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
     def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
-        """What jobs are told of the model that these settings name."""
+        """The served model as jobs are told of it."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
@@ -250,7 +249,7 @@ class WorkerSettings(BaseSettings):
 
 
 def _folder_names(model: str) -> tuple[str, ...]:
-    """Return by what a checkpoint's folder may be called beside its path; nothing for a hub id."""
+    """Return a checkpoint folder's names beside its path; nothing for a hub id."""
     path = os.path.realpath(model)
     return (os.path.basename(path), path) if os.path.isdir(model) else ()
 
@@ -267,7 +266,7 @@ def _root(part: str) -> str:
 
 _NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
 
-#: An engine's setting where its message names it, and not one of a checkpoint's file.
+#: A setting's name in an engine's message, and not a key of a checkpoint's file.
 _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
 
 
@@ -277,7 +276,7 @@ def with_variables(text: str) -> str:
 
 
 def read_variable(name: str) -> str | None:
-    """Return a variable as it is read above, be it good or not; None where it is not set, or empty."""
+    """Return a variable, good or not; None if it is not set, or empty."""
     if found := os.environ.get(name):
         return found
     try:
@@ -287,7 +286,7 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError for variables of ours that no field has: most are misspelt. Others' are ignored."""
+    """Raise SettingsError for a variable of ours without a field: most are misspelt."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
     unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
     lines = []

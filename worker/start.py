@@ -1,5 +1,4 @@
-"""What a worker sets and imports while it has one thread, OpenMP, import path, memory, libraries; and what RQ's
-command was told."""
+"""A worker's start, while it has one thread: OpenMP, import path, memory, libraries, and RQ's command line."""
 
 import ctypes
 import importlib
@@ -20,13 +19,11 @@ _SPIN_COUNT = 10_000
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
-    """Have idle threads spin for a moment and then sleep; call it before torch is loaded, which reads this.
+    """Have idle threads spin for a moment and then sleep; call it before torch is loaded.
 
-    libgomp spins 30 times as long by default: where others use the processors too, a waiting thread then
-    holds the one that the thread it waits for needs. Without any spinning each product wakes its threads
-    anew, which costs a quarter of the speed where the machine is ours.
-    What the operator has set (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stays.
-    Source: libgomp's manual, GOMP_SPINCOUNT.
+    libgomp spins 30 times as long, and a waiting thread then holds a processor that others need. Without spinning each
+    product wakes its threads anew, which costs a quarter of the speed on a free machine. Settings of the operator
+    (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
@@ -39,16 +36,16 @@ def called_by_rq_command() -> bool:
 
 
 def import_path_is_chosen() -> bool:
-    """Whether somebody gave RQ's command a `--path`, which is the working directory otherwise."""
+    """Whether RQ's command was given a `--path`; the default is the working directory."""
     source = click.get_current_context().get_parameter_source("path")
     return source not in (None, ParameterSource.DEFAULT)
 
 
 class RedisErrorsInOneLine(logging.Filter):
-    """Has RQ's command tell in one line which server does not serve whom, in place of a traceback."""
+    """Makes one line of the traceback that RQ's command logs if Redis does not serve it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrite what says that Redis does not serve; let everything pass."""
+        """Rewrite a record about Redis not serving; let everything pass."""
         if isinstance(record.msg, NOT_SERVED) and called_by_rq_command():
             found = not_served(click.get_current_context().params.get("url") or "", record.msg)
             record.msg, record.args, record.exc_info = f"{found.found}: {found.mend}", (), None
@@ -56,9 +53,9 @@ class RedisErrorsInOneLine(logging.Filter):
 
 
 def leave_out_working_directory() -> None:
-    """Take from the import path what RQ's command and `python -m` have put there by themselves.
+    """Take the working directory, put there by RQ's command or `python -m`, off the import path.
 
-    What `--path`, PYTHONPATH or an installation names stays. Does nothing under any other program.
+    Paths of `--path`, PYTHONPATH or an installation stay. Does nothing under any other program.
     """
     if not called_by_rq_command():
         return
@@ -69,7 +66,7 @@ def leave_out_working_directory() -> None:
 
 
 def _is_run_as_module() -> bool:
-    """Whether `python -m` has started this program, which puts the working directory before all else."""
+    """Whether `python -m` has started this program, and put the working directory first."""
     return sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
 
 
@@ -81,16 +78,15 @@ _MAPPED_BYTES = 1 << 18
 
 
 def share_freed_memory() -> None:
-    """Let every thread of this process use what another has freed; call it before there are any.
+    """Let every thread of this process use memory that another has freed; call it before there are any.
 
-    pyarrow's own allocator keeps what one thread has allocated and another frees, as shards do: 38 MiB for 5
-    in use after 4,000 shards. glibc gives each thread an arena of its own: what planning has freed is lost to
-    the threads that read, and each of these comes to hold as much as the largest row groups take. It also
-    learns to take ever larger blocks from the heap, where pages of changing sizes leave gaps: 10 MiB of them
-    within 3,000 shards. An engine on a CPU chooses anew when it is loaded (engine/run/forward/memory.py).
+    pyarrow's own allocator keeps memory that one thread allocates and another frees, as shards do: 38 MiB for 5 in use
+    after 4,000 shards. glibc's arena for each thread loses planning's freed memory to the threads that read, and
+    ever larger blocks on its heap leave gaps: 10 MiB within 3,000 shards. An engine on a CPU chooses anew when it is
+    loaded (engine/run/forward/memory.py).
 
-    What the operator has set (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stays; a C
-    library without mallopt is left alone. Source: mallopt(3).
+    Settings of the operator (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay, as does a C
+    library without mallopt. Source: mallopt(3).
     """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow when it is loaded
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -108,7 +104,7 @@ _PARTS = ("worker.assembly", "jobs.parquet.planning.planner", "jobs.parquet.shar
 
 
 def load_parts() -> None:
-    """Import what jobs of our own need. Raises StartupError where the installation is not whole."""
+    """Import the libraries of our own jobs. Raises StartupError if the installation is not whole."""
     try:
         for name in _PARTS:
             importlib.import_module(name)
@@ -133,7 +129,7 @@ def load_functions(names: Iterable[str]) -> None:
 
 
 def _reason(name: str, error: Exception) -> Exception:
-    """Why a function cannot be imported: RQ keeps to itself what its module needs and does not find."""
+    """Say why a function cannot be imported: RQ hides the missing module."""
     try:
         importlib.import_module(name.rpartition(".")[0] or name)
     except Exception as reason:  # noqa: BLE001  # a module may raise what it likes

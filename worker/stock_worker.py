@@ -1,7 +1,7 @@
 """Runs our jobs inside a stock `rq worker`, one after the other.
 
-RQ forks a work horse for each job, so each job loads the model again: this is the slow path, kept so that a
-result never depends on the worker class. jobs/installed.py finds this module as an entry point.
+RQ forks for each job, which loads the model again: slow, but results never depend on the worker class.
+jobs/installed.py finds this module as an entry point.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[st
 
 @contextmanager
 def _tried_once() -> Iterator[None]:
-    """Take its retries from a job that would fail alike each time."""
+    """Take the retries from a job that would fail alike each time."""
     try:
         yield
     except JobsError as error:
@@ -70,8 +70,7 @@ def _tried_once() -> Iterator[None]:
 def drive(task: OpenTask, engine: Engine) -> None:
     """Feed an open task's requests to the engine until every one is delivered.
 
-    Whatever ends it, a timeout for example, leaves none of them behind: a `SimpleWorker` gives the next job
-    the same engine, and ids start at 0 in each job.
+    None stays behind after an error or timeout: a `SimpleWorker` gives the next job the same engine and the same ids.
     """
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
     try:
@@ -82,13 +81,13 @@ def drive(task: OpenTask, engine: Engine) -> None:
 
 
 class _Stream:
-    """A task's requests by their numbers, and those that its answers lead to."""
+    """A task's requests by number, and the further ones that its answers lead to."""
 
     def __init__(self, task: OpenTask) -> None:
         self._task, self._requests, self._numbers = task, task.requests(), count()
 
     def pull(self) -> tuple[int, Request] | None:
-        """Return the next one, None where there is none by now."""
+        """Return the next request, None if there is none by now."""
         request = next(self._requests, None)
         if request is None and self._task.has_more:
             self._requests = self._task.requests()

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, by backends that are found by name and imported only when chosen."""
+"""Attention over the paged KV cache: backends are found by name and imported only when chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
 from engine.errors import ConfigError, NotDeterministic
 
-#: Where each backend's class is.
+#: Each backend's module and class.
 BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
     "cpu": ("cpu_backend", "CpuBackend"),
@@ -33,7 +33,7 @@ def load_backend(
     block_size: int = 16,
     deterministic: bool = False,
 ) -> KernelBackend:
-    """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
+    """Return the backend of that name for these dtypes. Raises ConfigError.
 
     "auto" is the best one for device and dtype. kv_cache_dtype, block_size: as EngineConfig has them.
     deterministic: its attention to a query has the same bits whatever else is computed; raises
@@ -75,7 +75,7 @@ def load_backend(
 
 
 def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str:
-    """The best backend that is installed, with a warning if it has never run on such a device."""
+    """Return the best backend that is installed; warn if it has never run on such a device."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
 

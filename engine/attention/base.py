@@ -1,4 +1,4 @@
-"""The seam between the model and the kernels of one kind, and what one forward pass reads."""
+"""The interface between the model and a backend's kernels, and the inputs of one forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 class AttentionMetadata:
-    """What one backend needs to know about a step's sequences; each backend has its own subclass."""
+    """A step's sequences as one backend reads them; each backend has its own subclass."""
 
 
 class KernelBackend(ABC):
-    """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
+    """One kind of kernels: attention over block tables, a sampler, and perhaps fused layers.
 
     name: as EngineConfig.attention_backend names it.
     block_multiple: the tokens of a KV block are a multiple of it.
@@ -47,7 +47,7 @@ class KernelBackend(ABC):
 
     @classmethod
     def fp8_problem(cls, device: torch.device) -> str | None:
-        """Why it cannot serve a cache of FP8 numbers on a device that `check` let through; None if it can."""
+        """Say why it cannot serve an FP8 cache on a device that `check` let through; None if it can."""
         return None
 
     @abstractmethod
@@ -55,7 +55,7 @@ class KernelBackend(ABC):
         """device: one that `check` lets through."""
 
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
-        """Compile what steps need and computing a step's logits does not call for. dtype: of the logits."""
+        """Compile the kernels that computing logits does not call. dtype: of the logits."""
 
     def check_features(self, features: AttentionFeatures) -> None:
         """Raise AttentionRefused unless it can compute such an attention."""
@@ -83,14 +83,11 @@ class KernelBackend(ABC):
         beside: Sequence[NDArray[Any]],
         device: torch.device,
     ) -> tuple[AttentionMetadata, list[Tensor]]:
-        """`build_metadata`, and the arrays `beside` as tensors on the device: in one transfer, if it can."""
+        """Build the metadata and upload the arrays `beside`, in one transfer if the backend can."""
         return self.build_metadata(block_tables, context_lens, query_lens), upload(beside, device)
 
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
-        """Put sampled[places] into these rows of token_ids: [tokens], [pending], [any], [pending] int64.
-
-        -1 among them is no token, and becomes 0: what follows it is dropped.
-        """
+        """Put sampled[places] into rows of token_ids, -1 as 0: [tokens], [pending], [any], [pending] int64."""
         token_ids[rows] = sampled[places].clamp_(min=0)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
@@ -106,11 +103,10 @@ class KernelBackend(ABC):
         features: AttentionFeatures,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of each query over its sequence's cached keys and values.
+        """Compute causal attention of each query over its sequence's cached keys and values.
 
-        query: [tokens, heads, head_dim], the step's sequences one after another; their own keys and values
-        are in the cache already.  features: what this layer's attention is.  sinks: [heads] float32, a score
-        for each head that joins its softmax and has no value.  Returns [tokens, heads, head_dim].
+        query: [tokens, heads, head_dim], sequence after sequence; their keys and values are in the cache already.
+        sinks: [heads] float32, see AttentionFeatures.  Returns [tokens, heads, head_dim].
         """
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
@@ -131,7 +127,7 @@ class CapturableBackend(KernelBackend):
     """
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write what is new, before a step is replayed."""
+        """Write new rows before a step is replayed."""
         write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
@@ -147,11 +143,10 @@ class CapturableBackend(KernelBackend):
         max_context_len: int,
         order: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Metadata of decode steps of len(rows) sequences, over tensors that are filled anew for each step.
+        """Return metadata of decode steps of len(rows) sequences, over tensors that are refilled for each step.
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
-        block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, a permutation: which
-        sequences should start first; None: as they stand.
+        block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, the order in which to start.
         """
 
 
@@ -160,7 +155,6 @@ class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
-    attention: what the attention backend needs besides, made by that backend.
     """
 
     token_ids: Tensor

@@ -31,8 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Parts:
     """A step's attention as the kernels take it, for layers of one number of heads in a group.
 
-    shared: tokens that several sequences have in the same blocks, for the queries of all of them; their state
-    goes into what is computed of `prefill` and `decode`, which begin after them.
+    shared: tokens that several sequences have in the same blocks; `prefill` and `decode` begin after them.
     """
 
     shared: PrefillTasks | None
@@ -42,7 +41,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class CpuMetadata(AttentionMetadata):
-    """The step's sequences, as build_metadata has them; parts: by heads in a group, and whether any share."""
+    """The step's sequences. parts: by heads in a group, and whether sequences share any blocks."""
 
     block_tables: NDArray[np.int32]  # contiguous
     context_lens: NDArray[np.int64]
@@ -51,7 +50,7 @@ class CpuMetadata(AttentionMetadata):
 
 
 class CpuBackend(KernelBackend):
-    """All decodes of a step in one call, and all prefill chunks in another."""
+    """Computes all decodes of a step in one call, and all prefill chunks in another."""
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
@@ -59,12 +58,12 @@ class CpuBackend(KernelBackend):
 
     @classmethod
     def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot serve these, and what to do; None if it can."""
+        """Say why it cannot serve these, and what to do; None if it can."""
         if device.type != "cpu":
             return f"it does not run on device={device.type!r}, set device='cpu'"
         if dtype not in DTYPES:
-            shown = str(dtype).removeprefix("torch.")
-            return f"its kernels take float32 and bfloat16, not {shown}; set dtype='float32'"
+            dtype_name = str(dtype).removeprefix("torch.")
+            return f"its kernels take float32 and bfloat16, not {dtype_name}; set dtype='float32'"
         try:
             import numba  # raises ImportError also beside a numpy it does not know
         except ImportError as error:
@@ -148,7 +147,6 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        """Split a step into what sequences share, prefills and decodes."""
         prefilling, lens = self._prefilling, step.query_lens
         starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
         prefixes = []
@@ -179,10 +177,9 @@ class CpuBackend(KernelBackend):
 
 
 class DeterministicCpuBackend(CpuBackend):
-    """Every query by the prefill kernel, whose sums go by a token's place in its sequence alone.
+    """Computes every query by the prefill kernel, whose sums depend on a token's place in its sequence alone.
 
-    Tiles of a context begin at the same tokens whatever chunk or prefix a step begins with, and a query is a
-    lane of its own; the decode kernel sums in another order.
+    Tiles of a context begin at the same tokens in every step; the decode kernel sums in another order.
     """
 
     least_prefill = 1

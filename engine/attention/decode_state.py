@@ -1,4 +1,4 @@
-"""DecodeState: the rows of a decode batch as the device keeps them, and what the host writes to them."""
+"""DecodeState: the rows of a decode batch on the device, and the host's writes to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING = -1  # the next position of a row that belongs to no sequence
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a step leaves for the next one, and what the next one makes of that.
+    """The rows that one decode step leaves to the next, and the inputs that the next makes of them.
 
     next_token_ids, next_positions: [rows] int64, the token that each row computes next and its place in its
     sequence, PADDING in a row without one; the token may be -1 where none could be chosen.
@@ -40,14 +40,14 @@ class DecodeState:
     block_size: int
 
     def first(self, num_rows: int) -> DecodeState:
-        """The first rows of it, in the same memory."""
+        """Return the first rows, in the same memory."""
         cut: dict[str, Any] = {name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
         sampling = SamplingRows(*(each[:num_rows] for each in vars(self.sampling).values()))
         return replace(self, **cut, sampling=sampling)
 
 
 def advance(state: DecodeState) -> None:
-    """Begin a step in plain torch: make its inputs of what the step before has left."""
+    """Begin a step in plain torch: make its inputs from the step before."""
     is_real = state.next_positions != PADDING
     position = state.next_positions.clamp(min=0)
     blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
@@ -61,7 +61,7 @@ def advance(state: DecodeState) -> None:
 
 
 class RowMemory(NamedTuple):
-    """Where a decode batch's rows lie.
+    """The tensors that hold a decode batch's rows.
 
     wide: [columns, rows] int64, the next token first.  narrow: [columns, rows] int32.  Columns may have room
     behind their rows.  block_tables: [rows, blocks] int32, contiguous.  order: [rows] int32.
@@ -74,7 +74,7 @@ class RowMemory(NamedTuple):
 
 
 class RowWrites(NamedTuple):
-    """Values, and their places.
+    """Values to write into a decode batch's rows, and their places.
 
     rows: [written] int64.  wide: [columns, written] int64 and narrow: [columns, written] int32, of those.
     sampled_at: [written] int64, where the step before has sampled a row's next token; -1 where `wide` has it.
@@ -92,7 +92,7 @@ class RowWrites(NamedTuple):
 
 
 def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-    """Write what there is to write, in plain torch. sampled: [rows] int64, which may lie in `memory`."""
+    """Write the changes in plain torch. sampled: [rows] int64, which may lie in `memory`."""
     uploaded = upload(writes, memory.wide.device)
     rows, wide, narrow, sampled_at, table_places, block_ids, order = uploaded
     memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)

@@ -1,4 +1,4 @@
-"""What the attention of one layer is, as data that every backend reads."""
+"""A layer's kind of attention, as data that every backend reads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,5 +29,5 @@ class AttentionFeatures:
     has_sinks: bool = False
 
     def options(self) -> dict[str, Any]:
-        """What attention kernels are told beside tensors."""
+        """The keyword arguments that attention kernels take beside tensors."""
         return {name: getattr(self, name) for name in ("scale", "window", "chunk", "soft_cap")}

@@ -27,10 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class FlashMetadata(AttentionMetadata):
-    """The step's sequences by kind: those with one new token, and those with more, in row order.
-
-    prefill_rows: [queries] int32, None where all sequences decode.  prefill: what the call is told of them.
-    """
+    """The step's sequences by kind, in row order. prefill_rows: [queries] int32, None where all decode."""
 
     decode: DecodeRows
     prefill_rows: Tensor | None
@@ -38,7 +35,7 @@ class FlashMetadata(AttentionMetadata):
 
 
 class FlashAttnBackend(TritonBackend):
-    """One call for a step's decodes, which splits their KV, and one for its prefill chunks."""
+    """Computes a step's decodes in one call, which splits their KV, and its prefill chunks in another."""
 
     name = "flash_attn"
     block_multiple = 256  # of its paged calls
@@ -48,8 +45,8 @@ class FlashAttnBackend(TritonBackend):
         if device.type != "cuda":
             problem = f"it does not run on device={device.type!r}; use 'auto' there"
         elif dtype not in DTYPES:
-            shown = str(dtype).removeprefix("torch.")
-            problem = f"it computes in float16 and bfloat16, not in {shown}; set dtype, or use 'triton'"
+            dtype_name = str(dtype).removeprefix("torch.")
+            problem = f"it computes in float16 and bfloat16, not in {dtype_name}; set dtype, or use 'triton'"
         else:
             try:
                 import flash_attn  # noqa: F401 - raises ImportError also beside a torch it was not built for
@@ -115,7 +112,7 @@ class FlashAttnBackend(TritonBackend):
         max_context_len: int,
         order: Tensor | None = None,
     ) -> AttentionMetadata:
-        """The library has an order of its own."""
+        """Build decode metadata without an order: the library has its own."""
         return FlashMetadata(DecodeRows(rows, context_lens, block_tables, max_context_len), None, {})
 
     def forward(

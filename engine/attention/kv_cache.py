@@ -21,9 +21,8 @@ Scales = tuple[Tensor, Tensor]
 class LayerKVCache(NamedTuple):
     """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim].
 
-    scales: what the FP8 numbers of each head's keys and of its values are multiplied with, [kv_heads] float32
-    each, powers of two: those change no mantissa, so that what is read is what was stored, in every dtype.
-    None for a cache of any other dtype.
+    scales: factors of the FP8 numbers of each head's keys and values, [kv_heads] float32 each; None for other
+    dtypes. They are powers of two, which change no mantissa: reading gives back the number that was stored.
     """
 
     keys: Tensor
@@ -42,7 +41,7 @@ class LayerKVCache(NamedTuple):
 
 
 class KVCache:
-    """K and V of all layers, one after another: [2, blocks, block_size, kv_heads, head_dim] of each layer."""
+    """Keys and values of all layers: [2, blocks, block_size, kv_heads, head_dim] of each layer."""
 
     def __init__(
         self,
@@ -54,7 +53,6 @@ class KVCache:
         device: torch.device,
         scales: Sequence[Scales] | None = None,
     ) -> None:
-        """dtype: what is stored; FP8 with the scales of each layer."""
         shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
         self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
@@ -69,10 +67,7 @@ class KVCache:
 
 
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Views of the pool, of layers of one shape in a row: [2 * layers, slots, numbers of a slot] each.
-
-    Numbers are as wide as may be: FP8 cannot be copied.
-    """
+    """Return views of the pool by shape of layer, [2 * layers, slots, numbers]; FP8 as wider numbers, to be copied."""
     views, start = [], 0
     for shape, layers in groupby(shapes):
         num_sides = 2 * len(list(layers))
@@ -86,7 +81,7 @@ def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:
-    """x, [tokens, kv_heads, head_dim], as FP8 numbers of these scales; what is too large takes the largest.
+    """Turn x, [tokens, kv_heads, head_dim], into FP8 numbers of these scales; cut what is too large.
 
     NaN stays, so that a fault is not hidden.
     """
@@ -94,9 +89,9 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def measure_scales(cache: KVCache) -> list[Scales]:
-    """Scales of each layer by the largest key and value that this cache, not of FP8, holds of each head.
+    """Measure each layer's scales by the largest key and value of each head in this cache, not of FP8.
 
-    Others may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
+    Numbers may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
     """
 
     def measure(pool: Tensor) -> Tensor:
@@ -113,15 +108,12 @@ def measure_scales(cache: KVCache) -> list[Scales]:
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, so that nothing stale can turn a masked score into NaN.
-
-    On a CPU they come from numpy, whose large zeros take memory only as they are written.
-    """
+    """Return zeros, since stale NaN would spoil masked scores; on a CPU numpy's, which take memory when written."""
     if device.type != "cpu":
         return torch.zeros(length * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
     return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def block_bytes(layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of all layers."""
+    """Return the bytes of one block: keys and values of all layers."""
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize

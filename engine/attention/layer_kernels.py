@@ -1,4 +1,4 @@
-"""The seam for fused kernels: what layers may use in place of plain torch."""
+"""The fused kernels that layers may use in place of plain torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from engine.attention.kv_cache import LayerKVCache
 
 @dataclass(frozen=True)
 class ExpertKernels:
-    """One launch for each step of a mixture of experts, and no wait for the device.
+    """Kernels for a mixture of experts: one launch for each step, and no wait for the device.
 
     choose(scores, num_chosen, normalised=) -> as choose_experts of engine/layers/moe.py.
     group(chosen, num_experts) -> the fields of ExpertGroups, in their order.
@@ -27,12 +27,11 @@ class ExpertKernels:
 
 
 class NormRotateAndStore(Protocol):
-    """What lies between the merged projection and attention.
+    """The step from the merged projection to attention.
 
-    Each head of queries and keys is normalised if there are norms (weights [head_dim]), then rotated; keys
-    and values go to their slots of the cache, the queries are returned, contiguous. Cosines and sines, as
-    RotaryEmbedding gives them, may be narrower than a head, whose other numbers are not rotated then. A slot
-    of -1 marks padding, of which nothing is stored.
+    Heads of queries and keys are normalised if there are norms (weights [head_dim]), then rotated. Keys and values
+    go to their slots of the cache; the queries are returned, contiguous. Numbers of a head beyond the width of
+    cosines and sines are not rotated. A slot of -1 marks padding, and nothing is stored.
     """
 
     def __call__(
@@ -50,7 +49,7 @@ class NormRotateAndStore(Protocol):
 
 @dataclass(frozen=True)
 class ProductKernels:
-    """Linear layers with what stands around them in one launch each, for steps of few rows.
+    """Linear layers fused with the norms and additions around them, for steps of few rows.
 
     A row's `squares`, [rows, any number] float32, add up to the sum of its squares. A norm's own weight is
     folded into the weight of the product after it.
@@ -70,7 +69,7 @@ class ProductKernels:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """One fused kernel for each place where plain torch takes several passes over the same numbers.
+    """Fused kernels for layers that take several passes over memory in plain torch.
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
     silu_and_mul(gate_up) -> silu(gate) * up.

@@ -14,7 +14,7 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 
-# Of a sequence whose rows see less than their whole context, or whose scores are written out: more rows go
+# Rows at a time, if they see less than their whole context or scores are written out: more rows would go
 # through more tokens that they cannot see, and their scores leave the caches (measured: 2 times slower).
 ROWS_AT_ONCE = 128
 SCORES_AT_ONCE = 1 << 22  # written out: 16 MiB
@@ -22,7 +22,7 @@ SCORES_AT_ONCE = 1 << 22  # written out: 16 MiB
 
 @dataclass(frozen=True)
 class Span:
-    """Rows start:end of a step, the last of a context whose tokens are in these blocks."""
+    """Rows start:end of a step: the last tokens of a context that lies in these blocks."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Span:
     context_len: int
 
     def pieces(self, num_rows: int) -> Iterator["Span"]:
-        """Cut the rows into spans of so many, each the end of its own, shorter context."""
+        """Cut the rows into spans of at most so many."""
         for end in range(self.end, self.start, -num_rows):
             start, context_len = max(self.start, end - num_rows), self.context_len - self.end + end
             yield replace(self, start=start, end=end, context_len=context_len)
@@ -46,17 +46,15 @@ class TorchMetadata(AttentionMetadata):
 class TorchBackend(KernelBackend):
     """Gathers the blocks that each sequence sees and calls scaled_dot_product_attention on them.
 
-    Soft caps and sinks, which that does not know, are computed step by step in float32.
-
-    A gather of the whole batch padded to its longest sequence moves many times the memory (measured 20 to
-    30 times slower on a CPU).
+    Soft caps and sinks, which it lacks, are computed in float32. One gather of the whole batch, padded, was 20 to
+    30 times slower on a CPU.
     """
 
     name = "torch"
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
-        """It serves whatever torch does."""
+        """Accept every device and dtype of torch's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,7 +88,7 @@ class TorchBackend(KernelBackend):
 
 
 def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator[Span]:
-    """Cut a span into what is computed at a time. explicit: all its scores are in memory then."""
+    """Cut a span into pieces to compute one at a time. explicit: all scores of a piece are in memory."""
     if explicit:
         num_rows = SCORES_AT_ONCE // (features.num_heads * span.context_len)
         return span.pieces(max(1, min(ROWS_AT_ONCE, num_rows)))
@@ -101,11 +99,7 @@ def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator
 def _seen(
     span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, *, always_mask: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values that the rows see, [kv_heads, seen, dim] each, and which row sees which of them.
-
-    The mask is [rows, seen] bool. None if there is one row, or, unless `always_mask`, if each sees the tokens
-    up to itself and the first row is the first of the tokens.
-    """
+    """Return the keys and values that the rows see, [kv_heads, seen, dim], and a mask [rows, seen] bool if needed."""
     num_rows, end, block_size = span.end - span.start, span.context_len, cache.keys.shape[1]
     first = _first_seen(end - num_rows, features)
     skipped = first // block_size
@@ -128,13 +122,13 @@ def _seen(
 
 
 def _first_seen(token: int, features: AttentionFeatures) -> int:
-    """The first token of its sequence that this one sees."""
+    """Return the first token of its sequence that this token sees."""
     first = 0 if features.window is None else max(0, token - features.window + 1)
     return first if features.chunk is None else max(first, token // features.chunk * features.chunk)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures) -> Tensor:
-    """query [tokens, heads, dim]; keys, values and mask as `_seen` gives them."""
+    """Attend with query [tokens, heads, dim] and the keys, values and mask of `_seen`."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         keys.unsqueeze(0),

@@ -53,7 +53,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBackend(CapturableBackend):
-    """One launch for all prefill chunks of a step and one for all its decodes."""
+    """Computes all prefill chunks of a step in one launch and all its decodes in another."""
 
     name = "triton"
     max_head_dim = MAX_HEAD_DIM
@@ -186,7 +186,7 @@ class TritonBackend(CapturableBackend):
         return out
 
     def _counters(self, number: int) -> Tensor:
-        """At least so many zeros, which launches leave as zeros. None is freed: graphs go on using them."""
+        """Return at least so many zeros. None is ever freed: graphs go on using them."""
         if not self._arrived or len(self._arrived[-1]) < number:
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]
@@ -201,6 +201,6 @@ class TritonBackend(CapturableBackend):
 
 
 def _device(device: torch.device) -> tuple[str, tuple[int, int]]:
-    """A GPU's name and its compute capability."""
+    """Return a GPU's name and its compute capability."""
     properties = torch.cuda.get_device_properties(device)
     return properties.name, (properties.major, properties.minor)

@@ -1,1 +1,1 @@
-"""A model as it lies on disk: its folder, its configuration, its tensors, and what tells it from another."""
+"""A model on disk: its folder, its configuration, its tensors and its identity."""

@@ -1,4 +1,4 @@
-"""What tells one served model from another: its files, by their headers, and the dtype it computes in."""
+"""The identity of a served model: a fingerprint of its files, and the dtype it computes in."""
 
 import json
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Count its numbers."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
 def check_file(path: Path) -> list[TensorEntry]:
-    """Return the tensors of a file that is as long as its header says. Raises MissingWeights."""
+    """Return a file's tensors, if it is as long as its header says. Raises MissingWeights."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -51,7 +51,7 @@ def check_file(path: Path) -> list[TensorEntry]:
     return entries
 
 
-#: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
+#: Files read whole: they decide a text's tokens, how these are computed, and where a text ends.
 TEXT_FILES = (
     "config.json",
     "generation_config.json",
@@ -70,19 +70,21 @@ TEXT_FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-#: As well, wherever they are.
+#: Files read whole in any folder.
 MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
 
-#: A tensor of at most so many bytes is read whole, of a larger one as many in samples.
+#: A tensor of at most so many bytes is read whole; samples of a larger one take as many.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8
-    weights" for example. embedding_size: numbers of an embedding, 0 of a model that gives none.
-    embedding_prompts: names of the prompts that may stand before a text to embed."""
+    """The identity of a served model.
+
+    fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
+    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
+    """
 
     fingerprint: str
     dtype: str
@@ -95,12 +97,11 @@ def read_identity(
 ) -> ModelIdentity:
     """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
-    dtype: what it computes in, and whatever else is chosen for it and changes what it answers, in words.
-    chat_template, pooling: the name of the one that is used, if it was chosen.
-    Two models have the same fingerprint when they have the same of these, the same TEXT_FILES byte by byte,
-    and the same tensors (name, type, shape and values), however those are divided into files. Of a tensor
-    beyond 64 KiB 16 samples of 4 KiB are read, evenly spaced: any other training, merge or rounding is told
-    apart, an edit of a few values may not be.
+    dtype: of its computing, with every other choice that changes answers, in words.
+    chat_template, pooling: the name of the one in use, if it was chosen.
+    Two models have the same fingerprint when these, the TEXT_FILES, and the tensors (name, type, shape and values)
+    are the same, however the tensors are divided into files. Of a tensor beyond 64 KiB 16 samples of 4 KiB are
+    read: another training, merge or rounding shows, an edit of a few values may not.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
@@ -124,7 +125,7 @@ def _add(digest: blake2b, *fields: bytes) -> None:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield what each tensor of a safetensors file is (name, type, shape), and a digest of its samples."""
+    """Yield each tensor of a safetensors file (name, type, shape), with a digest of its samples."""
     entries = check_file(path)
     with path.open("rb") as file:
         for entry in entries:

@@ -14,10 +14,7 @@ SECOND_COPIES = ["consolidated*", "original/*", "metal/*"]
 
 
 def resolve_model(model: str) -> Path:
-    """Return the folder of a model, fetching it from the hub if `model` is a hub id.
-
-    What looks like a path is never looked up on the hub. Raises ModelNotFound.
-    """
+    """Return a model's folder, fetching a hub id; a path is never fetched. Raises ModelNotFound."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -28,13 +25,13 @@ def resolve_model(model: str) -> Path:
 
 
 def _refuse_path(model: str) -> None:
-    """Raise ModelNotFound for what can be no hub id."""
+    """Raise ModelNotFound for a path, which is no hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'")
 
 
 def find_here(model: str) -> Path | None:
-    """As resolve_model, but nothing is fetched: None for a hub's model that is not on this machine."""
+    """Return a model's folder without fetching anything; None for a hub's model that is not on this machine."""
     if Path(model).expanduser().is_dir():
         return resolve_model(model)
     _refuse_path(model)
@@ -47,7 +44,7 @@ def find_here(model: str) -> Path | None:
 
 
 def list_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises MissingWeights, naming a shard that is not there."""
+    """List the safetensors files of a checkpoint. Raises MissingWeights, naming a missing shard."""
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]  # before an index, as transformers does; other files are a second copy
     index = folder / INDEX
@@ -67,14 +64,14 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def named_places(folder: Path) -> dict[str, str]:
-    """The file of each tensor as the index names it; {} where none is used. Raises ConfigError."""
+    """Return the file of each tensor by the index; {} without an index. Raises ConfigError."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return {}
     return _read_places(folder / INDEX)
 
 
 def _read_places(index: Path) -> dict[str, str]:
-    """The file of each tensor, none in another folder. Raises ConfigError."""
+    """Read the file of each tensor, refusing other folders. Raises ConfigError."""
     places: dict[str, str] = read_json(index).get("weight_map", {})
     for name in places.values() if isinstance(places, dict) else [places]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):

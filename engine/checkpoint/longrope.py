@@ -1,4 +1,4 @@
-"""Where a longrope model's configuration parts short sequences from long ones."""
+"""The length at which a longrope model changes its factors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ from engine.checkpoint.model_config import ModelConfig
 
 
 def longrope_length(model: ModelConfig) -> int | None:
-    """Most tokens of the sequences that have the short factors, None for a model that has one set alone.
+    """Return the most tokens for the short factors, None for a model with one set of factors.
 
-    It has those of long sequences for all, if there may be a longer one.
+    If longer sequences may come, all sequences take the long factors.
     """
     given = model.values.get("rope_scaling") or model.values.get("rope_parameters")
     parameters = given if isinstance(given, Mapping) else {}

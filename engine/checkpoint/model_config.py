@@ -1,4 +1,4 @@
-"""ModelConfig: what the engine reads out of a checkpoint's config.json and generation_config.json."""
+"""ModelConfig: the engine's view of a checkpoint's config.json and generation_config.json."""
 
 import json
 import math
@@ -16,7 +16,7 @@ MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
 DTYPES = ("float32", "bfloat16", "float16")
 
-#: What other architectures call the same sizes, which are looked for in this order.
+#: Other architectures' names of the same sizes, in the order of looking.
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
-    """Return the dtype that is served: "auto" is the checkpoint's own. Raises ConfigError for one unknown."""
+    """Return the served dtype; "auto" is the checkpoint's own. Raises ConfigError for an unknown one."""
     chosen = checkpoint_dtype if wanted == "auto" else wanted
     if chosen not in DTYPES:
         whose = f": the checkpoint's is {chosen}" if wanted == "auto" else ""
@@ -40,13 +40,11 @@ def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs of any model. What a model computes beyond its sizes, and whether that is built,
-    is for those to read out of `values` who compute it.
+    """Sizes and facts that the engine needs of any model. Readers take architecture's own keys from `values`.
 
     architecture: the first that config.json names.
-    hidden_size to head_dim: for what memory a step takes, and how many ranks can share the model.
+    hidden_size to head_dim: they decide the memory of a step, and how many ranks can share the model.
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
-    quantization: how its weights are stored, if not as plain numbers.
     values: config.json, as far as it is about text.
     is_text_part: the checkpoint holds parts for images or sound too.
     """
@@ -108,7 +106,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A size by any of its names. Raises KeyError if it has none and there is no default."""
+    """Return a size by any of its names. Raises KeyError if it has none and there is no default."""
     for key in NAMES[name]:
         if config.get(key) is not None:
             return config[key]
@@ -118,7 +116,7 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:
-    """Raise ConfigError unless every value is of its kind, and every size one that can be."""
+    """Raise ConfigError unless every value has its kind and every size is possible."""
     for field in fields(read):
         value = getattr(read, field.name)
         if field.type is int and (type(value) is not int or not 0 < value < MAX_SIZE):
@@ -134,7 +132,7 @@ def _check_values(read: ModelConfig, path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it is none."""
+    """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it holds no object."""
     value = read_json_value(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
@@ -142,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """Read JSON of any kind. Raises MissingWeights if the file is absent, ConfigError if it is none."""
+    """Read JSON of any kind. Raises MissingWeights if the file is absent, ConfigError if it is no JSON."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again")
@@ -154,7 +152,7 @@ def read_json_value(path: Path) -> Any:
 
 
 def number(values: Mapping[str, Any], name: str) -> float:
-    """Raises ConfigError unless it is a number above 0, KeyError if it is not there."""
+    """Return a number above 0. Raises ConfigError for another value, KeyError if it is absent."""
     value = values[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ConfigError(f"config.json: {name} must be a number above 0, got {brief(value)}")
@@ -162,12 +160,12 @@ def number(values: Mapping[str, Any], name: str) -> float:
 
 
 def optional_number(values: Mapping[str, Any], name: str) -> float | None:
-    """The same, but it may be null or not there."""
+    """Return a number above 0, None if it is null or absent. Raises ConfigError for another value."""
     return None if values.get(name) is None else number(values, name)
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    """eos_token_id may be one id, a list of them, or null."""
+    """Read eos_token_id, which may be one id, a list of them, or null."""
     if value is None:
         return frozenset()
     return frozenset(value) if isinstance(value, list) else frozenset((value,))

@@ -1,4 +1,4 @@
-"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files beside it say."""
+"""Pooling: how a checkpoint makes one vector of a text, by sentence-transformers' files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from engine.errors import ConfigError, UnsupportedModel
 MODULES = "modules.json"
 TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 
-#: By sentence-transformers' names: of which of a text's hidden states a vector is made, and how.
+#: Modes by sentence-transformers' names: the hidden states that make a text's vector, and how.
 MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
 
-#: As older files switch them on, in the order in which their vectors stand side by side.
+#: Older files' switches of modes, in the order in which their vectors stand side by side.
 OLD_SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -30,12 +30,11 @@ SUPPORTED = "a Transformer of texts, a Pooling, and Normalize after it"
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text becomes a vector.
+    """The way in which a text becomes a vector.
 
     modes: of MODES; the vectors of several stand side by side.  normalize: the whole has length 1.
     max_seq_length: tokens to which a text is cut, None if to none.
-    prompts: texts by their names that may stand before a text.  default_prompt: the name of the one that
-        does where none is named.
+    prompts: texts that may stand before a text, by name.  default_prompt: the name of the default one.
     """
 
     modes: tuple[str, ...]
@@ -46,7 +45,7 @@ class Pooling:
 
 
 def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) -> Pooling | None:
-    """How the checkpoint in a folder makes vectors; None if nothing says that it does.
+    """Return how a checkpoint makes vectors; None if its files do not say.
 
     wanted: a mode in place of what the files say.  Raises UnsupportedModel or another ConfigError.
     """
@@ -80,7 +79,7 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The last name of each module's type, and its folder."""
+    """Return each module's folder and the last name of its type."""
     found = read_json_value(folder / MODULES)
     if not isinstance(found, list) or not found:
         raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(found)}")
@@ -89,7 +88,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
         if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
             raise ConfigError(f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}")
-        # what others have written may do anything
+        # others' code may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
     return modules
 

@@ -1,4 +1,4 @@
-"""What config.json says of quantized weights: how many bits each has, and which of them share a scale."""
+"""The quantization section of config.json: bits of a weight, and which weights share a scale."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How some modules of a checkpoint keep their weights [out, in].
+    """The way in which some modules of a checkpoint keep their weights [out, in].
 
     layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
     or "mxfp4". kind: "float" or "int".
@@ -55,13 +55,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's weights are quantized; modules whose tensors are plain are not, whatever it says."""
+    """The quantization of a checkpoint's weights. Modules with plain tensors are not quantized."""
 
     method: str
     schemes: tuple[Scheme, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """How this module, quantized in the files, keeps its weight: by its name, a pattern, or its class."""
+        """Return the scheme of a quantized module: by its name, a pattern, or its class."""
         every = [(target, scheme) for scheme in self.schemes for target in scheme.targets]
         by_name = [scheme for target, scheme in every if target == module]
         by_pattern = [scheme for target, scheme in every if _matches(target, module)]
@@ -73,7 +73,7 @@ class Quantization:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Read what config.json says of quantized weights; None if nothing.
+    """Read the quantization section of config.json; None if there is none.
 
     Raises UnsupportedModel for a way that is not built, ConfigError for a value that none can have.
     """
@@ -110,7 +110,7 @@ def _read_awq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """AutoGPTQ's and GPTQModel's; the first layout stores zero points less one, gptq_v2 as they are."""
+    """Read AutoGPTQ's or GPTQModel's section; gptq stores zero points less one, gptq_v2 as they are."""
     _refuse_unless(values, "bits", (4, 8))
     for key in ("checkpoint_format", "format"):
         _refuse_unless(values, key, (None, "gptq", "gptq_v2"))
@@ -172,7 +172,7 @@ def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]
 
 
 def _block(sizes: Any) -> tuple[int | None, int | None]:
-    """[rows, columns] that share a scale; one for all of a tensor where none are named."""
+    """Return the [rows, columns] that share a scale; None stands for a whole dimension."""
     if sizes is None:
         return None, None
     rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
@@ -182,7 +182,7 @@ def _block(sizes: Any) -> tuple[int | None, int | None]:
 
 
 def _group_size(values: Mapping[str, Any]) -> int | None:
-    """The columns that share a scale; -1 and null are all of them."""
+    """Return the columns that share a scale; -1 and null mean all of them."""
     size = values.get("group_size")
     if size is None or size == -1:
         return None

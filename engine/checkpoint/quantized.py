@@ -21,9 +21,9 @@ class QuantizedTensor(CheckpointTensor):
     """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
 
     block: rows and columns that share a scale, None for all of a dimension.
-    scale: one for each block, as a matrix or, `transposed`, as that one's transpose.
+    scale: one for each block, as a matrix or, `transposed`, as its transpose.
     zero_points: as many, or one for all of them.
-    group_of_column: [in], which of a row's scales is a column's; their order says where there is None.
+    group_of_column: [in], the scale of each column in its row; None: in their order.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class QuantizedTensor(CheckpointTensor):
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
-    """The scales of a weight [out, in] in each direction, where these (rows, columns) share one."""
+    """Return the number of scales of a weight [out, in] in each direction. block: as of QuantizedTensor."""
     return tuple(-(-total // (size or total)) for size, total in zip(block, shape, strict=True))
 
 
 def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """One number for each of the weights in these rows and columns, or for each row if all have the same."""
+    """Return one number for each weight of these rows and columns, or for each row if all are the same."""
     chosen = numbers[rows]
     return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
 
@@ -94,10 +94,10 @@ LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 
 
 def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0) -> Tensor:
-    """words: [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim` -> uint8.
+    """Unpack words [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim`, into uint8.
 
-    The first number has the lowest bits. interleaved: as AWQ has it, the even ones of eight in the lower half
-    of a word. shift: 1 adds one to each number, as GPTQ's files subtract it: from whole words.
+    The first number has the lowest bits. interleaved: AWQ's order, the even ones of eight in the lower half of a
+    word. shift: 1 adds one to each number, which GPTQ's files subtract from whole words.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -116,8 +116,8 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
 class PackedIntegers:
     """A matrix [rows, columns] of packed numbers.
 
-    words: as stored; with `transposed` they hold the matrix's transpose. dim: of the words, along which each
-    word's numbers lie. shape: the matrix's, whose last words may have room for more.
+    words: as stored, the transpose's with `transposed`. dim: along which a word's numbers lie.
+    shape: the matrix's; the last words may have room for more.
     """
 
     words: CheckpointTensor
@@ -133,7 +133,7 @@ class PackedIntegers:
         return self.words.path
 
     def part(self, *ranges: slice) -> Tensor:
-        """These rows and columns, uint8; all of them where no range is given."""
+        """Return these rows and columns, uint8; all of them without a range."""
         numbers = unpack(self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift)
         numbers = numbers.t() if self.transposed else numbers
         return numbers[: self.shape[0], : self.shape[1]][ranges]
@@ -146,11 +146,10 @@ BLOCK = 32
 
 
 class Mxfp4Tensor(CheckpointTensor):
-    """The weights [experts, in, out] of all experts; once read in bfloat16, which holds them exactly.
+    """The weights [experts, in, out] of all experts; read in bfloat16, which holds them exactly.
 
     blocks: [experts, out, in / 32, 16] uint8, the lower half of a byte first. scales: [experts, out, in / 32]
-    uint8, exponents with a bias of 127. Source: OCP Microscaling Formats 1.0, section 5.3; the order of the
-    dimensions is that of transformers' GptOssExperts.
+    uint8, exponents with a bias of 127. Source: OCP Microscaling Formats 1.0, section 5.3.
     """
 
     def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
@@ -169,7 +168,7 @@ class Mxfp4Tensor(CheckpointTensor):
 
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks: [out, groups, 16], scales: [out, groups] -> [in, out] bfloat16."""
+    """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
     low = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat(16)
     high = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat_interleave(16)
     pairs = torch.stack((low, high), -1)[blocks.int()]
@@ -177,7 +176,7 @@ def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     return (pairs.flatten(2) * factors[:, :, None]).flatten(1).t()
 
 
-#: Of a module x the tensors that say that its weight is quantized, and what may lie beside them.
+#: Tensors of a module that say that its weight is quantized, and their possible companions.
 CODES = ("weight_packed", "qweight", "weight")
 BESIDE = (
     "weight_scale",
@@ -189,7 +188,7 @@ BESIDE = (
     "qzeros",
     "g_idx",
 )
-#: Of the activations and of the KV cache, which are not quantized here.
+#: Tensors of activations and KV cache, which are not quantized here.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
@@ -208,14 +207,14 @@ class Parts:
         return f"{self.module}.{part}" in self._tensors
 
     def matrix(self, part: str, dtype: str) -> CheckpointTensor:
-        """A part of two dimensions. Raises MissingWeights or WeightMismatch, as `get` does."""
+        """Return a part of two dimensions. Raises MissingWeights or WeightMismatch, as `get` does."""
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise WeightMismatch(f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's")
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
-        """A part of one of these dtypes and shapes."""
+        """Return a part of one of these dtypes and shapes."""
         name = f"{self.module}.{part}"
         if name not in self._tensors:
             raise MissingWeights(
@@ -236,7 +235,7 @@ class Parts:
 
 
 def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None) -> dict[str, CheckpointTensor]:
-    """The tensors of weights by the names that they have in a checkpoint that is not quantized.
+    """Return the tensors of weights by the names that they have in an unquantized checkpoint.
 
     Raises MissingWeights or WeightMismatch for a part that is not there or is of another shape or dtype.
     """
@@ -280,7 +279,7 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """compressed-tensors' words: numbers along the rows, 2^(bits - 1) added to each."""
+    """Open compressed-tensors' words: numbers along the rows, 2^(bits - 1) added to each."""
     shape = parts.get("weight_shape", ("I64", "I32"), (2,))
     rows, columns = shape.whole().tolist()
     size = 32 // scheme.bits
@@ -303,7 +302,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Both keep the transpose, [in, out]: a word of AWQ's is 8 columns of it, of GPTQ's 8 or 4 rows."""
+    """Open a transpose, [in, out]: a word of AWQ is 8 columns of it, one of GPTQ 8 or 4 rows."""
     words = parts.matrix("qweight", "I32")
     size = 32 // scheme.bits
     is_awq = scheme.layout == "awq"

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from engine.errors import ConfigError, UnsupportedModel
 
-#: Architectures that compute, where there is text alone, what their text part computes by itself.
+#: Architectures that compute text alone exactly as their text part does by itself.
 ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -18,7 +18,7 @@ ARCHITECTURES = (
     "Qwen3VLMoeForConditionalGeneration",
 )
 
-#: What the text part is, by its model type. The three positions that Qwen-VL gives a token, in time, height
+#: The text part's architecture, by its model type. The three positions that Qwen-VL gives a token, in time, height
 #: and width, are one and the same for a token of text.
 TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -34,16 +34,16 @@ TEXT_ARCHITECTURES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 
-#: What a text part computes whatever is in its configuration, where the text model has a key for it.
+#: Values of the text model's keys that a text part always has, whatever its configuration says.
 FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
-#: What of a token's place in an image a rotation is told.
+#: Keys of a rotation about a token's place in an image.
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
-#: How the names of the text part's tensors begin, older layouts included, and what a text model has instead.
+#: Beginnings of the names of the text part's tensors, older layouts included, and a text model's instead.
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 
-#: How the names of the others begin, with or without "model." before.
+#: Beginnings of the other names, with or without "model." before.
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
 
 T = TypeVar("T")
@@ -55,9 +55,9 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 
 
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json would hold for the text part alone, defaults of transformers' class included.
+    """Return config.json for the text part alone, with the defaults of transformers' class.
 
-    Raises UnsupportedModel for an architecture of which that part is not served.
+    Raises UnsupportedModel for an architecture whose text part is not served.
     """
     from transformers import AutoConfig
 
@@ -92,13 +92,13 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of the text part by the names that they have in a model of text alone."""
+    """Return the text part's tensors by the names that they have in a model of text alone."""
     named = {text_name(name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in a model of text alone; None if it belongs to another part."""
+    """Return a tensor's name in a model of text alone; None if it belongs to another part."""
     if name.removeprefix("model.").startswith(OTHER_PARTS):
         return None
     for prefix, instead in PREFIXES.items():

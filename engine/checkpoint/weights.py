@@ -12,10 +12,7 @@ from engine.errors import MissingWeights
 
 
 class CheckpointTensor:
-    """A tensor of an open safetensors file; `shape` and `dtype` are known before anything is read.
-
-    dtype: as safetensors names it, "BF16" for example.
-    """
+    """A tensor of an open safetensors file, with its shape and dtype, such as "BF16"; read on demand."""
 
     def __init__(self, file: Any, name: str, path: Path) -> None:
         self._file, self.name, self.path = file, name, path
@@ -41,7 +38,7 @@ class CheckpointTensor:
 
 @contextmanager
 def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, CheckpointTensor]]:
-    """The tensors of these files by name, to be read until the block ends. Raises MissingWeights."""
+    """Open the tensors of these files by name, until the block ends. Raises MissingWeights."""
     with ExitStack() as stack:
         tensors = {}
         for path in files:

@@ -1,8 +1,8 @@
 """The sampler: the tokens of engine/sampling/sampler.py, in a pass over a row, or two where it is drawn.
 
-All that decides is integers: weights as in engine/sampling/draws.py, and keys in the order of the logits. A
-cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of weights; another collects the
-tokens of the range that the cut falls into, among which its place is found by halving.
+All decisions are made with integers: weights as in engine/sampling/draws.py, and keys in the order of the
+logits. A cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of weights; another collects
+the tokens of the range with the cut, which is then halved.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ WHOLE = np.float32(weight_constants.WHOLE)
 
 
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """One token for each row: [rows] int64, -1 where there is none to choose.
+    """Choose one token for each row: [rows] int64, -1 where there is none to choose.
 
     logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  values: the
     fields of SamplingRows.
@@ -47,18 +47,18 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernel for logits of that dtype, or load what was compiled before."""
+    """Compile or load the kernel for logits of that dtype."""
     _kernel(dtype)
 
 
 def _scratch_words(vocab_size: int) -> int:
-    """Of 8 bytes, for one thread: two of each tile, ranges, three of a tile's tokens, three of each."""
+    """Count one thread's scratch words of 8 bytes."""
     return 2 * -(-vocab_size // TILE) + NUM_RANGES + 3 * TILE + 3 * vocab_size
 
 
 @njit  # type: ignore[untyped-decorator]
 def _tile_of(row: Any, tile: Any, element: Any) -> Any:
-    """The logits of a tile. row: its address, vocabulary size. Counted from 0, for LLVM to make vectors."""
+    """Return a tile's logits, from 0 on, for LLVM to make vectors. row: its address, vocabulary size."""
     address, vocab = row
     first = tile * TILE
     return carray(row_pointer(address, first, 1, element), (min(TILE, vocab - first),))
@@ -66,7 +66,7 @@ def _tile_of(row: Any, tile: Any, element: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def _highest(row: Any, maxima: Any, element: Any) -> Any:
-    """The highest key of the row, and the first tile that has it; of every tile into maxima."""
+    """Return the row's highest key and the first tile with it; put every tile's into maxima."""
     highest, where = np.int32(LOWEST_KEY), 0
     for tile in range(len(maxima)):
         best = np.int32(LOWEST_KEY)
@@ -81,11 +81,7 @@ def _highest(row: Any, maxima: Any, element: Any) -> Any:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _sum_tiles(row: Any, maxima: Any, sums: Any, scale: Any, cut: Any, element: Any) -> Any:
-    """The sum of the weights that stay, and of every tile into sums.
-
-    scale: the highest logit, the decay rate, the least weight.  cut: the lowest key that stays, and the last
-    token that does with that key.
-    """
+    """Return the sum of the staying weights, and put that of every tile into sums. cut: lowest key, last token."""
     highest, rate, least = scale
     lowest, last_id = cut
     total = 0
@@ -116,11 +112,7 @@ def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
 ) -> Any:  # fmt: skip
-    """Add what stays of each range to ranges, or collect what stays of one; return the sum, or how many.
-
-    What stays is tokens if `counts`, else weight. wanted: the range to collect, or -1.  found: ids, keys and
-    amounts of what is collected.  tile_of: the same of a tile, ranges in the place of ids.
-    """
+    """Add up the tokens that stay by range, or collect those of range `wanted`; return the sum, or how many."""
     highest, rate, least = scale
     lowest, last_id = cut
     places, keys, amounts = tile_of
@@ -151,7 +143,7 @@ def _sum_ranges(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
-    """The highest key with which the goal is reached, and the token that does. above: of the ranges above."""
+    """Return the key and token at which the goal is reached. above: of the ranges above."""
     ids, keys, amounts = found
     low, high = np.int64(LOWEST_KEY), np.int64(INFINITY)
     while low < high:
@@ -175,14 +167,14 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def _share(total: Any, top_p: Any) -> Any:
-    """As in engine/sampling/sampler.py."""
+    """Return the share as in engine/sampling/sampler.py."""
     fraction = np.int64(top_p * np.float32(2**31))
     return max(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _reached_at(row: Any, sums: Any, goal: Any, scale: Any, cut: Any, element: Any) -> Any:
-    """The first token at which the sum of the weights that stay exceeds the goal, which is less than all."""
+    """Return the first token at which the sum of the weights that stay exceeds the goal."""
     highest, rate, least = scale
     reached, tile = 0, 0
     while tile < len(sums) - 1 and reached + sums[tile] <= goal:
@@ -200,7 +192,6 @@ def _reached_at(row: Any, sums: Any, goal: Any, scale: Any, cut: Any, element: A
 
 @cache
 def _kernel(dtype: torch.dtype) -> Kernel:
-    """One task is one row."""
     element, element_bytes = ELEMENTS[dtype], dtype.itemsize
 
     def sample(parameters: Any) -> None:

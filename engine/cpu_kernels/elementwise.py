@@ -1,4 +1,4 @@
-"""What a layer does besides products and attention, one pass over memory each: see LayerKernels.
+"""Layers without products and attention, one pass over memory each: see LayerKernels.
 
 Tensors are float32 or bfloat16, contiguous in their last dimension; what a kernel takes and gives is of one
 dtype, except that norms' weights, cosines and sines may be float32 beside bfloat16. All is computed in
@@ -97,7 +97,7 @@ def norm_rotate_and_store(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As engine.layers.linear.quantize_rows, bit by bit. x: [tokens, dim], where rows may lie apart."""
+    """Quantize as engine.layers.linear.quantize_rows, bit by bit. x: [tokens, dim]; rows may lie apart."""
     num_tokens, dim = x.shape
     levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
     scales = torch.empty(num_tokens, 1)
@@ -127,7 +127,7 @@ def _rows_of_task(task: Any, num_rows: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def _row(address: Any, index: Any, stride: Any, length: Any, element: Any) -> Any:
-    """Row `index` of a matrix of that element type, whose rows are `stride` numbers apart."""
+    """Return row `index` of a matrix of that element type, whose rows are `stride` numbers apart."""
     return carray(row_pointer(address, index, stride, element), (length,))
 
 
@@ -141,7 +141,7 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: Any, element: Any) -> None:
-    """Normalise the numbers of a head and rotate as many of them as there are cosines."""
+    """Normalise a head and rotate as many of its numbers as there are cosines."""
     rotary_dim = len(cos)
     half = rotary_dim // 2
     factor = _inverse_rms(x, eps) if normed else np.float32(1)
@@ -161,7 +161,6 @@ def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: A
 
 @cache
 def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
-    """dtype: of queries, keys and values.  angle_dtype: of cosines and sines."""
     element, angle_element, weight_element = ELEMENTS[dtype], ELEMENTS[angle_dtype], ELEMENTS[weight_dtype]
 
     def turn(parameters: Any) -> None:
@@ -249,7 +248,7 @@ def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> K
 
 @cache
 def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
-    """gate * sigmoid(gate) * up; gelu by tanh is gate * sigmoid(2 * what the tanh is of), as well."""
+    """Gate by sigmoid: gelu by tanh is gate * sigmoid(2 * the tanh's argument) as well."""
     element = ELEMENTS[dtype]
 
     def gate_and_mul(parameters: Any) -> None:
@@ -275,8 +274,7 @@ def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
 
 @cache
 def _quantize_kernel(dtype: torch.dtype) -> Kernel:
-    """The largest magnitude is found among integers, which LLVM does in vectors without fast arithmetic: that
-    would lose a NaN."""
+    """Find the largest magnitude among integers: LLVM's vectors of floats would lose a NaN."""
     element = ELEMENTS[dtype]
 
     def quantize(parameters: Any) -> None:

@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @njit  # type: ignore[untyped-decorator]
 def next_task(parameters: Any) -> Any:
-    """The next task no thread has taken, -1 if there is none left. For use in a kernel."""
+    """Return the next task that no thread has taken, -1 if there is none left. For use in a kernel."""
     task = fetch_add(parameters, 0)
     return task if task < parameters[2] else -1
 
 
 @njit  # type: ignore[untyped-decorator]
 def worker_number(parameters: Any) -> Any:
-    """A number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
+    """Return a number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
     return fetch_add(parameters, 1)
 
 
@@ -83,11 +83,7 @@ def _as_int64(argument: Tensor | int | float) -> int:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    """Machine code of the function, from the cache or for it; without a cache that serves, anew.
-
-    What is in the cache is run, so it is not read where another user may have written it, nor where it is not
-    what has been written, as after a loss of power.
-    """
+    """Return the function's machine code, from the cache if nobody else may write there and it is whole."""
     root = cache_root()
     folder = root / _digest(function)
     try:
@@ -119,7 +115,7 @@ def exposure(folder: Path) -> str | None:
 
 
 def _compile_into(folder: Path, function: Callable[[Any], None]) -> Any:
-    """Compile, and put the folder in its place whole: another process has it so, or not yet."""
+    """Compile, then rename the folder into place, so that another process finds it whole."""
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         compiled = _cached(function, made)
@@ -151,17 +147,14 @@ def _checksum(folder: Path) -> str:
 
 
 def cache_root() -> Path:
-    """The folder that machine code is kept in: Numba's own setting, or one of the user's cache folder."""
+    """Return the folder of compiled code: Numba's own setting, or one of the user's cache folder."""
     return Path(numba.config.CACHE_DIR or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
 
 
 def _digest(function: Callable[[Any], None]) -> str:
-    """A name for the machine code of this function with what it closes over and the sources of its helpers.
-
-    It has whatever Numba would compile a function anew for, so that a folder is written once.
-    """
+    """Return a name for the machine code of this function, what it closes over and its helpers' sources."""
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
-    # the others are helpers, in the sources
+    # other values are helpers, in the sources
     constants = [value for value in contents if isinstance(value, (int, types.Type))]
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()
@@ -173,10 +166,7 @@ def _digest(function: Callable[[Any], None]) -> str:
 
 @cache
 def _run_in_team() -> Callable[[Any, Any, int], None]:
-    """How to call an entry in several threads at once: on torch's OpenMP team, or on Python threads.
-
-    Two pools would fight for the cores: an OpenMP thread that has nothing to do spins for a while.
-    """
+    """Return how to call an entry in all threads: on torch's OpenMP team, as two pools would fight for the cores."""
     library = _torch_libgomp()
     if library is not None:
         start = library.GOMP_parallel
@@ -196,7 +186,7 @@ def _run_in_team() -> Callable[[Any, Any, int], None]:
 
 
 def _torch_libgomp() -> ctypes.CDLL | None:
-    """The libgomp this process' torch has loaded, None if it uses another OpenMP or cannot be asked."""
+    """Return the libgomp that torch has loaded, None if it uses another OpenMP."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

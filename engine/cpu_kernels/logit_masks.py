@@ -1,4 +1,4 @@
-"""Masks of logits, as engine/sampling/edit_logits.py has them, in one pass over the words of each."""
+"""Masks of logits in one pass, as in engine/sampling/edit_logits.py."""
 
 from functools import cache
 from typing import Any
@@ -18,8 +18,7 @@ NEVER = np.float32(-np.inf)
 def mask_rows(logits: Tensor, rows: Tensor, masked: Tensor, token_masks: Tensor) -> None:
     """Put minus infinity where a row's mask has no 1, and behind its last word.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  The rest is as
-    LogitEdits has it, contiguous.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.
     """
     assert logits.stride(1) == 1
     _kernel(logits.dtype)(

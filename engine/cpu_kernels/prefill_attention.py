@@ -26,7 +26,7 @@ NO_LIMIT = 2**31  # tokens: above what any sequence has
 
 @dataclass(frozen=True)
 class PrefillTasks:
-    """What a launch computes: each task is up to LANES queries of one KV head over a span of tokens.
+    """The tasks of a launch: each is up to LANES queries of one KV head over a span of tokens.
 
     Queries of a KV head are its group's heads, row after row; a task's are adjacent.
     rows, positions: [rows] int64, of the step's query, and the tokens before each in its sequence.
@@ -51,7 +51,7 @@ def tasks_of_sequences(
     begins: NDArray[np.int64],
     group: int,
 ) -> PrefillTasks:
-    """Tasks for what sequences see from token `begins` on, the longest first.
+    """Make tasks for the tokens that sequences see from `begins` on, the longest first.
 
     starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
     """
@@ -76,7 +76,7 @@ def tasks_of_prefixes(
     context_lens: NDArray[np.int64],
     group: int,
 ) -> PrefillTasks | None:
-    """Tasks for what sequences share: the queries of all of them over it. The arrays are of all sequences."""
+    """Make tasks for shared prefixes: the queries of all their sequences over each."""
     if not prefixes:
         return None
     parts = []
@@ -97,7 +97,7 @@ def tasks_of_prefixes(
 
 
 def state_shape(query: Tensor) -> tuple[int, int, int]:
-    """Shape of what is kept of attention to a prefix: of each head float32 sums, highest score and total."""
+    """Return the shape of a prefix's kept state: of each head float32 sums, highest score and total."""
     num_rows, num_heads, head_dim = query.shape
     return num_rows, num_heads, head_dim + 2
 
@@ -118,7 +118,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attend to what each task's queries see of its span, and write it to the same rows of `out`.
+    """Attend with each task's queries to its span, and write to the same rows of `out`.
 
     Shapes and dtypes as for decode_attention. A row has the same bits whatever rows are computed with it.
     state: of `state_shape`. With keeps_state it is written in place of `out`, otherwise a task whose span
@@ -141,13 +141,13 @@ def prefill_attention(
 
 
 def _scratch_floats(head_dim: int) -> int:
-    """Of one thread: queries and sums, scores, keys and values; six numbers of each query."""
+    """Count one thread's scratch: queries and sums, scores, keys and values; six numbers of each query."""
     return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 6 * LANES
 
 
 @njit  # type: ignore[untyped-decorator]
 def _floats(address: Any, row: Any, length: Any) -> Any:
-    """Row `row` of a matrix of float32 with so many columns."""
+    """Return row `row` of a matrix of float32 with so many columns."""
     return carray(pointer_to(address + row * length * FLOAT_BYTES, float32), (length,))
 
 
@@ -174,7 +174,6 @@ def _gather(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _hide(scores: Any, start: Any, lows: Any, highs: Any) -> None:
-    """Mark the scores of tokens that a query does not see."""
     for t in range(TILE):
         row = _floats(scores, t, LANES)
         token = np.int32(start + t)
@@ -191,7 +190,7 @@ def _cap(scores: Any, soft_cap: Any) -> None:
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
 def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
-    """Replace scores by softmax numerators; factors: what earlier sums are to be multiplied by."""
+    """Replace scores by softmax numerators; put the multipliers of earlier sums into factors."""
     for i in range(LANES):
         factors[i] = highest[i]
     for t in range(TILE):
@@ -211,11 +210,7 @@ def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
 
 @cache
 def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -> Kernel:
-    """One task is LANES queries of one KV head, over all that they see, tile after tile.
-
-    Matrices are kept transposed, a query in each lane of a vector: softmax then runs down the lanes, and
-    keys and values are used as they lie. Source: arXiv:2205.14135.
-    """
+    """A task is LANES queries of one KV head. Matrices are transposed, a query a lane. Source: arXiv:2205.14135."""
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
     lane_bytes = LANES * FLOAT_BYTES

@@ -1,4 +1,4 @@
-"""What this machine's processor has instructions for, as the operating system lists it; loads no torch."""
+"""The instructions of this machine's processor, by the operating system's list; loads no torch."""
 
 import functools
 from pathlib import Path
@@ -9,7 +9,7 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """The names of its extensions as Linux has them; none on another system or another kind of processor."""
+    """Return the names of its extensions by Linux; none on another system or kind of processor."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -19,5 +19,5 @@ def processor_flags() -> frozenset[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether it multiplies bfloat16 numbers as they are, rather than as float32 after a conversion."""
+    """Return whether the processor multiplies bfloat16 numbers without converting them to float32."""
     return not BFLOAT16_FLAGS.isdisjoint(processor_flags())

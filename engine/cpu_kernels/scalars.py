@@ -1,7 +1,7 @@
-"""Numbers and addresses: what Numba has no name for, emitted as LLVM code.
+"""Numbers and addresses that Numba has no name for, emitted as LLVM code.
 
-Addresses are plain int64, counted in bytes. Numbers in memory are of an element type, FLOAT32 or BFLOAT16;
-all are computed with as float32.
+Addresses are plain int64, counted in bytes. Numbers in memory are FLOAT32 or BFLOAT16, and are computed with as
+float32.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ F32 = ir.FloatType()
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer_to(typing: Any, address: Any, element: Any) -> Any:
-    """An address as a pointer to `element`, a scalar type such as numba.float32."""
+    """Turn an address into a pointer to `element`, a scalar type such as numba.float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -30,7 +30,7 @@ def pointer_to(typing: Any, address: Any, element: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any) -> Any:
-    """Row `index` of a matrix of the element type, whose rows are `stride` numbers apart, as a pointer."""
+    """Point to row `index` of a matrix of the element type, whose rows are `stride` numbers apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.mul(builder.mul(args[1], args[2]), I64(element.dtype.bitwidth // 8))
@@ -42,7 +42,7 @@ def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(typing: Any, counters: Any, index: Any) -> Any:
-    """Add 1 to counters[index], an int64 behind a pointer, atomically; return what was there."""
+    """Add 1 to counters[index], an int64 behind a pointer, atomically; return the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(args[0], [args[1]])
@@ -53,7 +53,7 @@ def fetch_add(typing: Any, counters: Any, index: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float_of(typing: Any, bits: Any) -> Any:
-    """The float64 whose bits these 64 are."""
+    """Return the float64 with these 64 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.DoubleType())
@@ -74,7 +74,7 @@ def power_of_two(typing: Any, exponent: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def magnitude_bits(typing: Any, number: Any) -> Any:
-    """The bits of |number|, a float32, as an int32: they grow with it, and NaN's are above infinity's."""
+    """Return the bits of |number|, a float32, as int32: they grow with it, and NaN's are above infinity's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.and_(builder.bitcast(args[0], I32), I32(0x7FFFFFFF))
@@ -84,7 +84,7 @@ def magnitude_bits(typing: Any, number: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float32_of(typing: Any, bits: Any) -> Any:
-    """The float32 whose bits these 32 are."""
+    """Return the float32 with these 32 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], F32)
@@ -94,7 +94,7 @@ def float32_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide(typing: Any, number: Any) -> Any:
-    """A number as it is in memory, of either element type, as float32."""
+    """Convert a number of either element type to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0] if number == FLOAT32 else widen(builder, args[0], I32, F32)
@@ -104,7 +104,7 @@ def wide(typing: Any, number: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(typing: Any, number: Any, element: Any) -> Any:
-    """A float32 as the element type has it: the nearest, of two the even one; NaN stays NaN."""
+    """Round a float32 to the element type: the nearest, of two the even one; NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element.dtype == FLOAT32:

@@ -1,4 +1,4 @@
-"""Which sequences of a step have their first tokens in the same blocks, so that all can read them at once."""
+"""Finds sequences of a step with their first tokens in the same blocks, so that all read them at once."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """seqs: [members] int64, indices of a step's sequences.  num_tokens: how many first tokens they share."""
+    """Sequences with the same first num_tokens tokens. seqs: [members] int64, indices of a step's sequences."""
 
     seqs: NDArray[np.int64]
     num_tokens: int
@@ -23,7 +23,7 @@ def find_shared_prefixes(
     tile: int,
     least_queries: int,
 ) -> list[SharedPrefix]:
-    """The prefixes that together spare most: each sequence is in one at most. Source: arXiv:2402.05099.
+    """Find the prefixes that together spare most, one at most for a sequence. Source: arXiv:2402.05099.
 
     block_tables: [seqs, max_blocks].  lens_before: [seqs], tokens before each one's first query; no other
     is shared.  query_lens: [seqs], 0 for one that is left out.  tile: num_tokens is a multiple of it.
@@ -41,7 +41,7 @@ def find_shared_prefixes(
         tables = block_tables[seqs]
         same_blocks = np.logical_and.accumulate(tables == tables[0], axis=1).sum(1)
         lens = np.minimum(same_blocks * block_size, lens_before[seqs]) // tile * tile
-        # those with the longest first: one that shares little shall not cut the others' prefix short
+        # the longest first: a sequence that shares little shall not cut the others' prefix short
         order = np.argsort(-lens, kind="stable")
         num_queries = np.cumsum(query_lens[seqs[order]])
         spared = lens[order] * (num_queries - num_queries[0])

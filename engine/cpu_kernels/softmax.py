@@ -50,7 +50,7 @@ def tanh(x: Any) -> Any:
 def softmax_numerators(scores: Any, scale: Any, least: Any) -> Any:
     """Replace each score by exp(scale * (score - the highest)); return their sum and the highest.
 
-    least: what the highest is not below; LEAST if nothing else takes part in the softmax.
+    least: a lower bound of the highest; LEAST if nothing else takes part in the softmax.
     """
     highest = least
     for i in range(len(scores)):

@@ -13,7 +13,7 @@ INFINITY, NOT_A_NUMBER = 0x7F800000, 0x7FFFFFFF
 
 @intrinsic  # type: ignore[untyped-decorator]
 def ordered_key(typing: Any, logit: Any) -> Any:
-    """int32 in the order of the logits, float32, and equal for equal ones; NaN is above all."""
+    """Return an int32 key in the order of the logits, float32; NaN is above all."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], I32)
@@ -27,7 +27,7 @@ def ordered_key(typing: Any, logit: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exponent(typing: Any, logit: Any, highest: Any, rate: Any) -> Any:
-    """The exponents of `weigh` of engine/sampling/draws.py, int32; all float32, logit not above highest."""
+    """Return the exponents of `weigh` of engine/sampling/draws.py, int32. No logit is above highest."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         steps = builder.fmul(builder.fsub(args[0], args[1]), args[2])
@@ -39,7 +39,7 @@ def exponent(typing: Any, logit: Any, highest: Any, rate: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def weight(typing: Any, exponent: Any) -> Any:
-    """The weight, int64, that an exponent stands for: the rest of `weigh`, each operation rounded alone."""
+    """Return the weight, int64, of an exponent: the rest of `weigh`, each operation rounded alone."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.or_(builder.and_(args[0], I32(MANTISSA)), I32(ONE))

@@ -16,7 +16,7 @@ ACCUMULATORS = 16  # vectors kept in registers, of the 32 (AVX-512) or 16 there 
 
 
 def rows_at_once(group: int, head_dim: int) -> int:
-    """How many of a group's heads share one load of a key or value: a divisor of the group."""
+    """Return how many of a group's heads share one load of a key or value: a divisor of the group."""
     most = max(1, ACCUMULATORS // (head_dim // _vector_length(head_dim)))
     return next(rows for rows in range(min(group, most), 0, -1) if group % rows == 0)
 
@@ -41,14 +41,12 @@ def score_tokens(
         ]
 
         def products(token: Any) -> list[Any]:
-            """Of one key with each row of the queries, not summed yet."""
             here = builder.add(key, builder.mul(token, key_step))
             emit.prefetch(builder.add(ahead, builder.mul(token, I64(emit.row_bytes))))
             loaded = [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
             return [functools.reduce(emit.add_product, zip(row, loaded, strict=True), None) for row in held]
 
         def store(first: Any, sums: list[Any]) -> None:
-            """Of each row, from token `first` on."""
             for r, total in enumerate(sums):
                 place = builder.add(score, builder.mul(I64(r), score_step))
                 place = builder.add(place, builder.mul(first, I64(FLOAT_BYTES)))
@@ -153,7 +151,7 @@ def add_outer_products(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def widen_row(typing: Any, source: Any, target: Any, head_dim: Any, element: Any) -> Any:
-    """Copy head_dim numbers of the element type, a literal number of them, to where they are float32."""
+    """Copy head_dim numbers of the element type as float32. head_dim: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         stored = _Emitter(builder, head_dim.literal_value, element.dtype)
@@ -166,17 +164,17 @@ def widen_row(typing: Any, source: Any, target: Any, head_dim: Any, element: Any
 
 
 def _void(num_args: int, *constants: Any) -> Any:
-    """A signature with literals and types in it: Numba keeps what an intrinsic generates under that alone."""
+    """Return a signature with literals and types: Numba keeps an intrinsic's code under it alone."""
     return types.void(*[types.int64] * num_args, *constants)
 
 
 def _vector_length(head_dim: int) -> int:
-    """The longest vector that divides a head."""
+    """Return the longest vector that divides a head."""
     return min(LONGEST_VECTOR, head_dim & -head_dim)
 
 
 class _Emitter:
-    """Vector instructions over the numbers of one head, which are of the element type in memory."""
+    """Emits vector instructions over the numbers of one head."""
 
     def __init__(self, builder: Any, head_dim: int, element: Any) -> None:
         self._builder = builder
@@ -200,11 +198,10 @@ class _Emitter:
         return widen(self._builder, loaded, ir.VectorType(I32, self._length), self._type)
 
     def store(self, vector: Any, address: Any, offset: int) -> None:
-        """Of float32 alone."""
         self._builder.store(vector, self._pointer(address, offset, self._type)).align = FLOAT_BYTES
 
     def prefetch(self, address: Any) -> None:
-        """Ask for one row of head_dim numbers; into the first cache, a block of them would evict the last."""
+        """Prefetch one row of head_dim numbers; in the first cache a block would evict the last."""
         byte, flag = ir.IntType(8).as_pointer(), I32
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
@@ -222,7 +219,7 @@ class _Emitter:
         return self._builder.fadd(product, c, flags=("contract",))  # one instruction where there is one
 
     def add_product(self, total: Any, factors: Any) -> Any:
-        """total + the product of both factors; total None is 0."""
+        """Return total + the product of both factors; total None is 0."""
         a, b = factors
         return self.multiply_add(a, b, self.zero() if total is None else total)
 
@@ -232,14 +229,13 @@ class _Emitter:
         return self._length >= 4
 
     def sum_four(self, vectors: Any) -> Any:
-        """The sums of four vectors as one vector of four: half the instructions of four times `sum`."""
+        """Sum each of four vectors into one of four: half the instructions of four times `sum`."""
         builder, width = self._builder, self._length // 4
 
         def shuffle(a: Any, b: Any, lanes: list[int]) -> Any:
             return builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
 
         def halved(a: Any, b: Any, part: int) -> Any:
-            """Parts of so many lanes of a, then those of b, the upper half of each added to the lower."""
             starts = range(0, 2 * self._length, part)
             lower = [start + i for start in starts for i in range(part // 2)]
             return builder.fadd(shuffle(a, b, lower), shuffle(a, b, [lane + part // 2 for lane in lower]))

@@ -1,4 +1,4 @@
-"""The first launch of a recorded decode step: its inputs, made of what the step before has left."""
+"""The first launch of a recorded decode step: it makes the inputs from the step before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def advance_kernel(
 def advance_rows(
     next_token_ids: Tensor, next_positions: Tensor, block_tables: Tensor, outputs: Sequence[Tensor], *, block_size: int
 ) -> None:
-    """One launch; shapes, dtypes and meanings are DecodeState's. outputs: in the kernel's order."""
+    """Advance all rows in one launch; shapes and dtypes are DecodeState's. outputs: in the kernel's order."""
     num_rows = len(next_positions)
     assert block_tables.stride(1) == 1
     advance_kernel[(triton.cdiv(num_rows, ROWS),)](

@@ -1,4 +1,4 @@
-"""What Triton's sampler draws tokens by: engine/sampling/draws.py, bit by bit, and keys in the order of logits."""
+"""The draws of Triton's sampler, as in engine/sampling/draws.py, and keys in the order of logits."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 from engine.kernels import weight_constants
 
-#: Bits that are zero in the float32 of each dtype's numbers.
+#: The number of zero bits in the float32 of each dtype's numbers.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 INFINITY = tl.constexpr(0x7F800000)  # the bits of it in float32, and so its key
@@ -23,7 +23,7 @@ C5, C4, C3, C2, C1, C0 = (tl.constexpr(value) for value in weight_constants.COEF
 
 @triton.jit
 def ordered_key(logits, SPARE: tl.constexpr):
-    """int32 in the order of the logits, float32, and equal for equal ones; NaN is above all."""
+    """Return an int32 key in the order of the logits, float32; NaN is above all."""
     bits = logits.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     key = tl.where(bits < 0, -size, size)
@@ -32,14 +32,14 @@ def ordered_key(logits, SPARE: tl.constexpr):
 
 @triton.jit
 def logit_of(key, SPARE: tl.constexpr):
-    """The logit, float32, that has the key."""
+    """Return the logit, float32, that has the key."""
     key = key << SPARE
     return tl.where(key < 0, (-key) | SIGN, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Token ids and logits, float32, of a tile; minus infinity past the vocabulary's end."""
+    """Load a tile's token ids and logits, float32; minus infinity past the vocabulary's end."""
     ids = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
     if logits.dtype == tl.bfloat16:  # by its bits: the interpreter converts the smallest numbers wrongly
@@ -50,7 +50,7 @@ def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def weigh(logits, highest, rate, least):
-    """As `weigh` of engine/sampling/draws.py, and 0 below `least`."""
+    """Return the weights of `weigh` of engine/sampling/draws.py, and 0 below `least`."""
     exponents = tl.maximum((logits - highest) * rate, LOWEST_EXPONENT).to(tl.int32)
     mantissas = ((exponents & MANTISSA) | ONE).to(tl.float32, bitcast=True)
     powers = (mantissas * C5 + C4) * mantissas + C3
@@ -62,7 +62,7 @@ def weigh(logits, highest, rate, least):
 
 @triton.jit
 def target(total, seed, position, sample_index):
-    """As in engine/sampling/draws.py, of the row's word of Philox, engine/sampling/draws.py."""
+    """Return the goal of a row's draw: `target` of engine/sampling/draws.py."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
     word, _, _, _ = tl.philox(seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10)
     odd = 2 * word.to(tl.int64) + 1

@@ -1,7 +1,4 @@
-"""All that requests change of a step's logits, in one transfer and one launch: see LogitEdits.
-
-A program edits one row, one kind of edit after the other; what belongs to a row lies together in each array.
-"""
+"""Edits of a step's logits in one transfer and one launch: see LogitEdits. A program edits one row."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ COLUMNS = tl.constexpr(10)
 
 @triton.jit
 def as_float32(values):
-    """bfloat16 by its bits: the interpreter converts the smallest numbers wrongly."""
+    """Convert bfloat16 by its bits: the interpreter converts the smallest numbers wrongly."""
     if values.dtype == tl.bfloat16:
         return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -36,7 +33,7 @@ def copy_allowed(
     out_row_ptr, row_ptr, masks_ptr, mask, num_words, COPIES: tl.constexpr, VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The row, in float32 if it is copied, with minus infinity where its mask, if it has one, has no 1."""
+    """Copy the row, in float32, with minus infinity where its mask, if any, has no 1."""
     for start in range(0, VOCAB, TILE):
         ids = start + tl.arange(0, TILE)
         allowed = ids < VOCAB
@@ -56,10 +53,7 @@ def copy_allowed(
 def penalize(
     out_row_ptr, counted_ptr, penalties_ptr, start, end, last, TILE: tl.constexpr
 ):  # fmt: skip
-    """Presence, frequency and repetition; the token that is pending counts once more.
-
-    It may have an entry of its own: then the one of token -1, which stands for it, is left out.
-    """
+    """Apply penalties; the pending token counts once more, and token -1 stands for it if it has no entry."""
     has_own = tl.zeros([], tl.int32)
     if last >= 0:
         for begin in range(start, end, TILE):
@@ -142,7 +136,7 @@ def edit_kernel(
 
 
 def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int = TILE) -> Tensor:
-    """The logits with all edits made: themselves, or in float32 where numbers are added to those of any row.
+    """Return the edited logits, in float32 if numbers are added to any row.
 
     logits: [rows, vocabulary] of any floating dtype, which are changed.  edits: LogitEdits.
     sampled: [any] int64, which the second column of edits.pending counts.
@@ -167,7 +161,7 @@ def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int
 
 
 def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
-    """What the kernel reads, in the order of its arguments, and how many words a mask has."""
+    """Return the kernel's arrays in the order of its arguments, and the words of a mask."""
     place_of_row = np.full(num_rows, -1, np.int32)
     place_of_row[edits.rows] = np.arange(len(edits.rows))
     table = np.zeros((len(edits.rows), COLUMNS.value), np.int32)
@@ -193,7 +187,7 @@ def _order(entries: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _sorted(entries: NDArray[Any]) -> NDArray[Any]:
-    """Themselves where they are, as all but bans usually are."""
+    """Sort entries by place, unless they are sorted already."""
     places = entries[:, 0]
     return entries if (places[1:] >= places[:-1]).all() else entries[_order(entries)]
 

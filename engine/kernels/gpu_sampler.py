@@ -1,12 +1,11 @@
 """The sampler: two launches for a batch of rows, whatever their parameters, and no wait for the device.
 
-The tokens are those of engine/sampling/sampler.py, which says what they mean: both sum the same integer
-weights, so no order of tiles or threads can move a choice. The pair can be recorded in a CUDA graph.
+It chooses the tokens of engine/sampling/sampler.py: both sum the same integer weights, so no order of tiles or
+threads can move a choice. The pair can be recorded in a CUDA graph.
 
-A row of logits is read once for tile maxima, once more to be drawn, once more with top_p, and up to 9 times
-for the threshold of top_k or top_p, which is searched among the logits' bits: a pass over the row sums what
-lies above each of three, so it settles two bits, of 16 in 16-bit dtypes. Tiles whose highest logit lies below
-all three are not read again.
+A row of logits is read once for tile maxima, once to be drawn, once with top_p, and up to 9 times for the
+threshold of top_k or top_p: a pass sums the row above three thresholds, which settles two bits of a logit, and
+skips tiles that lie below all three.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def find_threshold(
     row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, is_count,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """The highest key that, with all above it, has the goal, and what those above it have.
+    """Find the highest key that reaches the goal with all above it, and the sum of those above.
 
-    That is tokens if `is_count`, else weight. Where not even all have the goal: the key of minus infinity.
+    The goal is tokens if `is_count`, else weight. If all miss it, the key is that of minus infinity.
     """
     # below this all weights are 0; a step lower, as the sum is rounded
     lightest = ordered_key(highest + 1.01 * LOWEST_EXPONENT / rate, 0) - 1
@@ -93,7 +92,7 @@ def last_id_of_equals(
     row_ptr, maxima_ptr, key, room, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):  # fmt: skip
-    """The token id of the room-th token that has the key; the vocabulary's size where all have room."""
+    """Return the token id of the room-th token with the key; the vocabulary's size if all have room."""
     seen = tl.zeros([], tl.int64)
     last_id = VOCAB + tl.zeros([], tl.int32)
     for tile in tl.range(0, TILES):
@@ -108,7 +107,7 @@ def last_id_of_equals(
 
 @triton.jit
 def staying_weights(logits, ids, highest, rate, least, lowest, last_id):
-    """Weights where the cut leaves them: above logit `lowest`, and of its equals up to token `last_id`."""
+    """Return weights, 0 beyond the cut: logits above `lowest` stay, and its equals up to token `last_id`."""
     stays = (logits > lowest) | ((logits == lowest) & (ids <= last_id))
     return tl.where(stays, weigh(logits, highest, rate, least), 0)
 
@@ -119,7 +118,7 @@ def sum_tiles(
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of each tile's weights that stay, [TILES_PAD] int64."""
+    """Sum each tile's weights that stay, [TILES_PAD] int64."""
     places = tl.arange(0, TILES_PAD)
     sums = tl.zeros([TILES_PAD], tl.int64)
     lowest_key = ordered_key(lowest, SPARE)
@@ -138,7 +137,7 @@ def sum_tiles(
 
 @triton.jit
 def share(total, top_p):
-    """As in engine/sampling/sampler.py."""
+    """Return the share as in engine/sampling/sampler.py."""
     fraction = (top_p * 2147483648.0).to(tl.int64)
     return tl.maximum(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
@@ -224,10 +223,9 @@ def choose_token_kernel(
 def choose_tokens(
     logits: Tensor, values: Sequence[Tensor], *, chosen: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
-    """One token for each row: [rows] int64, -1 where there is none to choose.
+    """Choose one token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: where the tokens
-    go, for a new tensor.  values: the fields of SamplingRows.
+    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: a tensor for the tokens.
     """
     num_rows, vocab_size = logits.shape
     if chosen is None:

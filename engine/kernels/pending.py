@@ -1,4 +1,4 @@
-"""Tokens that a step which still runs chooses, put where the next one computes them."""
+"""Puts tokens of a step that still runs into the inputs of the next one."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def fill_pending_kernel(
 
 
 def fill_pending(token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
-    """One launch; shapes, dtypes and meanings are those of KernelBackend.fill_pending."""
+    """Fill pending rows in one launch; shapes and dtypes are those of KernelBackend.fill_pending."""
     fill_pending_kernel[(triton.cdiv(len(rows), TILE),)](token_ids, rows, sampled, places, len(rows), TILE=TILE)

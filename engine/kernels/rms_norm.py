@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x alone, contiguous. x: [..., dim], contiguous in the last dimension; the rest as above."""
+    """Return the norm of x alone, contiguous. x: [..., dim], contiguous in the last dimension."""
     assert x.stride(-1) == 1
     # rows that lie evenly apart, as those cut out of a merged projection do, are read where they are
     return _norm(x.flatten(0, -2), None, None, weight, eps).view(x.shape)

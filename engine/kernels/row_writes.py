@@ -1,4 +1,4 @@
-"""What the host knows of new of a decode batch's rows: one transfer, and one launch that scatters it."""
+"""Writes the host's changes to a decode batch's rows: one transfer, and one launch that scatters it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = 512  # rows, or entries of block tables, at once
 
 @triton.jit
 def of_packed(packed_ptr, offset, dtype: tl.constexpr):
-    """The array that begins so many bytes in."""
+    """Return the array that begins so many bytes in."""
     return (packed_ptr + offset).to(tl.pointer_type(dtype))
 
 
@@ -74,7 +74,7 @@ def write_rows_kernel(
 def write_rows(
     memory: tuple[Tensor, Tensor, Tensor, Tensor], writes: Sequence[NDArray[Any]], sampled: Tensor | None
 ) -> None:
-    """One launch. memory: as RowMemory, writes: as RowWrites of engine/attention/decode_state.py."""
+    """Write rows in one launch, by RowMemory and RowWrites of engine/attention/decode_state.py."""
     wide, narrow, block_tables, _ = memory
     new_rows, _, _, sampled_at, _, block_ids, new_order = writes
     assert block_tables.is_contiguous()

@@ -11,33 +11,30 @@ from torch import Tensor
 
 Arrays = Sequence[NDArray[Any]]
 
-# Bytes: of any dtype, and what vectorised kernels like. Triton compiles one anew for pointers to less.
+# Bytes: enough for any dtype and for vectorised kernels. Triton compiles one anew for pointers to less.
 ALIGNMENT = 16
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, in one transfer that the host does not wait for.
-
-    On a CPU the tensors share the arrays' memory, aligned or not.
-    """
+    """Upload arrays in one transfer without waiting; on a CPU the tensors share their memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return upload_aligned(arrays, device)
 
 
 def upload_aligned(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """As `upload`, with each tensor at a multiple of ALIGNMENT and in memory of its own on every device."""
+    """Upload arrays as `upload` does, each at a multiple of ALIGNMENT and always copied."""
     return unpack(upload_packed(arrays, device), arrays)
 
 
 def upload_packed(arrays: Arrays, device: torch.device) -> Tensor:
-    """What `pack` makes of the arrays, on the device; the host does not wait."""
+    """Upload the packed arrays; the host does not wait."""
     # torch keeps a pinned block until the copies that were queued from it are done
     return pack(arrays, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:
-    """The arrays' bytes one after another, each at a multiple of ALIGNMENT: [bytes] uint8 on the CPU."""
+    """Pack the arrays' bytes, each at a multiple of ALIGNMENT: [bytes] uint8 on the CPU."""
     places = starts(array.nbytes for array in arrays)
     packed = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pin_memory)
     host = packed.numpy()
@@ -47,7 +44,7 @@ def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
-    """Views of what `pack` made of these arrays, or of ones of their sizes, wherever it is now."""
+    """Return views of the arrays that `pack` packed, or of arrays of their sizes."""
     return [
         packed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in zip(starts(array.nbytes for array in arrays), arrays, strict=False)
@@ -55,5 +52,5 @@ def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
 
 
 def starts(sizes: Iterable[int]) -> list[int]:
-    """Where arrays of these many bytes begin, one after another, and where the last one ends."""
+    """Return where arrays of these many bytes begin, one after another, and where the last one ends."""
     return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]

@@ -1,9 +1,9 @@
-"""The numbers that both samplers, of torch and of Triton, weigh tokens by: see engine/sampling/draws.py."""
+"""The numbers by which the samplers of torch and Triton weigh tokens: see engine/sampling/draws.py."""
 
 #: Weight of the likeliest token. Sums over a vocabulary are exact in int64, in any order.
 WHOLE_BITS = 40
 WHOLE = 2**WHOLE_BITS
-#: What the places of sums are computed with: 2^20 weights of 2^40, times a fraction, stay below 2^63.
+#: The largest vocabulary: 2^20 weights of 2^40, times a fraction, add up to less than 2^63.
 MAX_VOCAB_SIZE = 2**20
 #: Exponents are fixed point, in steps of 2^-23, where a float's own exponent begins.
 FRACTION_BITS = 23

@@ -1,1 +1,1 @@
-"""The layers models are built from, each ready to hold one rank's share of its weights."""
+"""The layers of models, each ready to hold one rank's share of its weights."""

@@ -11,7 +11,7 @@ from engine.layers.row_tiles import TiledProduct
 
 
 class VocabParallelEmbedding(WeightedModule):
-    """weight: [this rank's vocabulary, hidden]; where the ranks cannot share it evenly, zeros pad its end."""
+    """The embedding, weight [this rank's vocabulary, hidden]; zeros pad a share that is not even."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class VocabParallelEmbedding(WeightedModule):
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [tokens] int64 -> [tokens, hidden]; each row comes from the rank that holds its id."""
+        """Embed token_ids: [tokens] int64 -> [tokens, hidden]; each row comes from the rank that holds its id."""
         return look_up(token_ids, self.weight, self.rows, self.tp)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
@@ -32,7 +32,7 @@ class VocabParallelEmbedding(WeightedModule):
 
 
 def look_up(token_ids: Tensor, weight: Tensor, rows: Share, tp: TensorParallel) -> Tensor:
-    """Rows of a table of which this rank has some, `weight`. token_ids: [...] int64 -> [..., hidden]."""
+    """Look up rows of a table shared by the ranks. token_ids: [...] int64 -> [..., hidden]."""
     if tp.size == 1:
         return F.embedding(token_ids, weight)
     own = token_ids - rows.start
@@ -42,9 +42,9 @@ def look_up(token_ids: Tensor, weight: Tensor, rows: Share, tp: TensorParallel) 
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits. Tied to the embedding by sharing its weight parameter.
+    """Turns hidden states into logits. Tied to the embedding by sharing its weight parameter.
 
-    instead: what multiplies in the weight's place in a deterministic engine.
+    instead: multiplies in place of the weight in a deterministic engine.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.instead: TiledProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [samples, hidden] -> logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
         part = linear(hidden, self.weight) if self.instead is None else self.instead(hidden, None)
         return self.tp.gather(part)[:, : self.rows.total]
 

@@ -25,11 +25,11 @@ class WeightedModule(nn.Module):
     shards: tuple[str | None, ...] = (None,)
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Which parameter, and which shard of it, a tensor of that name below this module's is, if any."""
+        """Return the parameter, and the shard of it, of a tensor of that name below this module, if any."""
         return (name, None) if name in dict(self.named_parameters(recurse=False)) else None
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
-        """The shards of parameter `name`."""
+        """Return the shards of parameter `name`."""
         return self.shards
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
@@ -37,7 +37,7 @@ class WeightedModule(nn.Module):
         fill(self.get_parameter(name), tensor.whole())
 
     def finish_loading(self) -> None:
-        """Called once when all parameters are filled; they may change their layout."""
+        """Change the layout of parameters if need be; called once when all are filled."""
 
 
 def fill(place: Tensor, tensor: Tensor) -> None:
@@ -61,7 +61,7 @@ def pack_weight(weight: nn.Parameter) -> nn.Parameter:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b with a weight from `pack_weight`. x: [rows, in] -> [rows, out]."""
+    """Return x W^T + b with a weight from `pack_weight`. x: [rows, in] -> [rows, out]."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -75,7 +75,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has the ops, which are not documented, and they pay here."""
+    """Return whether this torch has the undocumented ops, and they pay here."""
     if not _is_x86() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
@@ -84,8 +84,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         return bool((linear(ones, _pack(ones)) == 8).all())
     except (AttributeError, RuntimeError, TypeError) as error:
-        shown = str(dtype).removeprefix("torch.")
-        logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %r", shown, error)
+        dtype_name = str(dtype).removeprefix("torch.")
+        logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %r", dtype_name, error)
         return False
 
 
@@ -102,7 +102,7 @@ QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [rows, dim], float32 or bfloat16 -> ([rows, dim] uint8, [rows, 1] float32), each row by itself.
+    """Quantize x: [rows, dim], float32 or bfloat16 -> ([rows, dim] uint8, [rows, 1] float32), row by row.
 
     x is (bytes - ZERO) * scales, to half a scale. A row with NaN or infinity has it for a scale.
     """
@@ -113,7 +113,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [out, in] -> ([out, in] int8, [out] float32), each output channel by itself."""
+    """Quantize a weight: [out, in] -> ([out, in] int8, [out] float32), each output channel by itself."""
     levels, scales = quantize_rows(weight)
     return (levels.to(torch.int16) - ZERO).to(torch.int8), scales.squeeze(1)
 
@@ -122,7 +122,7 @@ class Int8Product(nn.Module):
     """x W^T + b with W in int8, packed by oneDNN, and x quantized as it comes."""
 
     def __init__(self, weight: Tensor, quantize: QuantizeRows) -> None:
-        """weight: [out, in], float32 or bfloat16; not kept."""
+        """Quantize a weight [out, in], float32 or bfloat16, which is not kept."""
         super().__init__()
         levels, scales = quantize_weight(weight)
         self.packed = nn.Parameter(torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False)
@@ -131,7 +131,7 @@ class Int8Product(nn.Module):
         self.quantize = quantize
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [rows, in] -> [rows, out], in x's dtype; sums and scales are float32."""
+        """Multiply x [rows, in] -> [rows, out], in x's dtype; sums and scales are float32."""
         if len(x) == 0:
             return x.new_empty(0, len(self.scales))
         levels, scales = self.quantize(x)
@@ -164,8 +164,7 @@ class ReplicatedLinear(WeightedModule):
     """y = x W^T + b, the whole weight on every rank. weight: [out, in].
 
     may_pack: False keeps the weight as it is, for kernels that read it so.
-    instead: what multiplies in the weight's place: Int8Product once that is quantized, TiledProduct of either
-    in a deterministic engine.
+    instead: multiplies in place of the weight: Int8Product, or TiledProduct in a deterministic engine.
     """
 
     may_pack = True
@@ -178,7 +177,7 @@ class ReplicatedLinear(WeightedModule):
         self.instead: Int8Product | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, in] -> [tokens, out]."""
+        """Multiply x [tokens, in] -> [tokens, out]."""
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -186,7 +185,7 @@ class ReplicatedLinear(WeightedModule):
         return linear(x, self.weight, bias) if self.instead is None else self.instead(x, bias)
 
     def quantize(self, quantize_rows: QuantizeRows) -> None:
-        """Give the weight up for one in int8; once, when it is loaded and before it is packed."""
+        """Replace the weight by one in int8; once, when it is loaded and before it is packed."""
         self.instead = Int8Product(self.weight, quantize_rows)
         del self.weight
 
@@ -226,7 +225,7 @@ class ColumnParallelLinear(ReplicatedLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values as one matrix, whole heads on each rank.
 
-    Where there are fewer KV heads than ranks, each rank holds the one its query heads attend to.
+    With fewer KV heads than ranks, each rank holds the one its query heads attend to.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, out] -> queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim]; views."""
+        """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim]; views."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         query, rest = heads[:, : self.num_heads], heads[:, self.num_heads :]
         return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :]
@@ -266,7 +265,7 @@ class RowParallelLinear(ReplicatedLinear):
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
+        """Multiply x [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
         return self.tp.all_reduce(self.product(x, self.bias if self.tp.rank == 0 else None))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:

@@ -20,7 +20,7 @@ from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """A step's choices of experts, sorted by expert: the rows of a grouped product.
+    """Choices of experts sorted by expert: the rows of a grouped product.
 
     tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
     choice.  ends: [experts] int32, where each expert's rows end.
@@ -32,7 +32,7 @@ class ExpertGroups:
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None) -> ExpertGroups:
-        """chosen: [tokens, experts of a token] int64. Nothing of it is read by the host."""
+        """Sort chosen: [tokens, experts of a token] int64, without reading it on the host."""
         if kernels is not None:
             return cls(*kernels.group(chosen, num_experts))
         experts, order = chosen.flatten().sort(stable=True)
@@ -43,26 +43,25 @@ class ExpertGroups:
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(expert, first row, row after its last) of the experts that have rows, on the host: it waits."""
+        """Return (expert, first row, row after its last) of the experts with rows; the host waits."""
         ends = self.ends.tolist()
         starts = [0, *ends]
         return [(i, starts[i], end) for i, end in enumerate(ends) if end > starts[i]]
 
     def weighted_sums(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows: [rows, dim], sorted by expert; weights: [tokens, experts of a token] -> [tokens, dim]."""
+        """Sum rows [rows, dim], by expert, with weights [tokens, experts of a token] -> [tokens, dim]."""
         # gathers, multiplies and adds in one pass, in float32; separate ops took 2 to 9 times as long
         return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
 class GroupedLinear(nn.Module):
-    """Row r of x times the transposed weight of its expert, plus its bias.
+    """Multiplies row r of x by its expert's transposed weight, and adds its bias.
 
-    By the backend's kernel, one launch for all experts; else one expert after the other, their weights packed
-    where that pays.
+    The backend's kernel takes one launch for all experts; else experts go one by one, packed where that pays.
     """
 
     def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
-        """weight: [experts, out, in], its own from now on."""
+        """Take over a weight [experts, out, in]."""
         super().__init__()
         self.product = None if kernels is None else kernels.product
         if self.product is not None:
@@ -72,7 +71,7 @@ class GroupedLinear(nn.Module):
             self.weights = nn.ParameterList(map(pack_weight, matrices))
 
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """x: [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
+        """Multiply x [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
         if self.product is not None:
             return self.product(x, self.weight, bias, groups.ends)
         products = [
@@ -88,16 +87,15 @@ EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight
 
 @dataclass(frozen=True)
 class Experts:
-    """What the experts of one layer are, and how a token chooses among them.
+    """The experts of one layer, and how a token chooses among them.
 
     num_experts, num_chosen: all of them, and those that a token goes through.
     intermediate_size: of each expert's MLP.
-    normalised: a token's weights are made to sum to 1. Otherwise they are what the softmax over the scores of
-        all experts gives to the chosen ones.
+    normalised: a token's weights sum to 1; otherwise they are the softmax over all experts.
     bias: the router and every projection of the experts add one.
     swiglu: alpha and limit of ClampedSwigluAndMul, None for silu(gate) * up.
-    interleaved: a checkpoint's tensors of all experts are [experts, in, out], with columns of gate and up in
-        turns (gpt-oss); otherwise [experts, out, in], the rows of gate before those of up.
+    interleaved: a checkpoint's tensors are [experts, in, out] with gate and up columns alternating (gpt-oss);
+        otherwise [experts, out, in], the rows of gate before those of up.
     """
 
     num_experts: int
@@ -110,7 +108,7 @@ class Experts:
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """scores: [tokens, experts] -> weights, float32, and ids, int64, of the chosen: each [tokens, chosen].
+    """Choose experts by scores [tokens, experts]: weights, float32, and ids, int64, [tokens, chosen] each.
 
     Softmax over all, cut to the chosen and divided by their sum (Mixtral), is softmax over them (gpt-oss).
     """
@@ -122,11 +120,10 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
 
 
 class ExpertMLPs(WeightedModule):
-    """Each expert's down(activation(gate_up(x))), this rank's share of its intermediate columns.
+    """The experts' down(activation(gate_up(x))), this rank's share of their intermediate columns.
 
     gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
-    columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without. Once loaded,
-    the weights are in GroupedLinear.
+    columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without.
     """
 
     def __init__(
@@ -156,10 +153,7 @@ class ExpertMLPs(WeightedModule):
             self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x: [tokens, hidden]; weights and ids of experts: [tokens, chosen] -> [tokens, hidden].
-
-        The sum over a token's experts, all of it on every rank.
-        """
+        """Sum each token's experts. x: [tokens, hidden]; weights, chosen: [tokens, chosen] -> [tokens, hidden]."""
         groups = ExpertGroups.of(chosen, self.experts.num_experts, self.kernels)
         rows = self.gate_up(x.index_select(0, groups.tokens), self.gate_up_proj_bias, groups)
         # a sum over the ranks has the bias once
@@ -168,7 +162,7 @@ class ExpertMLPs(WeightedModule):
         return self.tp.all_reduce(groups.weighted_sums(rows, weights))
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Also each expert's own matrices, by the names of Qwen's and of Mixtral's."""
+        """Find also each expert's own matrices, by the names of Qwen's and of Mixtral's."""
         if found := EXPERT_MATRIX.fullmatch(name):
             expert, part = int(found[1]), MATRICES[found[2]]
             if expert >= self.experts.num_experts:
@@ -177,7 +171,7 @@ class ExpertMLPs(WeightedModule):
         return super().place_of(name)
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
-        """Each expert's matrices in parameter `name`; a bias is one tensor."""
+        """List each expert's matrices in parameter `name`; a bias is one tensor."""
         parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
         if name not in parts:
             return (None,)
@@ -205,19 +199,18 @@ class ExpertMLPs(WeightedModule):
             place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
     def finish_loading(self) -> None:
-        """Hand the weights to what multiplies by them."""
+        """Hand the weights to the grouped layers."""
         self.gate_up = GroupedLinear(self.gate_up_proj, self.kernels)
         self.down = GroupedLinear(self.down_proj, self.kernels)
         del self.gate_up_proj, self.down_proj  # it may have packed them
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of all experts, its matrices [out, in]."""
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
         rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
         return (experts, rows) if name.endswith("bias") else (experts, rows, columns)
 
     def _own_share(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of one expert's matrix [out, in] or bias, as parameter `name` has it."""
+        """Return this rank's part of one expert's matrix [out, in] or bias."""
         own = slice(self.columns.start, self.columns.start + self.columns.length)
         if name.startswith("gate_up"):
             gate, up = (whole[::2], whole[1::2]) if self.experts.interleaved else whole.chunk(2)
@@ -245,7 +238,7 @@ class SparseMLP(nn.Module):
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden]."""
         if len(hidden) == 0:  # a step of which no row samples ends like this
             return hidden
         weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)

@@ -1,4 +1,4 @@
-"""The one object that knows how many ranks share the model, handed to every layer that is split."""
+"""TensorParallel and Share: the ranks of a model, and one rank's part of a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Share:
     total: int
 
     def times(self, factor: int) -> Share:
-        """The same part where each entry stands for `factor` rows, as a head does for its head_dim."""
+        """Return the same part where each entry stands for `factor` rows, as a head does for its head_dim."""
         return Share(self.start * factor, self.length * factor, self.total * factor)
 
     def read(self, tensor: CheckpointTensor, dim: int) -> Tensor:
@@ -40,7 +40,7 @@ class TensorParallel:
     size: int = 1
 
     def share(self, total: int, what: str) -> Share:
-        """This rank's part of `total`. Raises ConfigError if the ranks cannot share it evenly."""
+        """Return this rank's part of `total`. Raises ConfigError if the ranks cannot share it evenly."""
         if total % self.size:
             raise ConfigError(
                 f"tensor_parallel_size={self.size}: {total} {what} cannot be shared by {self.size} ranks; "
@@ -50,7 +50,7 @@ class TensorParallel:
         return Share(self.rank * length, length, total)
 
     def share_or_copy(self, total: int, what: str) -> Share:
-        """The same, but fewer entries than ranks are held by several ranks each, one on each rank."""
+        """Return this rank's part; entries fewer than ranks are held by several ranks each."""
         if total >= self.size:
             return self.share(total, what)
         if self.size % total:
@@ -61,26 +61,26 @@ class TensorParallel:
         return Share(self.rank * total // self.size, 1, total)
 
     def share_padded(self, total: int) -> Share:
-        """The same, but the last ranks may have less than `padded_length`."""
+        """Return this rank's part; the last ranks may have less than `padded_length`."""
         start = min(total, self.rank * self.padded_length(total))
         return Share(start, min(self.padded_length(total), total - start), total)
 
     def padded_length(self, total: int) -> int:
-        """Entries each rank makes room for when `total` are shared with padding."""
+        """Return the entries each rank makes room for when `total` are shared with padding."""
         return -(-total // self.size)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum of all ranks' partial results, on every rank. `partial` may be overwritten."""
+        """Sum all ranks' partial results, on every rank. `partial` may be overwritten."""
         return partial
 
     def gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
+        """Put all ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
         return part
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Rank 0's values, on every rank; the others' are overwritten, and must be of the same size."""
+        """Copy rank 0's values over the others', which must be of the same size."""
         return values
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values, on every rank."""
+        """Return the smallest of all ranks' values, on every rank."""
         return value

@@ -31,10 +31,9 @@ class Rope:
     parameters: Mapping[str, Any]
 
     def frequencies(self, longest: int) -> tuple[Tensor, float]:
-        """Angles from one position to the next [rotary_dim / 2] float32, and what cosines and sines are
-        multiplied by, in sequences of up to `longest` tokens.
+        """Return angles from one position to the next [rotary_dim / 2] float32, and the factor of cosines and sines.
 
-        Raises UnsupportedModel for another kind, ConfigError for parameters that it cannot have.
+        longest: tokens of the longest sequence. Raises UnsupportedModel for another kind, or ConfigError.
         """
         if self.kind not in SCALINGS:
             raise UnsupportedModel(
@@ -43,15 +42,15 @@ class Rope:
         return SCALINGS[self.kind](self, longest)
 
     def number(self, name: str) -> float:
-        """A parameter, a number above 0. Raises ConfigError, or KeyError if it is not there."""
+        """Return a parameter, a number above 0. Raises ConfigError, or KeyError if it is not there."""
         return number(self.parameters, name)
 
     def optional(self, name: str) -> float | None:
-        """A parameter, None if it is not there. Raises ConfigError unless it is a number above 0."""
+        """Return a parameter, None if it is not there. Raises ConfigError unless it is a number above 0."""
         return optional_number(self.parameters, name)
 
     def factors(self, name: str) -> Tensor:
-        """A parameter that is a list: one number above 0 for each pair."""
+        """Return a parameter that is a list: one number above 0 for each pair."""
         value = self.parameters.get(name)
         if (
             not isinstance(value, list)
@@ -76,24 +75,23 @@ def _default(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """All positions are pressed together by the factor."""
+    """Press all positions together by the factor."""
     return 1.0 / _powers(rope, rope.theta) / rope.number("factor"), 1.0
 
 
 def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Beyond the configured length theta would grow with the sequence, but no sequence here is longer."""
+    """Let theta grow with sequences beyond the configured length; here none is longer."""
     factor, dim = rope.number("factor"), rope.rotary_dim
-    growth = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
-    return 1.0 / _powers(rope, rope.theta * growth ** (dim / (dim - 2))), 1.0
+    theta_factor = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
+    return 1.0 / _powers(rope, rope.theta * theta_factor ** (dim / (dim - 2))), 1.0
 
 
 def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Fast pairs stay, slow ones are pressed together, a ramp lies between. Source: arXiv:2309.00071."""
+    """Keep fast pairs, press slow ones together, with a ramp between. Source: arXiv:2309.00071."""
     factor, dim = rope.number("factor"), rope.rotary_dim
     original = rope.number("original_max_position_embeddings")
 
     def pair_turning(rotations: float) -> float:
-        """The pair that turns so often within the original length."""
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
     low = pair_turning(rope.optional("beta_fast") or 32)
@@ -119,10 +117,7 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 
 
 def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Each pair has a factor for sequences within the original length and one for longer sequences.
-
-    All sequences have those of the longest there may be. Source: arXiv:2402.13753.
-    """
+    """Multiply each pair by a factor, of short or of longer sequences, whichever may come. Source: arXiv:2402.13753."""
     original = rope.number("original_max_position_embeddings")
     factor = rope.optional("factor") or rope.max_positions / original
     attention_factor = rope.optional("attention_factor")
@@ -134,7 +129,7 @@ def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Short waves stay, long ones are stretched by the factor, those between by a part of it."""
+    """Keep short waves, stretch long ones by the factor, and those between by a part of it."""
     factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
     slow, fast = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if fast <= slow:
@@ -163,8 +158,7 @@ SCALINGS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
 class RotaryEmbedding(nn.Module):
     """Rotates pairs (i, i + dim / 2) of a head's first `dim` numbers by position * frequency of the pair.
 
-    The angles of all positions are computed in float32 once and kept in `dtype`, on the device:
-    `table` [positions, 2, dim], cosines and sines. The table is no weight, so it is built here, not loaded.
+    `table` [positions, 2, dim]: cosines and sines, computed in float32 once and kept in `dtype`.
     Source: arXiv:2104.09864.
     """
 
@@ -180,13 +174,13 @@ class RotaryEmbedding(nn.Module):
         self.table = torch.stack((angles.cos().mul_(factor), angles.sin().mul_(factor)), dim=1).to(dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [tokens] int64 -> cosines and sines, each [tokens, 1, dim], the same for many layers."""
+        """Return cosines and sines of positions, [tokens] int64: each [tokens, 1, dim], for many layers."""
         cos, sin = self.table[positions].unsqueeze(2).unbind(1)
         return cos, sin
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [tokens, heads, head_dim] -> the same, rotated; beyond the width of cos and sin as it is."""
+    """Rotate x: [tokens, heads, head_dim]; numbers beyond the width of cos and sin stay."""
     turning, still = x.tensor_split([cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -1,8 +1,7 @@
 """Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
 
-How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only; whether a row's
-bits depend on the tile or on the place in it is found out before one is used. Source: Thinking Machines
-Lab, "Defeating Nondeterminism in LLM Inference", 2025.
+A BLAS sums differently by number of rows, so it gets only TILES of rows whose bits were found not to depend on
+the tile or the place in it. Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +19,14 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class TiledProduct(nn.Module):
-    """product(x, bias) computed in tiles of rows. tiles: as `find_tiles` finds them for such a product."""
+    """A product(x, bias) computed in tiles of rows, which `find_tiles` has found."""
 
     def __init__(self, product: Product, tiles: Sequence[int]) -> None:
         super().__init__()
         self.product, self.tiles = product, tuple(tiles)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [rows, in] -> [rows, out]."""
+        """Multiply x [rows, in] -> [rows, out]."""
         if len(x) == 0:
             return self.product(x, bias)
         parts = [self.product(_tile(x, *span), bias) for span in cut_rows(len(x), self.tiles)]
@@ -35,7 +34,7 @@ class TiledProduct(nn.Module):
 
 
 def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Tiles that hold so many rows: where each begins, and its size, one of `tiles`, which ascend."""
+    """Cut so many rows into tiles: where each begins, and its size, one of `tiles`, which ascend."""
     start = 0
     while start < num_rows:
         left = num_rows - start
@@ -47,7 +46,7 @@ def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None) -> list[int]:
-    """Return those of TILES in which a row has the same bits wherever it is, by random numbers.
+    """Find those of TILES in which a row has the same bits in every place, by random numbers.
 
     Raises NotDeterministic if in the smallest the place of a row matters.
     """
@@ -67,14 +66,14 @@ def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Ten
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function, [1, n] -> [1, m], of each row of x, [rows, n], by itself, in memory of its own."""
+    """Apply function, [1, n] -> [1, m], to each row of x, [rows, n], in memory of its own."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)])
 
 
 def _tile(x: Tensor, start: int, size: int) -> Tensor:
-    """Rows from `start` on in memory of their own, zeros after the last."""
+    """Copy rows from `start` on, with zeros after the last."""
     rows = x[start : start + size]
     if len(rows) == size and rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
         return rows

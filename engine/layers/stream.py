@@ -1,4 +1,4 @@
-"""The residual stream, with the norms, activations and products between which it travels."""
+"""The residual stream, with the norms, activations and products around it."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class RMSNorm(WeightedModule):
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., dim], normalised over the last dimension, in x's dtype."""
+        """Normalise x [..., dim] over the last dimension, in x's dtype."""
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
         return self._scaled(x, x.float().square().mean(-1, keepdim=True))
@@ -67,7 +67,7 @@ class ParallelRMSNorm(RMSNorm):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, this rank's features] -> the same, normalised over the features of all ranks."""
+        """Normalise x [tokens, this rank's features] over the features of all ranks."""
         if self.tp.size == 1:
             return super().forward(x)
         # ranks that hold the same features count them as often as there are such ranks
@@ -93,7 +93,7 @@ class GatedActivation(nn.Module):
             self.fused = kernels.gelu_and_mul if self.is_gelu else kernels.silu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        """Activate gate_up [tokens, 2 * dim] -> [tokens, dim]."""
         if self.fused is not None:
             return self.fused(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -113,7 +113,7 @@ class ClampedSwigluAndMul(nn.Module):
         self.fused = None if experts is None else experts.clamped_swiglu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        """Activate gate_up [tokens, 2 * dim] -> [tokens, dim]."""
         if self.fused is not None:
             return self.fused(gate_up, self.alpha, self.limit)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -126,10 +126,10 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gated MLPs
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of a step's tokens: `total` plus, where there is one, the output `pending`.
+    """The residual stream of a step's tokens: `total` plus, if there is one, the output `pending`.
 
-    Both are [tokens, hidden]. What is pending is added in the pass over memory that the next norm takes.
-    squares: of `total`, as ProductKernels have them, where its last addend came with them; None else.
+    Both are [tokens, hidden]; the next norm adds `pending` in its own pass. squares: of `total`, as ProductKernels
+    have them, if its last addend came with them.
     """
 
     total: Tensor
@@ -147,7 +147,7 @@ class Stream:
 
 
 class StreamProducts:
-    """A layer's products from and to the stream, with what stands around them where kernels serve that."""
+    """A layer's products from and to the stream, fused with norms and additions where kernels serve that."""
 
     def __init__(self, kernels: ProductKernels | None) -> None:
         self._kernels = kernels
@@ -175,7 +175,7 @@ class StreamProducts:
         return kernels.norm_gate(*given, gelu=activation.is_gelu), stream.total
 
     def add(self, x: Tensor, linear: ReplicatedLinear, norm: RMSNorm | None, total: Tensor) -> Stream:
-        """The stream `total` with the product of x, which the norm normalises if there is one."""
+        """Return the stream plus the product of x, which the norm, if there is one, normalises."""
         kernels = self._kernels_for(x, linear)
         if kernels is None or norm is not None:
             product = linear(x)

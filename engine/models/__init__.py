@@ -1,1 +1,1 @@
-"""Model architectures, found by the name in config.json, and the loader of their weights."""
+"""Models by their architecture's name in config.json, and the loader of their weights."""

@@ -1,4 +1,4 @@
-"""What a model of transformers asks of its attention function, and the paged attention that answers it."""
+"""The calls of a transformers model's attention function, and the paged attention that answers them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +41,7 @@ class AttentionCall:
     """One call of the attention function.
 
     query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may be narrower or wider.
-    mask: what the model made of its own mask function, None if nothing.
-    options: all that the model says besides.
+    mask: made by the model from its own mask function, or None.  options: every other argument.
     """
 
     module: nn.Module
@@ -64,7 +63,7 @@ def answer(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Pass a call of a model's attention on to what serves its module.
+    """Pass a call of a model's attention to the function for its module.
 
     Returns ([1, tokens, heads, value dim], None for the attention weights).
     """
@@ -76,7 +75,7 @@ def answer(
 
 
 def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """A mask for the recorded tokens, [1, 1, tokens, tokens], that says as `.span` how far it looks back.
+    """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
 
     Raises UnsupportedModel for one that is neither causal, nor a window, nor chunks.
     """
@@ -106,7 +105,7 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
 
 
 def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
-    """What attention a recorded call asks for. Raises UnsupportedModel for one that is not built.
+    """Return the attention that a recorded call asks for. Raises UnsupportedModel for one that is not built.
 
     max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
     """
@@ -133,7 +132,6 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
-    """The mask's own word, or the option's where the model changed the mask or made none."""
     span: MaskSpan | None = getattr(call.mask, "span", None)
     if span is not None:
         return span
@@ -148,15 +146,12 @@ def _span_of(call: AttentionCall) -> MaskSpan:
 
 
 class PagedAttention:
-    """Answers the calls of each forward pass, in the order in which they were recorded.
-
-    features: of all calls, in order.
-    """
+    """Answers the calls of each forward pass in their recorded order. features: of all calls."""
 
     def __init__(
         self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
     ) -> None:
-        """max_positions: tokens that no sequence exceeds.  dtype: in which attention is computed.
+        """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
 
         Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
         """
@@ -172,7 +167,7 @@ class PagedAttention:
         self._next = 0
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Answer from this batch and cache from now on."""
+        """Answer calls from this batch and cache from now on."""
         self._pass, self._next = (batch, cache), 0
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -193,7 +188,7 @@ class PagedAttention:
 
 
 def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[1, heads, tokens, dim] -> [tokens, heads, head_dim], zeros behind heads that are narrower."""
+    """Turn [1, heads, tokens, dim] into [tokens, heads, head_dim], with zeros behind narrower heads."""
     rows = x[0].transpose(0, 1).to(dtype)
     if rows.shape[-1] < head_dim:
         return F.pad(rows, (0, head_dim - rows.shape[-1]))

@@ -1,4 +1,4 @@
-"""CausalModel: what taking a step needs of a model, whatever that is made of."""
+"""CausalModel: the interface between a step and a model of any make."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engine.layers.parallel import TensorParallel
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a model computes, and with what. max_positions: tokens that no sequence will exceed."""
+    """The device, dtype and kernels of a model. max_positions: tokens that no sequence will exceed."""
 
     tp: TensorParallel
     backend: KernelBackend
@@ -39,27 +39,24 @@ class CausalModel(nn.Module, ABC):
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits [samples, vocabulary] of the rows that sample, a part of them on ranks other than 0."""
+        """Return logits [samples, vocabulary] of the sampling rows, a part of them on ranks other than 0."""
         return self.logits(self.states_of(batch.sample_rows, batch, cache))
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Final hidden states [rows, hidden] of some rows; keys and values of all are in the cache then.
-
-        rows: [rows] int64, in any order, also more than once.
-        """
+        """Return final hidden states of `rows`, [rows] int64, in any order; all keys and values are stored."""
         return self.hidden_states(batch, cache)[rows]
 
     @abstractmethod
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Final hidden states [tokens, hidden] of all rows; their keys and values are in the cache then."""
+        """Return final hidden states [tokens, hidden] of all rows; their keys and values are stored."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [samples, hidden] -> [samples, vocabulary], in its dtype; a part on ranks other than 0."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary], a part of them on other ranks than 0."""
 
     def reference_logits(self, token_ids: Tensor) -> Tensor | None:
-        """Logits [tokens, vocabulary] of one sequence by other code than `forward`, None if there is none.
+        """Return logits [tokens, vocabulary], float32, of one sequence by other code than `forward`, or None.
 
-        token_ids: [tokens]. float32; a part of the vocabulary on ranks other than 0.
+        token_ids: [tokens]. Ranks other than 0 return a part of the vocabulary.
         """
         return None

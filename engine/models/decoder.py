@@ -26,7 +26,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, as RotaryEmbedding return
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """All that the modules of one decoder are built from."""
+    """The configuration and builders that all modules of one decoder share."""
 
     config: DecoderConfig
     tp: TensorParallel
@@ -34,7 +34,7 @@ class DecoderParts:
     dtype: torch.dtype
 
     def norm(self, features: int | Share) -> RMSNorm:
-        """A norm over so many features, or over some that ranks share out."""
+        """Build a norm over so many features, or over some that ranks share out."""
         flags, eps, kernels = self.config.flags, self.config.rms_norm_eps, self.backend.layer_kernels
         dtype = torch.float32 if flags.float32_norms else self.dtype
         if isinstance(features, Share):
@@ -42,9 +42,9 @@ class DecoderParts:
         return RMSNorm(features, eps, dtype=dtype, kernels=kernels, offset=flags.norm_offset)
 
     def products(self, layer: LayerConfig) -> StreamProducts:
-        """A layer's from and to the residual stream.
+        """Build a layer's products from and to the residual stream.
 
-        Plain ones where a sum over the ranks, a norm or experts stand between product and stream.
+        They are plain if a sum over the ranks, a norm or experts stand between product and stream.
         """
         kernels, norms = self.backend.layer_kernels, self.config.flags.norms
         fused = None if kernels is None else kernels.products
@@ -56,7 +56,7 @@ class DecoderParts:
 class NormPair(NamedTuple):
     """The norms before and after attention or MLP; None for one that the model lacks.
 
-    before: of the residual stream that goes in.  after: of the output, before it joins the stream.
+    before: of the residual stream.  after: of the output, before it joins the stream.
     """
 
     before: RMSNorm | None
@@ -64,10 +64,7 @@ class NormPair(NamedTuple):
 
 
 class DecoderAttention(WeightedModule):
-    """Self-attention with grouped KV heads, rotary positions and, by flag, normalised queries and keys.
-
-    sinks: [this rank's heads] float32, None without.
-    """
+    """Self-attention. sinks: [this rank's heads] float32, None without."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -116,7 +113,7 @@ class DecoderAttention(WeightedModule):
         cache: LayerKVCache,
         rows: Tensor | None = None,
     ) -> Stream:
-        """The residual stream after attention, or of those `rows` alone."""
+        """Return the residual stream after attention, or of those `rows` alone."""
         qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
         query, key, value = self.qkv_proj.split(qkv)
         if self.qk_norm == "whole":
@@ -135,7 +132,7 @@ class DecoderAttention(WeightedModule):
     def _norm_rotate_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, batch: ForwardBatch, cache: LayerKVCache
     ) -> Tensor:
-        """Return the queries; keys and values are in the cache then."""
+        """Store keys and values in the cache; return the queries."""
         each_head = self.qk_norm == "head"
         if self.kernels is not None:
             norms = (self.q_norm.weight, self.k_norm.weight) if each_head else None
@@ -162,7 +159,7 @@ class DecoderMLP(nn.Module):
         self.products = parts.products(layer)
 
     def forward(self, stream: Stream, norms: NormPair) -> Stream:
-        """The residual stream after the MLP."""
+        """Return the residual stream after the MLP."""
         gated, total = self.products.after_norm(stream, norms.before, self.gate_up_proj, self.activation)
         return self.products.add(gated, self.down_proj, norms.after, total)
 
@@ -193,7 +190,7 @@ class DecoderLayer(WeightedModule):
         cache: LayerKVCache,
         rows: Tensor | None = None,
     ) -> Stream:
-        """The residual stream after the block, of `rows` alone if given."""
+        """Return the residual stream after the block, of `rows` alone if given."""
         stream = self.self_attn(stream, self.attention_norms, rotations, batch, cache, rows)
         if isinstance(self.mlp, DecoderMLP):
             after: Stream = self.mlp(stream, self.mlp_norms)
@@ -203,7 +200,7 @@ class DecoderLayer(WeightedModule):
         return Stream(total, hidden if self.mlp_norms.after is None else self.mlp_norms.after(hidden))
 
     def finish_loading(self) -> None:
-        """Before the products pack their weights."""
+        """Fold norms into products before these pack their weights."""
         attention, mlp = self.self_attn, self.mlp
         attention.products.prepare(self.attention_norms.before, attention.qkv_proj, attention.o_proj)
         if isinstance(mlp, DecoderMLP):
@@ -226,10 +223,7 @@ class DecoderModel(nn.Module):
     def forward(
         self, batch: ForwardBatch, cache: KVCache, rotations: Sequence[Rotation], rows: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states [tokens, hidden], or of those `rows` alone.
-
-        Of the last block's tokens the others need no more than their keys and values.
-        """
+        """Return the final hidden states [tokens, hidden], or of `rows` alone: the last block skips the others."""
         hidden = self.embed_tokens(batch.token_ids)
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
@@ -246,7 +240,6 @@ class DecoderForCausalLM(CausalModel):
     """The decoder with its LM head. Module names are the checkpoint's, save for the packed ones.
 
     packed: last module name in the checkpoint -> (module that holds it here, shard in that module).
-    is_deterministic: no row's bits shall depend on other rows; `make_deterministic` sees to its layers.
     """
 
     is_deterministic = False
@@ -277,7 +270,7 @@ class DecoderForCausalLM(CausalModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """The same, with no more of the last block than those rows need."""
+        """Return the hidden states of those rows, with no more of the last block than they need."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch), rows)
         return hidden
 
@@ -299,5 +292,5 @@ class DecoderForCausalLM(CausalModel):
         return each_row(capped, logits) if self.is_deterministic else capped(logits)
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
-        """Each rotation's cosines and sines of the batch's tokens, the same for all layers that have it."""
+        """Return each rotation's cosines and sines of the batch's tokens."""
         return [rotary(batch.positions) for rotary in self.rotaries]

@@ -1,4 +1,4 @@
-"""DecoderConfig: what the native decoder reads of a checkpoint's configuration, and what it refuses."""
+"""DecoderConfig: the native decoder's reading of a checkpoint's configuration, and its refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.models.registry import DecoderFlags
 
 
 def size(values: Mapping[str, Any], name: str) -> int:
-    """Raises ConfigError unless it is a size that can be, KeyError if it is not there."""
+    """Return a possible size. Raises ConfigError for another value, KeyError if it is not there."""
     value = values[name]
     if type(value) is not int or not 0 < value < MAX_SIZE:
         raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
@@ -24,7 +24,7 @@ def size(values: Mapping[str, Any], name: str) -> int:
 
 
 def truth(values: Mapping[str, Any], name: str) -> bool:
-    """False if it is null or not there. Raises ConfigError unless it is true or false."""
+    """Return true or false, False if null or absent. Raises ConfigError for another value."""
     value = values.get(name) or False
     if type(value) is not bool:
         raise ConfigError(f"config.json: {name} must be true or false, got {brief(value)}")
@@ -34,9 +34,9 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """What each layer has in place of an MLP; None for those with one. known: the architecture's keys.
+    """Return each layer's experts, None for a layer with an MLP. known: the architecture's keys.
 
-    Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError.
     """
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
@@ -59,7 +59,7 @@ def read_experts(
 
 
 def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have experts: every decoder_sparse_step-th one, but for those of mlp_only_layers."""
+    """Return the layers with experts: every decoder_sparse_step-th one, but for mlp_only_layers."""
     step = size({"decoder_sparse_step": 1, **known}, "decoder_sparse_step")
     dense = known.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
@@ -73,9 +73,9 @@ SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the len
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
-    """The rotation of all layers, or where the architecture has two, that of full and of sliding layers.
+    """Return the rotation of all layers, or two: of full and of sliding layers.
 
-    Raises UnsupportedModel or ConfigError for what no layer can compute.
+    Raises UnsupportedModel or ConfigError.
     """
     parameters = known["rope_scaling"] or known["rope_parameters"] or {}
     theta = number(known, "rope_theta")
@@ -122,7 +122,7 @@ def _read_rope(
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-#: What every architecture reads, with the value that a missing key stands for.
+#: Keys that every architecture reads, with the value that a missing key stands for.
 COMMON_KEYS = {
     "hidden_act": "silu",
     "original_max_position_embeddings": None,
@@ -135,11 +135,10 @@ COMMON_KEYS = {
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What one layer is, where a model's layers differ.
+    """One layer's own configuration, where a model's layers differ.
 
     window: tokens that a query sees, itself included; None if it sees all before it.
-    rope: which of the model's rotations it has.
-    experts: what it has in place of an MLP; None if it has an MLP.
+    rope: the index of its rotation.  experts: None if it has an MLP.
     """
 
     window: int | None
@@ -149,7 +148,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder's sizes and what it computes; `layers` in their order, first to last.
+    """A decoder's sizes and options; `layers` first to last.
 
     attention_scale, attention_soft_cap: as in AttentionFeatures.
     logit_soft_cap: logits become cap * tanh(logit / cap); None if not.
@@ -175,7 +174,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
 
     def within(self, max_positions: int) -> DecoderConfig:
-        """The same for sequences of so many tokens at most: a window that holds them all is none."""
+        """Limit sequences to so many tokens: a window that holds them all is dropped."""
         layers = [
             replace(layer, window=None) if layer.window and layer.window >= max_positions else layer
             for layer in self.layers
@@ -184,7 +183,7 @@ class DecoderConfig:
 
 
 def read_decoder_config(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
-    """What the decoder with these flags needs of a checkpoint.
+    """Read the decoder's configuration from a checkpoint, by the architecture's flags.
 
     Raises UnsupportedModel for a feature that is not built, ConfigError for a value that none can have.
     """

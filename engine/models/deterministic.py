@@ -1,4 +1,4 @@
-"""Making a decoder whose rows have the same bits in a batch of any size, or saying why it cannot be had."""
+"""Makes a decoder whose rows have the same bits in a batch of any size, or says why it cannot."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ MOST_RANKS = 2  # a + b is b + a; how more than two numbers are added depends on
 
 
 def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorParallel) -> None:
-    """Raise NotDeterministic for a model, or a number of ranks, of which it is not known.
+    """Raise NotDeterministic if this model or number of ranks is not known to be deterministic.
 
     decoder: None for a model that runs through transformers.
     """
@@ -41,7 +41,7 @@ def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
     known: dict[tuple[object, ...], Sequence[int]] = {}
 
     def tiled(product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:
-        """The product in tiles, which are found out for the first of its kind. shape: in and out."""
+        """Return the product in tiles, found for the first of this shape (in and out)."""
         kind = (shape, isinstance(product, Int8Product), bias is None)
         if kind not in known:
             known[kind] = find_tiles(product, shape[0], dtype, bias)

@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., out]."""
+        """Multiply x [..., in] -> [..., out]."""
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
 
 
 class ColumnShare(PackedLinear):
-    """This rank's output features; with `gather` those of all ranks, of an LM head on rank 0 alone."""
+    """This rank's output features; with `gather` those of all ranks, for an LM head on rank 0 alone."""
 
     def __init__(
         self, whole: nn.Linear, share: Share, tp: TensorParallel, gather: Literal["all", "first"] | None
@@ -45,7 +45,7 @@ class ColumnShare(PackedLinear):
         self.share, self.tp, self.gather = share, tp, gather
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., this rank's out], or all."""
+        """Multiply x [..., in] -> [..., this rank's out], or all."""
         part, share = super().forward(x), self.share
         if self.gather == "all":
             return self.tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
@@ -59,19 +59,19 @@ class RowShare(PackedLinear):
     """This rank's input features -> all output features, summed over the ranks; the first adds the bias."""
 
     def __init__(self, whole: nn.Linear, share: Share, tp: TensorParallel, *, cuts: bool) -> None:
-        """cuts: the input comes whole, and this rank's part of it is cut out here."""
+        """cuts: the input comes whole, and this rank cuts its part out."""
         super().__init__(_part(whole.weight, share, 1), whole.bias if tp.rank == 0 else None)
         self.share, self.tp, self.cuts = share, tp, cuts
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., this rank's in], or all -> [..., out]."""
+        """Multiply x [..., this rank's in], or all -> [..., out]."""
         if self.cuts:
             x = x.narrow(-1, self.share.start, self.share.length)
         return self.tp.all_reduce(super().forward(x))
 
 
 class EmbeddingShare(nn.Module):
-    """This rank's rows of the vocabulary; those of others come from them."""
+    """This rank's rows of the vocabulary; a sum over the ranks adds those of others."""
 
     def __init__(self, whole: nn.Embedding, share: Share, tp: TensorParallel) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class EmbeddingShare(nn.Module):
         self.share, self.tp = share, tp
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [...] int64 -> [..., hidden]."""
+        """Embed token_ids [...] int64 -> [..., hidden]."""
         return look_up(token_ids, self.weight, self.share, self.tp)
 
 
 def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
-    """Lay out the weights of linear layers as they are fastest where this model is.
+    """Lay out the weights of linear layers as they are fastest here.
 
-    called: those that a forward pass calls; the weights of others may be read without a call.
+    called: layers that a forward pass calls; other weights may be read without a call.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
@@ -99,7 +99,7 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
 def split_by_plan(model: Any, tp: TensorParallel) -> None:
     """Keep this rank's share of each module that transformers' plan for the model splits.
 
-    Raises UnsupportedModel without a plan and for kinds of split that are not built, or ConfigError.
+    Raises UnsupportedModel without a plan or for an unknown kind of split, or ConfigError.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if "rowwise" not in plan.values() and "rowwise_split_input" not in plan.values():
@@ -118,7 +118,7 @@ def split_by_plan(model: Any, tp: TensorParallel) -> None:
 
 
 def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_head: bool) -> nn.Module:
-    """This rank's share of a module, in its place."""
+    """Replace a module by this rank's share of it."""
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         if type(module) is not nn.Embedding:
             return module  # it does more than look up: whole on every rank

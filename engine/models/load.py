@@ -1,4 +1,4 @@
-"""A checkpoint's folder to a model that is ready for its first step."""
+"""Loads a checkpoint's folder into a model that is ready for its first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPath]:
-    """The configuration of a folder's model, which can be built, and what computes it; reads no weights.
+    """Return the configuration of a folder's model, and how to compute it; reads no weights.
 
     model_path: as EngineConfig has it. Raises UnsupportedModel or another ConfigError.
     """
@@ -52,7 +52,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 
 def _lacks_head(architecture: str) -> bool:
-    """Whether the name is one of transformers' AutoModel, such as an encoder's."""
+    """Return whether the name is one of transformers' AutoModel, such as an encoder's."""
     return architecture.endswith("Model") and not architecture.endswith("HeadModel")
 
 
@@ -68,7 +68,7 @@ def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool
 
 
 def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
-    """Whether there is one in the files, under other names if quantized, or the embedding is one too."""
+    """Return whether the files have an LM head, perhaps quantized, or the embedding is one too."""
     if decoder.tie_word_embeddings and model.architecture not in BODIES:
         return True
     with open_tensors(list_weight_files(folder)) as tensors:
@@ -78,7 +78,7 @@ def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bo
 
 @dataclass(frozen=True)
 class ModelPath:
-    """How a model is computed: natively by `decoder`, through transformers where that is None; and why."""
+    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None."""
 
     decoder: DecoderConfig | None
     reason: str
@@ -89,9 +89,9 @@ class ModelPath:
 
 
 def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
-    """What computes a model. wanted: as EngineConfig.model_path.
+    """Choose how a model is computed. wanted: as EngineConfig.model_path.
 
-    Raises UnsupportedModel, or another ConfigError, for a model that nothing here computes.
+    Raises UnsupportedModel or another ConfigError if nothing here computes it.
     """
     if wanted == "transformers":
         return ModelPath(None, "model_path='transformers' says so")
@@ -117,8 +117,8 @@ def load_model(
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    model_path, quantization, deterministic: as EngineConfig has them.  embeds: it need not have an LM head.
-    Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
+    embeds: it needs no LM head. Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another
+    ConfigError.
     """
     path = choose_path(config, model_path)
     if deterministic:
@@ -158,7 +158,7 @@ def load_model(
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
-    """Whether the LM head is the embedding; as for transformers, the file knows better than config.json."""
+    """Return whether the LM head is the embedding; the files count before config.json, as in transformers."""
     if embeds and not _has_lm_head(folder, config, decoder):
         return True
     if not decoder.tie_word_embeddings:
@@ -172,7 +172,7 @@ def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, emb
 
 
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
-    """Raise ConfigError for what int8 is not built for."""
+    """Raise ConfigError for models that int8 is not built for."""
     problem = None
     if device.type != "cpu":
         problem = f"device={device.type!r}, it is built for CPUs"
@@ -186,7 +186,7 @@ def _check_quantization(name: str, path: ModelPath, device: torch.device) -> Non
 
 
 def _warn_of_long_factors(rope: Rope, max_positions: int) -> None:
-    """Say it where a longrope model's short sequences are not computed as by themselves."""
+    """Warn that a longrope model's short sequences are computed with the long factors."""
     if rope.kind != "longrope":
         return
     original = int(rope.number("original_max_position_embeddings"))

@@ -1,4 +1,4 @@
-"""Loading weights: every tensor of the checkpoint to its place, every place filled."""
+"""Loads weights: every tensor of the checkpoint to its place, every place filled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
-#: Other names of modules, by what they are called here.
+#: Other names of modules, by their names here.
 RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
-    """The tensors by the names that they have in a language model of text alone.
-
-    A checkpoint for embeddings may hold a model without its LM head, whose names begin with nothing.
-    """
+    """Name tensors as a model with an LM head does: one for embeddings may hold them without a prefix."""
     if is_text_part:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
@@ -72,8 +69,8 @@ def load_weights(
                 missing.difference_update(_load_tensor(model.packed, modules, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {shown}; fetch it again")
+        listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {listed}; fetch it again")
     for module in modules.values():
         if quantize_rows is not None and isinstance(module, ReplicatedLinear):
             module.quantize(quantize_rows)

@@ -1,4 +1,4 @@
-"""Which architectures the native decoder computes, and what tells each from Llama.
+"""The architectures of the native decoder, and how each differs from Llama.
 
 To add one: an entry here, and a line in tests/engine/families.py for the comparison with transformers.
 """
@@ -26,7 +26,7 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 @dataclass(frozen=True)
 class DecoderFlags:
-    """What tells one Llama-like architecture from another.
+    """The differences of one Llama-like architecture from another.
 
     model_type: config.json's, by which transformers finds the model whatever `architectures` says.
     keys: what its model reads of config.json beyond what all do, with the values of keys that are missing.
@@ -166,7 +166,7 @@ del BODIES["Gemma3Model"]  # which reads images too
 
 
 def decoder_flags(architecture: str) -> DecoderFlags:
-    """The flags that make the decoder this architecture. Raises UnsupportedModel."""
+    """Return the flags that make the decoder this architecture. Raises UnsupportedModel."""
     architecture = BODIES.get(architecture, architecture)
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(

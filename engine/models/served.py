@@ -1,7 +1,4 @@
-"""Which architectures are served, and how: what `tokenmill models` prints and docs/models.md repeats.
-
-Imports neither torch nor transformers.
-"""
+"""The architectures that are served: printed by `tokenmill models`. Imports neither torch nor transformers."""
 
 import textwrap
 from collections.abc import Iterable
@@ -36,7 +33,7 @@ TRANSFORMERS = tuple(
 )
 
 
-#: By the reason for which they are refused: each with the nearest that is served.
+#: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
     "layers with a state outside the KV cache (Mamba, linear attention, convolutions)": {
         "BambaForCausalLM": "GraniteForCausalLM",
@@ -86,7 +83,7 @@ WIDTH = 110
 
 
 def nearest(architecture: str) -> str:
-    """The end of a sentence that names what is served and most like this architecture."""
+    """Name the served architecture that is most like this one, as the end of a sentence."""
     for instead in REFUSED.values():
         if architecture in instead:
             return f"the nearest that is served: {instead[architecture]}"
@@ -109,12 +106,12 @@ def refuse_known(architectures: list[object]) -> None:
 
 
 def served_architectures() -> frozenset[str]:
-    """All that were compared with transformers' own."""
+    """Return all architectures that were compared with transformers' own."""
     return frozenset(ARCHITECTURES).union(TRANSFORMERS)
 
 
 def model_table() -> str:
-    """What is served natively, what through transformers, and what is refused and why, in lines."""
+    """List in lines the architectures served natively, served through transformers, and refused, with reasons."""
     through = served_architectures() - frozenset(ARCHITECTURES)
     lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
     lines += ["Through transformers (others are tried, and probed when the engine starts):", *_wrapped(through)]
@@ -127,7 +124,7 @@ def model_table() -> str:
 
 
 def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
-    """The names in alphabetical order, in lines that are broken after commas only."""
+    """Write the names in alphabetical order, in lines broken after commas."""
     text = ", ".join(name.replace(" ", "\0") for name in sorted(names, key=str.lower))
     space = " " * indent
     lines = textwrap.wrap(text, WIDTH, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)

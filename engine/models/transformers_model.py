@@ -1,7 +1,7 @@
-"""transformers' own model of an architecture, with the paged attention in the place of its own.
+"""transformers' own model of an architecture, with the paged attention in place of its own.
 
-It is called with one flat row of tokens. Whatever in it looks from one token at another must do so by its
-attention function, which has the batch and the cache: engine.run.forward.probe finds out whether all does.
+It is called with one flat row of tokens, so tokens may meet only in its attention function, which knows the
+batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
@@ -48,8 +48,7 @@ class TransformersModel(CausalModel):
     may_wait = True
 
     def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:
-        """body: the part of the model that makes hidden states of token ids. Given `inputs_embeds`, it gives
-        back those as its hidden states, so that the rest of the model makes logits of them."""
+        """Keep the model, and the body that makes hidden states and gives back `inputs_embeds` unchanged."""
         super().__init__()
         self.model, self.hidden_size = model, hidden_size
         self.vocab_size = model.config.vocab_size
@@ -58,7 +57,7 @@ class TransformersModel(CausalModel):
         self.attention_layers = attention.features
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """What the body gives for all rows."""
+        """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None]
         output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False)
@@ -66,7 +65,7 @@ class TransformersModel(CausalModel):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Whatever the model makes of hidden states: its LM head, scales and caps."""
+        """Apply the model's LM head, scales and caps to hidden states."""
         logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
@@ -80,7 +79,7 @@ class TransformersModel(CausalModel):
 def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace) -> CausalModel:
     """Build the model, or one rank's share of it, by transformers' loader.
 
-    Weights pass through the host's memory: with several ranks each reads all of them and keeps its share.
+    Weights pass through the host's memory: each rank reads all of them and keeps its share.
     """
     name = config.architecture
     try:
@@ -95,7 +94,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
 
 
 def check_known(architecture: str) -> None:
-    """Raise UnsupportedModel for a name that transformers has no model of."""
+    """Raise UnsupportedModel for a name that transformers does not know."""
     import transformers
 
     if not hasattr(transformers, architecture):
@@ -105,7 +104,7 @@ def check_known(architecture: str) -> None:
 
 
 def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with all weights of the folder, on the CPU. Raises the ConfigError that fits."""
+    """Read transformers' model with all weights, on the CPU. Raises the ConfigError that fits."""
     import transformers
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -149,7 +148,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
-    """Whose loader is asked, with which path and what beside. Quantized weights are unpacked for it."""
+    """Return the loader to ask, with path and options. Quantized weights are unpacked for it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     more = _text_part(config, folder) if config.is_text_part else {}
@@ -174,7 +173,7 @@ def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any,
 
 
 def _text_part(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """How transformers' loader finds the text part of a checkpoint that reads images or sound too."""
+    """Return how transformers' loader finds the text part of a model that reads images or sound too."""
     from transformers import AutoConfig
 
     whole: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -192,30 +191,30 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
         (WeightMismatch, "holds tensors for which this model has no place", unexpected),
     ):
         if names:
-            shown = ", ".join(sorted(map(str, names))[:MAX_NAMES])
-            raise kind(f"{folder} {problem}: {shown}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
+            listed = ", ".join(sorted(map(str, names))[:MAX_NAMES])
+            raise kind(f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its progress bar and its report of a checkpoint: what is wrong with one is raised."""
+    """Hide transformers' progress bar and its report of a checkpoint: faults are raised."""
     from transformers.utils import logging
 
-    shown: Any = logging
-    had_bar, verbosity = shown.is_progress_bar_enabled(), shown.get_verbosity()
-    shown.disable_progress_bar()
-    shown.set_verbosity_error()
+    hf_logging: Any = logging
+    had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        shown.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if had_bar:
-            shown.enable_progress_bar()
+            hf_logging.enable_progress_bar()
 
 
 @contextmanager
 def _attending(model: Any, name: str) -> Iterator[None]:
-    """The model with another attention within the block."""
+    """Use another attention within the block."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -225,7 +224,7 @@ def _attending(model: Any, name: str) -> Iterator[None]:
 
 
 def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
-    """Raise UnsupportedModel where a longer sequence in its step rotates another one otherwise (longrope)."""
+    """Raise UnsupportedModel if a longer sequence in a step changes another's rotation (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         for each in (parameters, *parameters.values()):
@@ -241,7 +240,7 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
-    """Find out by a forward pass what the layers' attention is, and take its place."""
+    """Find the layers' attention by a forward pass, and take its place."""
     calls, called, bodies = _record(model, place.device)
     if len(calls) < config.num_layers:
         raise UnsupportedModel(
@@ -270,11 +269,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
 def _record(
     model: Any, device: torch.device
 ) -> tuple[list[AttentionCall], set[nn.Module], list[tuple[nn.Module, Any]]]:
-    """Run the whole model over a few tokens, with zeros for attention. Raises UnsupportedModel.
-
-    Returns the calls of the attention function in order, the modules that were called, and those of them that
-    gave hidden states, each with what it gave.
-    """
+    """Run the model once without attention; return its attention calls, called modules, and hidden states of these."""
     calls: list[AttentionCall] = []
     called: set[nn.Module] = set()
     bodies: list[tuple[nn.Module, Any]] = []

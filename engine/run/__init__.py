@@ -1,1 +1,1 @@
-"""One step after another: the start's configuration, the runner, its graphs and memory, and the stepper."""
+"""The engine's start and steps: its configuration, the runner, its graphs and memory, and the stepper."""

@@ -18,13 +18,13 @@ from engine.run.forward.memory import allowed_bytes
 from engine.run.observation import Observation, fault_of
 
 GIB = 2**30
-#: Ranks of one machine exchange tensors there.
+#: The folder through which ranks of one machine exchange tensors.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 * 2**20
 
 
 def check_machine(config: EngineConfig) -> Iterator[Observation]:
-    """Look at what the configuration would use here."""
+    """Check the parts of the machine that the configuration would use."""
     try:
         device = resolve_device(config.device)
     except ConfigError as error:
@@ -42,7 +42,7 @@ def check_machine(config: EngineConfig) -> Iterator[Observation]:
 
 
 def free_memory(config: EngineConfig) -> tuple[int, str]:
-    """Bytes that weights and pool of an engine may take on each rank, and of what. Raises ConfigError."""
+    """Return the bytes free for weights and pool on each rank, and the memory's name. Raises ConfigError."""
     if resolve_device(config.device).type != "cuda":
         return allowed_bytes() // config.tensor_parallel_size, "this process may still take"
     free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -86,7 +86,7 @@ def _check_cpu_kernels() -> Iterator[Observation]:
 
 
 def _check_folder(folder: Path, *, private: bool = False) -> Iterator[Observation]:
-    """Whether compiled kernels can be kept there. private: nobody else may write to it."""
+    """Check that compiled kernels can be kept there. private: nobody else may write to it."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     problem = exposure(there.resolve()) if private else None
     if problem is None and not os.access(there, os.W_OK | os.X_OK):
@@ -113,7 +113,7 @@ def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:
 def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
     """Raise ConfigError for a device, dtype or attention backend that cannot be used here.
 
-    A backend is looked at where it is named and there is one rank: ranks look by themselves, each at its GPU.
+    A backend is checked if it is named and there is one rank: ranks check their own GPU.
     """
     device = resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)

@@ -1,4 +1,4 @@
-"""Whether an engine of a configuration would start, found out without loading the model's weights."""
+"""Checks whether an engine would start, without loading the model's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_up(config: EngineConfig) -> Iterator[Observation]:
-    """Look at the model's files, the machine, and whether the one fits into the other.
+    """Check the model's files, the machine, and whether the model fits into it.
 
     Downloads nothing and changes nothing. Loads torch and transformers; on a GPU it makes a CUDA context.
     """
@@ -61,8 +61,7 @@ def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
 def whole_weights(folder: Path) -> list[TensorEntry]:
     """Return all tensors of a checkpoint.
 
-    Raises MissingWeights for a file that is not there or ends too soon, and for a tensor that the index names
-    in a file that has none of this name.
+    Raises MissingWeights for a missing or short file, or for a tensor that its file lacks.
     """
     files = {path.name: check_file(path) for path in list_weight_files(folder)}
     held = {name: {entry.name for entry in entries} for name, entries in files.items()}
@@ -81,7 +80,6 @@ def _check_text(config: EngineConfig, folder: Path) -> Iterator[Observation]:
 
 
 def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
-    """entries: none where the weights cannot be read."""
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
     from engine.models.served import served_architectures
@@ -109,7 +107,6 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
 def _check_memory(
     config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
 ) -> Iterator[Observation]:
-    """dtype_bytes: of a number of the served dtype."""
     from engine.run.check_machine import free_memory
     from engine.run.forward.memory import default_cpu_kv_cache_bytes, fit_pool
 
@@ -143,7 +140,7 @@ def _check_memory(
 
 
 def _weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
-    """What weights take in memory at least; what is unpacked when it is read takes more than its file."""
+    """Return the least memory of the weights; those unpacked when read take more than their file."""
     if model.quantization is not None:
         return sum(entry.end - entry.start for entry in entries)
     size = 1 if config.quantization is not None else dtype_bytes

@@ -1,4 +1,4 @@
-"""What becomes of a finished sequence."""
+"""Turns finished sequences into completions."""
 
 import time
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from engine.text.tokenizer import Tokenizer
 
 
 def is_complete(seq: Sequence) -> bool:
-    """Whether a finished sequence has all that its completion gives; a sibling may score its prompt."""
+    """Return whether a finished sequence has its whole completion; a sibling may score its prompt."""
     if seq.params.prompt_logprobs is None or seq.error is not None:
         return True
     return sum(len(part.ranks) for part in seq.prompt_logprobs) == seq.num_prompt_tokens - 1
 
 
 def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
-    """The completion of a finished sequence."""
+    """Make the completion of a finished sequence."""
     assert seq.finish_reason is not None
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
@@ -51,7 +51,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
 
 
 def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
-    """The completion of a request whose sequence has scored its part, None while others have to."""
+    """Make the completion of a scored request, None while other sequences have to score."""
     if seq.error is not None:
         return Completion.refused(seq.request_id, SequenceFailed(seq.error))
     logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]

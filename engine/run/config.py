@@ -138,11 +138,10 @@ class EngineConfig:
 
 
 def model_identity(config: EngineConfig) -> ModelIdentity:
-    """Return the identity of the model that an engine of this configuration serves; loads no torch, unless
-    the model reads more than text, or its dtype depends on whether there is a GPU.
+    """Return the identity of the model that an engine of this configuration serves.
 
-    What the fingerprint tells apart, and what not, stands at `read_identity`.
-    Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
+    Loads torch only if the model reads more than text, or its dtype depends on a GPU. Device, attention backend and
+    tensor parallelism are no part of it: they change the order of sums only.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
@@ -156,7 +155,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """Say in words what the configuration changes of answers, so that all of a run come from the same."""
+    """Say in words how the configuration changes answers, so that all of a run come from the same."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     if config.quantization is not None:

@@ -1,7 +1,7 @@
-"""Torch's threads on a CPU: as many as there are processors that others leave to this process.
+"""Sets torch's threads on a CPU: as many as the processors that others leave to this process.
 
-A product is cut into equal parts, one for each thread, and waits for the slowest. Where another process takes
-one of the processors, that part comes late every time, and fewer threads are done sooner.
+A product is cut into one part for each thread and waits for the slowest, so a processor shared with another
+process delays all: fewer threads are done sooner.
 """
 
 import logging
@@ -19,13 +19,13 @@ PROC, ROOT = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Cgroup:
-    """folder: of its files.  version: 1 or 2, whose files have other names."""
+    """A cgroup's folder, and its version, 1 or 2, on which the files' names depend."""
 
     folder: Path
     version: int
 
     def read(self, name: str) -> str:
-        """One of its files; "" where there is none."""
+        """Read one of its files; "" if there is none."""
         try:
             return (self.folder / name).read_text().strip()
         except OSError:
@@ -33,7 +33,7 @@ class Cgroup:
 
 
 def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[Cgroup]:
-    """List the cgroups by which a controller, such as "memory", may limit this process, the innermost first.
+    """List the cgroups by which a controller, such as "memory", may limit this process, innermost first.
 
     The paths are parameters for tests. None outside Linux.
     """
@@ -53,7 +53,7 @@ def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterato
 
 
 INTERVAL_S = 1.0
-# A thread more pays only where most of a processor is free for it; one that is there goes at less than half.
+# A thread is added if most of a processor is free for it, and ends if less than half is.
 ADDED_AT, KEPT_AT = 0.7, 0.5
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProcessorTime:
-    """Seconds up to now: `passed`, `own`, which this process has computed, and `idle`, which the processors
-    that it may run on have done nothing, all of them together. `processors`: which those are."""
+    """Seconds up to now, computed by this process (`own`) and idle on its processors, all together."""
 
     passed: float
     own: float
@@ -71,9 +70,9 @@ class ProcessorTime:
 
 
 class CpuThreads:
-    """Sets torch's number of threads, which is the whole process', between 1 and what it was at first.
+    """Sets torch's number of threads, for the whole process, between 1 and the first number.
 
-    read_time: None where this system does not tell; the number then stays.
+    read_time: None if this system has no such times; the number then stays.
     """
 
     def __init__(self, read_time: Callable[[], ProcessorTime | None] | None = None) -> None:
@@ -84,10 +83,7 @@ class CpuThreads:
         logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
 
     def adapt(self) -> None:
-        """Look, about once a second, how many processors were free meanwhile. Called between steps.
-
-        Free is what this process used, and what nobody did, but no more than the cgroups allow.
-        """
+        """Count, about once a second, the processors that were free, at most those that cgroups allow."""
         if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
             return
         now, before = self._read_time(), self._before
@@ -103,13 +99,13 @@ class CpuThreads:
 
 
 def choose_threads(free: float, current: int, most: int) -> int:
-    """How many of at most `most` threads go on where so many processors are free."""
+    """Return how many of at most `most` threads go on while so many processors are free."""
     kept = min(current, int(free + 1 - KEPT_AT))
     return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
 
 
 def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
-    """How many processors' time the cgroups around this process let it use; infinity without a limit."""
+    """Return how many processors the cgroups allow this process; infinity without a limit."""
     quotas = [math.inf]
     for group in cgroups_of("cpu", proc, cgroup_root):
         numbers = group.read("cpu.max").split()

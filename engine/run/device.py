@@ -1,4 +1,4 @@
-"""The device that a configuration names, and what is left of a GPU for the KV pool."""
+"""The configured device, and the room on a GPU for the KV pool."""
 
 import os
 import subprocess
@@ -10,17 +10,17 @@ import torch
 
 from engine.errors import ConfigError
 
-#: Written by NVIDIA's driver where one is loaded.
+#: A file of NVIDIA's driver, if one is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
-#: Where each GPU has a file.
+#: The folder with a file for each GPU.
 DEVICES = Path("/dev")
 
 
 def resolve_device(name: str) -> torch.device:
     """Turn "auto" or a device string into a device.
 
-    Raises ConfigError if it cannot be used, and for "auto" where there is a GPU that torch does not find: a
-    CPU would take a hundred times as long.
+    Raises ConfigError if it cannot be used. "auto" refuses a GPU that torch does not find: a CPU takes a hundred
+    times as long.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -45,24 +45,24 @@ def resolve_device(name: str) -> torch.device:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The device, with the number of the thread's current GPU where none is named."""
+    """Return the device, with the number of the thread's current GPU if it has none."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the thread's current one meanwhile: Triton launches there, whatever its arguments lie on."""
+    """Make a GPU the thread's current one within the block: Triton launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def overlaps(async_scheduling: bool | None, device: str) -> bool:
-    """Whether a step is scheduled while the one before runs: None does so on GPUs."""
+    """Whether a step is scheduled while the one before runs; async_scheduling=None does so on GPUs."""
     if async_scheduling is not None:
         return async_scheduling
     return resolve_device(device).type == "cuda"
 
 
 def sign_of_gpu() -> str:
-    """Return what shows a GPU of NVIDIA's, "" if nothing does or it is hidden on purpose."""
+    """Return a sign of an NVIDIA GPU, "" if there is none or it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if DRIVER.exists():
@@ -96,18 +96,18 @@ class GpuMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The memory's size."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def used_bytes(self) -> int:
-        """What is taken, by this process and by others, once torch has given back what it only keeps."""
+        """The bytes that all processes take, once torch has given back its unused cache."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return total_bytes - free_bytes
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """What `run` makes torch reserve at most beyond what it has before: fragments count as taken."""
+        """Measure how many more bytes `run` makes torch reserve: fragments count as taken."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
@@ -118,10 +118,10 @@ class GpuMemory:
 
 
 def measure_room(memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]) -> int:
-    """Bytes of `share` of the memory left beside the largest step, the graphs, and what is taken now.
+    """Return the bytes of `share` of the memory that the largest step and the graphs leave.
 
-    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. The pool
-    that they use counts as taken: free it and add its size to the result.
+    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. Their pool
+    counts as taken: free it and add its size to the result.
     """
     step_bytes = memory.peak_bytes(warm_up)
     before = memory.used_bytes()

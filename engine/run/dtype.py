@@ -1,4 +1,4 @@
-"""Which dtype a configuration's name stands for on this machine; loads no torch, save to look for a GPU."""
+"""The dtype that a configuration's name stands for here; loads torch only to look for a GPU."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from engine.cpu_kernels.processor import multiplies_bfloat16
 
 @dataclass(frozen=True)
 class ServedDtype:
-    """name: "float32" for example.  reason: why another one is served or would be faster; None if neither."""
+    """A dtype's name, such as "float32", and why another is served or would be faster, or None."""
 
     name: str
     reason: str | None = None
 
 
 def served_dtype(wanted: str, checkpoint_dtype: str, device: str) -> ServedDtype:
-    """What a model is computed in. wanted, device: as EngineConfig has them.
+    """Return the dtype of a model's computing. wanted, device: as EngineConfig has them.
 
-    "auto" is the checkpoint's dtype, on a CPU that would have to convert each number of it float32. Raises
-    ConfigError for a dtype that is not supported or a device that cannot be used.
+    "auto" is the checkpoint's, or float32 on a CPU that would convert every number. Raises ConfigError for an
+    unsupported dtype or device.
     """
     name = dtype_name(wanted, checkpoint_dtype)
     if name == "float32" or (name == "bfloat16" and multiplies_bfloat16()) or not _is_cpu(device):

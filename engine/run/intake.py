@@ -1,4 +1,4 @@
-"""Requests as they come in: checked, numbered and seeded; what embeddings and scores ask of a prompt."""
+"""Requests as they come in: checked, numbered and seeded; the prompts of embeddings and scores."""
 
 import random
 from array import array
@@ -30,12 +30,12 @@ Request = tuple[str, Prompt, RequestParams]
 Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
 
-#: Of a prompt and what stands behind it, in all sequences of a request together: each holds the prompt's.
+#: Tokens of all sequences of a scoring request together: each holds the prompt's.
 MAX_TREE_TOKENS = 1 << 25
 
 
 def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
-    """Raise InvalidRequest for what can be no id, or no lane, DuplicateRequest for an unfinished id."""
+    """Raise InvalidRequest for an impossible id or lane, DuplicateRequest for an unfinished id."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
     if request_id in unfinished:
@@ -66,7 +66,7 @@ def prepare_scores(
     keys_of: Callable[[list[int]], list[BlockKey]],
     end_token_ids: tuple[int, ...],
 ) -> PreparedPrompt:
-    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
+    """Prepare a prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
     token_ids, tails = prompts.continued(
         prompt,
         params.continuations,
@@ -100,7 +100,7 @@ class Scores:
     """Pairs of a context and a continuation as requests, one for each context."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
-        """Raises InvalidRequest or a subclass for the first pair that cannot be scored."""
+        """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         self._groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
         self._asked = [self._group(*_read(place, pair, prompts)) for place, pair in enumerate(pairs)]
 
@@ -117,7 +117,7 @@ class Scores:
             yield str(number), list(context), ScoringParams(tuple(self._groups[context]))
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
-        """One for each pair. Raises ScoringFailed for the first that has none."""
+        """Return one score for each pair. Raises ScoringFailed for the first without one."""
         found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
         results = []
         for place, asked in enumerate(self._asked):
@@ -141,14 +141,14 @@ def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], i
 
 
 class Seeds:
-    """Draws them one after the other, or, where results shall depend on a request alone, from its prompt."""
+    """Draws seeds one after the other, or from the prompt if results shall depend on the request alone."""
 
     def __init__(self, seed: int, *, from_prompts: bool) -> None:
         self._seed, self._from_prompts = seed, from_prompts
         self._drawn = random.Random(seed)
 
     def draw(self, token_ids: Sequence[int]) -> int:
-        """A seed of 64 bits. token_ids: of the prompt."""
+        """Draw a seed of 64 bits. token_ids: of the prompt."""
         if not self._from_prompts:
             return self._drawn.getrandbits(64)
         digest = blake2b(f"{self._seed}:".encode(), digest_size=8)
@@ -157,17 +157,14 @@ class Seeds:
 
 
 class Embedder:
-    """pooling: None for a checkpoint that says nothing of embeddings: each call is refused then."""
+    """Prepares requests for embeddings. pooling: None for a checkpoint without: each call is refused."""
 
     def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
         self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
         self.num_dimensions = 0 if pooling is None else hidden_size * len(pooling.modes)
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Tokenize a text behind the checkpoint's prompt, cut as the checkpoint says; token ids stay.
-
-        Raises UnsupportedTask, InvalidSampling, InvalidPrompt or PromptTooLong.
-        """
+        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest's subclasses."""
         pooling, most = self.check(params), params.truncate_prompt_tokens
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
@@ -180,7 +177,7 @@ class Embedder:
         return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
-        """Return what collects a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
+        """Return the collector of a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
         pooling = self.check(params)
         normalize = params.normalize
         if normalize is None:

@@ -1,4 +1,4 @@
-"""NewSequences: what a request that has been checked becomes, one sequence for each of its samples."""
+"""NewSequences: turns a checked request into sequences, one for each of its samples."""
 
 from collections.abc import Collection
 
@@ -36,8 +36,11 @@ class NewSequences:
         seed: int,
         continued: Collection[int] = (),
     ) -> list[Sequence]:
-        """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer,
-        InvalidRequest for a completion that cannot go on."""
+        """Make params.n sequences.
+
+        Raises InvalidSampling for values without meaning to this tokenizer, InvalidRequest for a completion that cannot
+        go on.
+        """
         end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
         follows_text = self._tokenizer.has_text(prompt.token_ids)
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
@@ -69,14 +72,14 @@ class NewSequences:
         return seqs
 
     def pooled(self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int) -> list[Sequence]:
-        """The one whose hidden states are pooled."""
+        """Make the sequence whose hidden states are pooled."""
         keys = prompt.block_keys
         seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
         seq.pool_alone(pooled)
         return [seq]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
-        """Make the sequences that score a prompt's continuations; all but the first follow another one."""
+        """Make the sequences that score a prompt's continuations; all but the first follow another."""
         assert prompt.continued is not None
         tree = ScoreTree(prompt.token_ids, prompt.num_prompt_tokens, prompt.continued)
         seqs: list[Sequence] = []

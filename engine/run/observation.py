@@ -1,4 +1,4 @@
-"""What a look at a model or a machine has found."""
+"""Observation: a finding about a model or a machine."""
 
 from typing import Literal, NamedTuple
 
@@ -6,8 +6,10 @@ from engine.errors import ConfigError
 
 
 class Observation(NamedTuple):
-    """subject: what was looked at, in a word. grade: "fault" where an engine would not start or not answer.
-    mend: what to do, "" where nothing is to be done."""
+    """A finding about `subject`. grade: "fault" if an engine would not start or not answer.
+
+    mend: what to do, "" if nothing.
+    """
 
     subject: str
     grade: Literal["ok", "warning", "fault"]
@@ -16,6 +18,6 @@ class Observation(NamedTuple):
 
 
 def fault_of(subject: str, error: ConfigError) -> Observation:
-    """What an error says, whose last clause says what to do."""
+    """Make a finding of an error, whose last clause says what to do."""
     found, _, mend = str(error).rpartition("; ")
     return Observation(subject, "fault", found or mend, mend if found else "")

@@ -1,4 +1,4 @@
-"""Figures of steps: what they took, and how many sequences they had."""
+"""Counts steps: their seconds, and how many sequences they had."""
 
 import time
 
@@ -27,7 +27,7 @@ class Stopwatch:
 
 
 class StepStats:
-    """Counts steps since the start; a stopwatch for each part, see EngineStats.step_seconds."""
+    """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_scheduled = 0
@@ -36,7 +36,7 @@ class StepStats:
         self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
 
     def count(self, num_seqs: int) -> None:
-        """A step of so many sequences has run."""
+        """Count a step of so many sequences."""
         self.num_steps += 1
         self.num_scheduled += num_seqs
         self.batch_sizes[min(max(num_seqs - 1, 0).bit_length(), _NUM_SIZES - 1)] += 1

@@ -1,10 +1,9 @@
-"""Stepper: takes the engine's steps, and where one raises finds out whose fault that is.
+"""Stepper: takes the engine's steps and, if one raises, finds the sequence to blame.
 
-All that was in flight is withdrawn and computed anew, one step at a time, until each of its sequences is past
-where it was. A step that raises then is computed by halves, until a sequence raises alone. It is to blame if a
-control goes well, a step of one token that is the engine's own: then this sequence fails and all others go on.
-If the control raises too, the fault is the engine's, as are lack of memory, a rank's death, and several steps
-in a row that raise with nobody to blame: StepFailed. So a fault of the device is known after about
+All steps in flight are withdrawn and computed anew, one at a time. A step that raises then is computed by
+halves, until a sequence raises alone. It is to blame if a control, a short step of the engine's own, goes well:
+this sequence fails and all others go on. The engine is to blame (StepFailed) if the control raises too, memory
+runs out, a rank dies, or several steps in a row raise. A fault of the device is known after about
 log2(sequences) tries.
 """
 
@@ -34,12 +33,12 @@ MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
 CONTROL = SamplingParams(max_tokens=2, top_p=0.5, seed=0)
 
-#: A step's tokens, what it says of tokens, and what it pooled.
+#: A step's tokens, log probabilities and pooled states.
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
 
 
 class Stepper:
-    """Owner of what is launched and not waited for.
+    """Owns the launched steps that nobody has waited for.
 
     overlaps: launch a step before the tokens of the one before are there.
     """
@@ -59,14 +58,14 @@ class Stepper:
         return bool(self._pending)
 
     def close(self) -> None:
-        """Wait for nothing that is in flight, and let go of the runner. No call may follow."""
+        """Close the runner without waiting for steps in flight. No call may follow."""
         self._pending.clear()
         del self._runner
 
     def take(self) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
 
-        Raises StepFailed if no sequence is to blame, and RankFailed; what finished comes with the next call.
+        Raises StepFailed if no sequence is to blame, and RankFailed; finished sequences come with the next call.
         """
         try:
             self._take()
@@ -96,7 +95,7 @@ class Stepper:
             self._blame(*batch.refused)
 
     def _run(self, batch: ScheduledBatch) -> None:
-        """Launch the batch; take in what has arrived."""
+        """Launch the batch; take in the steps that have arrived."""
         try:
             if batch.num_tokens:
                 self._pending.append(self._launch(batch))
@@ -108,7 +107,7 @@ class Stepper:
             self._num_unexplained = 0
 
     def _receive_all_but(self, num_left: int) -> bool:
-        """Wait for the oldest steps in flight, until so many are left. False, and none counts, if one raised."""
+        """Wait for the oldest steps in flight, until so many are left. False if one raised."""
         arrived: list[Arrived] = []
         try:
             while len(self._pending) > num_left:
@@ -121,7 +120,7 @@ class Stepper:
         return True
 
     def _run_by_halves(self) -> None:
-        """Compute what is scheduled; if it raises, by halves, down to who makes it raise."""
+        """Compute the scheduled step; if it raises, by halves, down to the sequence to blame."""
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
@@ -144,7 +143,7 @@ class Stepper:
             return self._runner.launch(step, sampling)
 
     def _wait(self, pending: PendingTokens) -> Arrived:
-        """Wait for all that a step gives."""
+        """Wait for a step's tokens, log probabilities and pooled states."""
         with self.stats.wait:
             return pending.wait(), pending.logprobs, pending.pooled
 
@@ -154,7 +153,7 @@ class Stepper:
             self._finished += self._scheduler.receive(*arrived)
 
     def _write_text(self, seq: Sequence) -> None:
-        """Write the text of a sequence that has finished; it fails alone where that raises."""
+        """Write the text of a finished sequence, which fails alone if that raises."""
         try:
             if seq.error is not None:
                 raise seq.error
@@ -178,10 +177,7 @@ class Stepper:
         )
 
     def _start_over(self, error: Exception) -> None:
-        """Withdraw what is in flight, after a step has raised; its sequences are suspects until they are past it.
-
-        Raises StepFailed where looking for one to blame is of no use.
-        """
+        """Withdraw all steps in flight; their sequences are suspects. Raises StepFailed if a search is of no use."""
         self._raise_engines_fault(error)
         self._num_unexplained += 1
         if self._num_unexplained > MAX_UNEXPLAINED:
@@ -194,7 +190,7 @@ class Stepper:
         self._scheduler.withdraw()
 
     def _has_suspects(self) -> bool:
-        """Whether a suspect has still to get past where it was."""
+        """Return whether any suspect is not yet past its old place."""
         self._suspects = {
             seq: num_tokens
             for seq, num_tokens in self._suspects.items()
@@ -203,15 +199,12 @@ class Stepper:
         return bool(self._suspects)
 
     def _raise_engines_fault(self, error: Exception) -> None:
-        """Raise the error if no sequence can be to blame for one of its kind."""
+        """Raise the error if its kind is never a sequence's fault."""
         if isinstance(error, NEVER_A_SEQUENCE):
             raise error
 
     def _blame(self, seq: Sequence, error: Exception) -> None:
-        """Fail a sequence for what a step raised with it alone; all others compute again.
-
-        Raises StepFailed instead if a step raises whatever is in it.
-        """
+        """Fail a sequence that raised alone. Raises StepFailed instead if the control raises too."""
         self._raise_engines_fault(error)
         self._scheduler.withdraw()
         control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)))
@@ -227,7 +220,7 @@ class Stepper:
 
 
 def _log_failure(seq: Sequence, error: Exception) -> None:
-    """Without the error's text, which may hold a part of the prompt."""
+    """Log the error without its text, which may hold a part of the prompt."""
     logger.error(
         "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
         seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],

@@ -1,1 +1,1 @@
-"""How a row's next token is chosen: the parameters of a request, the random numbers, and the sampler."""
+"""The choice of each row's next token: the parameters of a request, the random numbers, and the sampler."""

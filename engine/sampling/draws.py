@@ -1,7 +1,4 @@
-"""What tokens are drawn by: their weights, and each row's random word; no parameter of a request is here.
-
-The same in engine/kernels/gpu_draws.py and engine/cpu_kernels/cpu_draws.py, bit by bit.
-"""
+"""The weights and random words of draws; those of gpu_draws.py and cpu_draws.py are the same, bit by bit."""
 
 import numpy as np
 import torch
@@ -21,12 +18,12 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 def decay_rate(temperature: Tensor) -> Tensor:
-    """What `weigh` multiplies logits by. temperature: float32 above 0; below 4e-32 it counts as that."""
+    """Return the factor of logits in `weigh`. temperature: float32 above 0; below 4e-32 it counts as that."""
     return torch.div(LOG2_E_STEPS, temperature.clamp(min=LEAST_TEMPERATURE))
 
 
 def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
-    """Weights of logits, int64. highest, rate: [rows, 1] float32; no logit of a row is above its highest."""
+    """Return weights of logits, int64. highest, rate: [rows, 1] float32; highest is each row's highest logit."""
     exponents = torch.sub(logits, highest).mul_(rate).clamp_(min=LOWEST_EXPONENT).to(torch.int32)
     mantissas = exponents.bitwise_and(MANTISSA).bitwise_or_(ONE).view(torch.float32)
     first, *others, last = COEFFICIENTS
@@ -38,7 +35,7 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
 
 
 def target(total: Tensor, word: Tensor) -> Tensor:
-    """floor(u total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
+    """Return floor(u total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
     odd = 2 * word + 1
     high, low = total >> 30, total & (2**30 - 1)
     return (odd * high + ((odd * low) >> 30)) >> 3
@@ -54,7 +51,7 @@ ROUNDS = 10
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
-    """Ten rounds over arrays of counters and keys; returns the four output words of each."""
+    """Run ten rounds over arrays of counters and keys; return the four output words of each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -65,7 +62,7 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Wor
 
 
 def first_words(seed: Words, position: Words, sample_index: Words) -> Words:
-    """The 32 random bits of each row; its uniform, in (0, 1), is (word + 1/2) / 2^32.
+    """Return the 32 random bits of each row; its uniform, in (0, 1), is (word + 1/2) / 2^32.
 
     Counter words: position low, position high, sample index, 0. Key words: seed low, seed high.
     """
@@ -74,7 +71,7 @@ def first_words(seed: Words, position: Words, sample_index: Words) -> Words:
 
 
 def random_words(rows: SamplingRows) -> Tensor:
-    """Each row's word of Philox: [rows] int64 on their device."""
+    """Return each row's word of Philox: [rows] int64 on their device."""
     seed, position, sample_index = (
         column.cpu().numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index)
     )

@@ -1,4 +1,4 @@
-"""Editing logits on their device: what LogitEdits says, in plain torch and without waiting for the device."""
+"""Makes LogitEdits on the logits' device, in plain torch and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASKED_AT_ONCE = 64  # rows, which bounds the scratch: 64 of 152k tokens take 10
 
 @dataclass(frozen=True)
 class DeviceEdits:
-    """LogitEdits on the logits' device, with its fields' shapes and dtypes but for these.
+    """LogitEdits on the logits' device.
 
     last: [edited] int64, the pending token of each place, -1 where none is; None if no place has any.
     """
@@ -35,10 +35,7 @@ class DeviceEdits:
 
     @classmethod
     def upload(cls, edits: LogitEdits, device: torch.device, sampled: Tensor | None = None) -> DeviceEdits:
-        """Upload edits in one transfer, for which the host does not wait.
-
-        sampled: [any] int64, in which `edits.pending` says where its tokens lie.
-        """
+        """Upload edits in one transfer, without waiting. sampled: [any] int64, the pending tokens."""
         names = [each.name for each in fields(cls) if each.name != "last"]
         at, *parts = upload([edits.pending, *(getattr(edits, name) for name in names)], device)
         last = None
@@ -50,12 +47,12 @@ class DeviceEdits:
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None = None) -> Tensor:
-    """`edit`, of edits on the host. sampled: [any] int64, where the pending tokens lie."""
+    """Edit logits by edits on the host. sampled: [any] int64, the pending tokens."""
     return edit(logits, DeviceEdits.upload(edits, logits.device, sampled))
 
 
 def edit(logits: Tensor, edits: DeviceEdits) -> Tensor:
-    """The logits with all edits made: themselves, or in float32 where numbers are added to those of any row.
+    """Return the edited logits, in float32 if numbers are added to any row.
 
     logits: [rows, vocabulary] of any floating dtype, which are changed.
     """
@@ -116,11 +113,7 @@ def _penalize(logits: Tensor, edits: DeviceEdits) -> None:
 
 
 def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and counts with the pending ones counted in.
-
-    of, token, count: [counted] int64.  last: [penalized] int64, -1 where none is pending. A pending token may
-    have an entry of its own beside the one of token -1: both get the same count.
-    """
+    """Return tokens and counts with pending ones counted in. of, token, count: [counted]; last: [penalized]."""
     is_pending, last_of = token < 0, last[of]
     is_last = (token == last_of) & ~is_pending
     before = torch.zeros_like(last).index_add_(0, of, count * is_last)

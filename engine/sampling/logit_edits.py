@@ -1,4 +1,4 @@
-"""Edits of logits before tokens are chosen: what a request asks for, and what a step makes of them."""
+"""Edits of logits before tokens are chosen: of a request, of a sequence, and of a step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ WORD = 32  # tokens of a mask in one number
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Edits of some rows of logits, as numpy arrays. They are made in the order of the fields, as vLLM does.
+    """Edits of some rows of logits, as numpy arrays, made in the order of the fields, as in vLLM.
 
-    rows: [edited] int64, the rows that are edited, ascending; elsewhere a place is an index of this.
-    pending: [pending, 2] int64, a place whose row continues a token that was not known when this was built,
-    and which sample of the step launched before is that token; where it lies, once that is known (`placed`).
+    rows: [edited] int64, the edited rows, ascending; elsewhere a place is an index of this.
+    pending: [pending, 2] int64, a place whose last token was not known when this was built, and the sample of the
+    step launched before that is this token, or its place in a tensor (`placed`).
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
     masked: [masked, 2] int64, a place and its mask; a place is there once.
     banned: [bans, 2] int64, a place and a token it may not choose.
-    banned_behind: [bans, 3] int64, a place, a token, and another that it may not choose if its pending token
-    is the first.
+    banned_behind: [bans, 3] int64, a place, a token, and another token banned behind it if it is the pending one.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
     penalized: [penalized] int64 places.  penalties: [penalized, 3] float32, presence, frequency, repetition.
-    num_counted: [penalized] int64, how many entries of `counted` each has, which lie in this order.
-    counted: [counted, 2] int32, a token of its prompt or completion, and how often the completion has it; a
-    place that is pending has one more entry, of token -1, for that token.
+    num_counted: [penalized] int64, the entries of each in `counted`, in this order.
+    counted: [counted, 2] int32, a token of its prompt or completion, and its count in the completion; a pending
+    token has an entry of token -1.
     """
 
     rows: NDArray[np.int64]
@@ -55,13 +54,13 @@ class LogitEdits:
         return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
     def without_masks(self) -> LogitEdits | None:
-        """What is left when those are made; None if nothing is."""
+        """Return the other edits, None if there are none."""
         others = (self.banned, self.banned_behind, self.biased, self.penalized)
         return replace(self, masked=self.masked[:0]) if any(map(len, others)) else None
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """[ceil(vocab_size / 32)] int32: the mask that allows these tokens alone."""
+    """Return the mask that allows these tokens alone: [ceil(vocab_size / 32)] int32."""
     bits = np.zeros(-(-vocab_size // WORD) * WORD, np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
@@ -97,7 +96,7 @@ class EditParts:
         self.penalties.append(penalties)
 
     def joined(self, rows: NDArray[np.int64], num_words: int = 0) -> LogitEdits:
-        """All of them. rows: of each place. num_words: of the masks that come later, which are zeros now."""
+        """Join all parts. rows: of each place. num_words: of the masks computed later, zeros now."""
         masks = [mask for _, mask in self.masks.values()]
         now = np.array(self.masked, np.int64).reshape(-1, 2)
         later = np.arange(len(masks), len(masks) + len(self.later))
@@ -119,7 +118,7 @@ class EditParts:
 
 
 def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> NDArray[np.int32]:
-    """[masks, words of the longest]: the masks, then so many of zeros."""
+    """Stack the masks, [masks, words of the longest], and so many of zeros."""
     width = max([num_words if num_later else 0, *map(len, masks)])
     stacked = np.zeros((len(masks) + num_later, width), np.int32)
     for row, mask in zip(stacked, masks, strict=False):
@@ -128,7 +127,7 @@ def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> 
 
 
 def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:
-    """[entries, 1 + width]: beside each entry of a part, [entries, width] or [entries], the part's place."""
+    """Join a part's entries, with their place before each: [entries, 1 + width]."""
     if not parts:
         return np.zeros((0, 1 + width), dtype)
     lengths = [len(part) for _, part in parts]
@@ -158,17 +157,14 @@ class BadWords:
                 self._by_second.setdefault(word[-3], []).append(word)
 
     def banned(self, token_ids: Sequence[int], start: int, *, is_pending: bool) -> NDArray[np.int64]:
-        """[bans] token ids that may not come next, whatever a pending token is.
-
-        token_ids: as far as they are known; those of the completion begin at `start`.
-        """
+        """Return [bans] token ids that may not come next, whatever is pending. The completion begins at `start`."""
         if is_pending:
             return self._single
         more = [word[-1] for word in self._matching(self._by_known, 1, token_ids, start)]
         return np.concatenate((self._single, np.array(more, np.int64))) if more else self._single
 
     def banned_behind(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
-        """[bans, 2]: a pending token behind the known ones, and the token that may not come behind it."""
+        """Return [bans, 2]: a pending token behind the known ones, and the token banned behind it."""
         more = [word[-2:] for word in self._matching(self._by_second, 2, token_ids, start)]
         return np.concatenate((self._double, np.array(more, np.int64))) if more else self._double
 
@@ -191,11 +187,10 @@ FIRST_ROOM = 64
 
 
 class TokenCounts:
-    """One entry for each token that occurred, in an array that grows; behind them that of token -1, for a
-    pending one."""
+    """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
 
     def __init__(self, prompt_token_ids: NDArray[np.int32]) -> None:
-        """prompt_token_ids: [tokens] those of the prompt that have an entry, each once."""
+        """prompt_token_ids: [tokens], each once; they have entries from the start."""
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
         self._entries[: self._size, 0] = prompt_token_ids
@@ -214,17 +209,16 @@ class TokenCounts:
             self._entries[place, 1] += 1
 
     def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
-        """[tokens, 2]: a token, and how often the completion has it; to be copied before the next `add`."""
+        """Return [tokens, 2]: a token, and its count; to be copied before the next `add`."""
         return self._entries[: self._size + with_pending]
 
 
 @dataclass(frozen=True)
 class RequestEdits:
-    """What is the same for all samples of a request, and for all their tokens.
+    """The edits shared by all samples and tokens of a request.
 
     mask: as of LogitEdits.token_masks, None if all tokens are allowed.  biased: [biased] int64 token ids.
-    penalties: presence, frequency, repetition.  prompt_token_ids: those of the prompt, each once, where a
-    penalty asks for them.
+    penalties: presence, frequency, repetition.  prompt_token_ids: of the prompt, each once, for penalties.
     """
 
     mask: NDArray[np.int32] | None
@@ -238,7 +232,7 @@ class RequestEdits:
     def of(
         cls, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, bad_words: Iterable[TokenIds]
     ) -> RequestEdits | None:
-        """None if the logits stay as they are. A grammar's own masks hold the tokens that are allowed too."""
+        """Return a request's edits, None if it has none. A grammar's masks hold the allowed tokens too."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
@@ -258,7 +252,7 @@ class RequestEdits:
 
 
 class SequenceEdits:
-    """What a sequence's logits need next, kept as its tokens come to be known."""
+    """Keeps the edits of a sequence's logits as its tokens come to be known."""
 
     __slots__ = ("_counts", "_num_counted", "_request")
 
@@ -270,10 +264,10 @@ class SequenceEdits:
     def write(
         self, parts: EditParts, place: int, token_ids: Sequence[int], start: int, pending_sample: int | None
     ) -> None:
-        """Write the edits for the token that comes next into `parts`.
+        """Write the edits for the next token into `parts`.
 
-        token_ids: as far as they are known; never fewer than before. start: where the completion begins.
-        pending_sample: of LogitEdits.pending, None where all before are known.
+        token_ids: the known ones. start: where the completion begins.
+        pending_sample: of LogitEdits.pending, None if all tokens are known.
         """
         request, is_pending = self._request, pending_sample is not None
         if pending_sample is not None:
@@ -293,7 +287,6 @@ class SequenceEdits:
             parts.penalize(place, request.penalties, counts.entries(with_pending=is_pending))
 
     def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> TokenCounts:
-        """Count all tokens that are known."""
         if self._counts is None:
             self._counts, self._num_counted = TokenCounts(request.prompt_token_ids), start
         self._counts.add(token_ids[self._num_counted :])
@@ -302,7 +295,7 @@ class SequenceEdits:
 
 
 def allowed_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32] | None:
-    """The mask of the tokens that a request allows, None for all."""
+    """Return the mask of a request's allowed tokens, None for all."""
     allowed = params.allowed_token_ids
     return None if allowed is None else _mask_of(tuple(allowed), vocab_size)
 

@@ -16,7 +16,7 @@ MAX_DIGITS = 10  # of a token id
 
 @dataclass(frozen=True)
 class Range:
-    """What an integer or a number may be, ends included."""
+    """The range of an integer or a number, ends included."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ BIAS = Range(-100, 100, integer=False)
 
 
 def brief(value: object) -> str:
-    """The value as Python writes it, in short: it may be as long as a prompt."""
+    """Write the value as Python does, in short: it may be as long as a prompt."""
     try:
         return reprlib.repr(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -59,21 +59,21 @@ def check_unicode(what: str, text: str) -> None:
 
 
 class TokenBias(dict[int, float]):
-    """Numbers to add to the logits of some tokens, ascending by token id. Nobody changes it."""
+    """Numbers to add to the logits of some tokens, ascending by token id; immutable."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
         return hash(tuple(self.items()))
 
 
 def stop_strings(stop: object) -> tuple[str, ...]:
-    """One string or several."""
+    """Return one string or several as a tuple."""
     if isinstance(stop, str):
         stop = (stop,)
     return _texts(stop, "stop", "a stop string", MAX_STOPS, kind="a string or a list of strings")
 
 
 def reasoning_marks(marks: object) -> tuple[str, ...]:
-    """None, or two that differ."""
+    """Return no marks, or two that differ."""
     texts = _texts(marks, "reasoning_marks", "a reasoning mark", 2, kind="a list of two texts")
     if texts and (len(texts) != 2 or texts[0] == texts[1]):
         raise InvalidSampling("reasoning_marks must be two texts that differ", brief(marks))
@@ -86,7 +86,7 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
 
 
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    """Token ids in their order."""
+    """Return token ids in their order."""
     if not isinstance(token_ids, (list, tuple)):
         raise InvalidSampling("stop_token_ids must be a list of token ids", brief(token_ids))
     if len(token_ids) > MAX_STOPS:
@@ -97,14 +97,14 @@ def stop_token_ids(token_ids: object) -> tuple[int, ...]:
 
 
 def bad_words(words: object) -> tuple[str, ...]:
-    """Each once; none for None."""
+    """Return each word once; none for None."""
     if words is None:
         return ()
     return tuple(dict.fromkeys(_texts(words, "bad_words", "a bad word", MAX_BAD_WORDS)))
 
 
 def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
-    """Ascending, each once; None for None."""
+    """Return token ids ascending, each once; None for None."""
     if token_ids is None:
         return None
     if not isinstance(token_ids, (list, tuple, range)):
@@ -118,7 +118,7 @@ def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
 
 
 def logit_bias(biases: object) -> TokenBias | None:
-    """Numbers by token id, which may be the text that it is as a key of JSON; None for None or for none."""
+    """Return numbers by token id, which may be text, as a key of JSON; None for no numbers."""
     if biases is None or isinstance(biases, TokenBias):
         return biases or None
     if not isinstance(biases, Mapping):
@@ -134,7 +134,7 @@ def logit_bias(biases: object) -> TokenBias | None:
 
 
 def _token_id(key: object) -> int:
-    """A key of logit_bias: an integer, or digits."""
+    """Return the integer of a key of logit_bias, an integer or digits."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS:
         key = int(key)
     if type(key) is not int:

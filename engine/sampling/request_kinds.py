@@ -15,14 +15,13 @@ DIMENSIONS = Range(1, MAX_COUNT, integer=True)
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What to make of the vector that a text is pooled to. Raises InvalidSampling for a value that cannot be.
+    """The form of a text's embedding. Raises InvalidSampling for an impossible value.
 
-    dimensions: the first so many of its numbers alone (for a model that was trained so, Matryoshka); None is
-        all of them.
-    normalize: to length 1, after the cut. None does so where the checkpoint's own embeddings have that
-        length, and where dimensions are given.
-    prompt_name: which of the checkpoint's prompts stands before the text, such as "query"; None is its
-        default one, if it has one. Not for prompts of token ids, before which none ever stands.
+    dimensions: keep the first so many numbers (of a model trained so, Matryoshka); None keeps all.
+    normalize: to length 1, after the cut. None does so if the checkpoint's own embeddings have that length, and if
+        dimensions are given.
+    prompt_name: the checkpoint's prompt before the text, such as "query"; None is its default one, if it has one.
+        Not for prompts of token ids.
     truncate_prompt_tokens: as of SamplingParams.
     """
 
@@ -42,7 +41,7 @@ class PoolingParams:
 
     @property
     def n(self) -> int:
-        """Completions that such a request gives."""
+        """The number of completions of such a request."""
         return 1
 
     @classmethod
@@ -57,13 +56,12 @@ NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # what a sequence 
 
 @dataclass(frozen=True)
 class ScoringParams:
-    """Ask how likely each continuation of a prompt is. Raises InvalidSampling for a value that cannot be.
+    """Ask how likely each continuation of a prompt is. Raises InvalidSampling for an impossible value.
 
     continuations: texts, or lists of token ids, each behind the prompt.
-    score_end: score with each of them that the text ends behind it: the probability of all tokens that end
-        the model's texts. "auto": where one of them is the beginning of another, in tokens, so that none of
-        these answers holds another; then no two may be the same tokens.
-    truncate_prompt_tokens: only the last so many tokens of the prompt are read; -1 for as many as fit.
+    score_end: add the probability that the text ends behind each. "auto" does so if one continuation is the beginning
+        of another, in tokens; then no two may be the same tokens.
+    truncate_prompt_tokens: read the last so many tokens of the prompt; -1 for as many as fit.
     """
 
     continuations: Sequence[str | Sequence[int]]
@@ -90,7 +88,7 @@ class ScoringParams:
 
     @property
     def n(self) -> int:
-        """Completions that such a request gives."""
+        """The number of completions of such a request."""
         return 1
 
 
@@ -122,7 +120,7 @@ KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams] | type[PoolingPar
 
 
 def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
-    """What `Engine.add` takes for a request of a kind. Raises InvalidRequest or a subclass."""
+    """Make the parameters for `Engine.add` of a request's kind. Raises InvalidRequest or a subclass."""
     if kind not in KINDS:
         raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
     return KINDS[kind].from_mapping(values)

@@ -2,12 +2,11 @@
 
 A row's choice is the inverse of its cumulative distribution in token-id order, over integer weights
 (`weights`), so that it is exact. The cuts min_p, top_k and top_p, in this order, each keep the most probable
-tokens; where a cut falls among equal logits, the lower token ids stay. So a row's result is a function of its
-logits, parameters and uniform alone.
+tokens; of equal logits the lower token ids stay. So a row's result depends on its logits, parameters and uniform
+alone.
 
-This is the reference, in plain torch. On a GPU it waits for the device; there the two launches of
-engine/kernels/gpu_sampler.py choose the same tokens and do not. On a CPU engine/cpu_kernels/cpu_sampler.py chooses
-them and sorts nothing.
+This is the reference, in plain torch, and waits for a GPU. The kernels of engine/kernels/gpu_sampler.py and
+engine/cpu_kernels/cpu_sampler.py choose the same tokens.
 """
 
 import torch
@@ -19,12 +18,12 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 def least_weight(min_p: Tensor) -> Tensor:
-    """The least weight that min_p keeps: [rows] int64."""
+    """Return the least weight that min_p keeps: [rows] int64."""
     return torch.mul(min_p, WHOLE).to(torch.int64)
 
 
 def share(total: Tensor, top_p: Tensor) -> Tensor:
-    """floor(top_p total), top_p cut to 31 bits, and 1 at least. total: int64 up to 2^60."""
+    """Return floor(top_p total), top_p cut to 31 bits, and 1 at least. total: int64 up to 2^60."""
     fraction = (top_p * 2.0**31).to(torch.int64)
     high, low = total >> 31, total & (2**31 - 1)
     return (fraction * high + ((fraction * low) >> 31)).clamp_(min=1)
@@ -36,9 +35,9 @@ TILE = 128  # tokens whose highest logit is looked at together
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token for each row: [rows] int64 on the logits' device; -1 where there is none to choose.
+    """Choose one token for each row: [rows] int64 on the logits' device.
 
-    There is none where a logit is NaN or plus infinity, or every token is banned.
+    -1 if a logit is NaN or plus infinity, or every token is banned.
     logits: [rows, vocabulary], of any floating dtype; at most MAX_VOCAB_SIZE tokens.
     """
     assert logits.shape[1] <= MAX_VOCAB_SIZE
@@ -51,10 +50,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's highest logit, float32, and its lowest token id, int64; NaN counts as the highest.
-
-    By tiles: torch finds a maximum ten times faster than its place.
-    """
+    """Return each row's highest logit, float32 (NaN above all), and its first id, int64; tiles are 10 times faster."""
     vocab_size = logits.shape[1]
     whole = vocab_size - vocab_size % TILE
     maxima = logits[:, :whole].reshape(len(logits), whole // TILE, TILE).amax(-1)
@@ -68,7 +64,7 @@ def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
-    """The first token of each row whose cumulative weight exceeds its uniform's part of all: [rows] int64.
+    """Return each row's first token whose cumulative weight exceeds its uniform's part: [rows] int64.
 
     logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
@@ -82,10 +78,9 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def cut(weights: Tensor, logits: Tensor, rows: SamplingRows, num_candidates: int = NUCLEUS_GUESS) -> Tensor:
-    """The weights, 0 where top_k and top_p cut them off.
+    """Return the weights, 0 where top_k and top_p cut them off.
 
-    Looks at the num_candidates highest logits of each row, and at as many as top_k may keep; where a nucleus
-    may be wider, at all.
+    Only the num_candidates or top_k highest logits are looked at, unless a nucleus may be wider.
     """
     vocab_size, top_k, top_p = logits.shape[1], rows.top_k.long(), rows.top_p
     num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))

@@ -1,4 +1,4 @@
-"""SamplingBatch: what the sampler reads besides logits, and the arrays that carry it there from each request.
+"""SamplingBatch: the sampler's inputs besides logits, as arrays; `values` has SamplingParams' columns.
 
 One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
 """
@@ -23,30 +23,30 @@ _of_params = attrgetter(*COLUMNS)
 
 
 def sampling_row(params: SamplingParams, seed: int, sample_index: int) -> tuple[float | int, ...]:
-    """A row of dtype ROW, as a tuple. seed: of any sign."""
+    """Return a row of dtype ROW as a tuple. seed: of any sign."""
     return (*_of_params(params), seed & SEED_MASK, sample_index)
 
 
 def neutral_rows(num_rows: int) -> Values:
-    """[num_rows] of dtype ROW, with values that change nothing: the defaults of SamplingParams."""
+    """Return [num_rows] of dtype ROW with the defaults of SamplingParams, which change nothing."""
     rows: Values = np.empty(num_rows, ROW)
     rows[:] = sampling_row(SamplingParams(), 0, 0)
     return rows
 
 
 class Masks(Protocol):
-    """Masks that are still to be computed."""
+    """Masks to be computed later."""
 
     def fill(self) -> None:
-        """Write them where they belong."""
+        """Compute the masks in their place."""
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How to choose one token for each row of a step's logits, as numpy arrays.
+    """The choice of one token for each row of a step's logits, as numpy arrays.
 
     values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
-    edits: of the logits, if any.  masks: those of them that are computed while the step runs on its device.
+    edits: of the logits, if any.  masks: those that are computed while the step runs on its device.
     """
 
     values: Values
@@ -55,7 +55,7 @@ class SamplingBatch:
     masks: Masks | None = None
 
     def ready_edits(self) -> LogitEdits | None:
-        """The edits, with all masks: as late as can be."""
+        """Compute the masks, as late as can be, and return the edits."""
         if self.masks is not None:
             self.masks.fill()
         return self.edits

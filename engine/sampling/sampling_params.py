@@ -1,7 +1,6 @@
 """SamplingParams: how to choose tokens for one request and when to stop.
 
-Its fields are the table of sampling values: a name, a default, which changes nothing, and the least and the
-most that the value may be. A `column` also has the dtype of the array that carries it to the sampler: slots,
+Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array: slots,
 batches and warm-up take the columns from here, so that a new one is a row here and a function in the sampler.
 """
 
@@ -31,17 +30,17 @@ NOT_BUILT = (
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
-    """A field for an integer."""
+    """Make a field for an integer."""
     return field(default=default, metadata={"range": Range(low, high, integer=True)})
 
 
 def number(default: float, low: float, high: float) -> Any:
-    """A field for a number."""
+    """Make a field for a number."""
     return field(default=default, metadata={"range": Range(low, high, integer=False)})
 
 
 def column(default: float, low: int, high: int, dtype: str) -> Any:
-    """A field that the sampler reads for each row. dtype: numpy's name; it holds every value in range."""
+    """Make a field that the sampler reads for each row. dtype: numpy's name; it holds every value in range."""
     is_integer = dtype.startswith("int")
     return field(default=default, metadata={"range": Range(low, high, is_integer), "dtype": dtype})
 
@@ -155,7 +154,7 @@ class SamplingParams:
 
 
 def check_truncation(truncate_prompt_tokens: int | None) -> None:
-    """Raise InvalidSampling for a truncate_prompt_tokens that cannot be."""
+    """Raise InvalidSampling for an impossible truncate_prompt_tokens."""
     if truncate_prompt_tokens is not None:
         RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", truncate_prompt_tokens)
         if truncate_prompt_tokens == 0:
@@ -176,7 +175,7 @@ _NAMES = tuple(sorted(each.name for each in fields(SamplingParams)))
 RANGES: dict[str, Range] = {
     each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
 }
-#: Name and numpy's dtype of what the sampler reads for each row.
+#: Name and numpy's dtype of each column of the sampler.
 COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
 }
@@ -196,12 +195,12 @@ MAX_KEY_BYTES = 16_384  # of values that are remembered
 
 @lru_cache(maxsize=256)
 def _remembered(key: bytes) -> SamplingParams:
-    """Thousands of jobs have the same few values. key: these, of which 1, 1.0 and True are not the same."""
+    """Return the params for equal values, of which jobs share few. key: 1, 1.0 and True differ in it."""
     return SamplingParams(**marshal.loads(key))
 
 
 def _names_to_use(name: object, accepted: Collection[str]) -> str:
-    """Name the parameter that a misspelt one is nearest to, or all of them."""
+    """Name the parameter most like a misspelt one, or all of them."""
     near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
     hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
     return f"{hint}accepted are {', '.join(accepted)}"

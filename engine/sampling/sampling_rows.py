@@ -1,4 +1,4 @@
-"""SamplingRows: how to choose one token for each row of logits, as tensors on the logits' device."""
+"""SamplingRows: the sampling parameters of each row of logits, as tensors on their device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from engine.sampling.sampling_batch import SamplingBatch
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """One entry of each for a row; fields of one name mean what those of SamplingParams do.
+    """One entry of each for a row, contiguous; fields have the meaning of SamplingParams'.
 
     temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
-    seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, with the seed the
-    counter of the row's uniform; position counts all tokens before the one that is chosen.
-    Each is contiguous.
+    seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, the counter of the row's
+    uniform; position counts all tokens before the chosen one.
     """
 
     temperature: Tensor
@@ -34,7 +33,7 @@ class SamplingRows:
 
     @classmethod
     def upload(cls, batch: SamplingBatch, device: torch.device) -> SamplingRows:
-        """The batch's values, in one transfer that the host does not wait for."""
+        """Upload the batch's values in one transfer, without waiting."""
         return cls(*upload(sampling_columns(batch), device))
 
     def only(self, places: Tensor) -> SamplingRows:
@@ -43,7 +42,7 @@ class SamplingRows:
 
 
 def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
-    """What SamplingRows has, on the host, in the order of its fields."""
+    """Return the fields of SamplingRows on the host, in their order."""
     values = batch.values
     columns = [
         values["temperature"],

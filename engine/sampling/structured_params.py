@@ -14,10 +14,10 @@ NAME = "structured_outputs"
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One of the following, each as vLLM has it; the others stay None. Raises InvalidSampling.
+    """One of the following, each as in vLLM; the others stay None. Raises InvalidSampling.
 
     json: a JSON schema, as an object or as its text; kept as text. regex: a pattern for all of the text.
-    choice: texts of which it is one. grammar: a context-free grammar, in Lark's notation or in GBNF's.
+    choice: the allowed texts. grammar: a context-free grammar, in Lark's notation or in GBNF's.
     json_object: True for any JSON object.
     """
 
@@ -45,7 +45,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them it is."""
+        """The name of the field in use."""
         return next(name for name in NAMES if getattr(self, name) is not None)
 
 
@@ -53,7 +53,7 @@ NAMES = tuple(each.name for each in fields(StructuredOutputsParams))
 
 
 def structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """What a request says: an object of the class, or the same as a mapping. Raises InvalidSampling."""
+    """Read an object of the class, or the same as a mapping. Raises InvalidSampling."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def structured_outputs(value: object) -> StructuredOutputsParams | None:
 
 
 def _schema(schema: object) -> str:
-    """The schema as compact JSON, its keys in their order, which is that of the properties in the text."""
+    """Write the schema as compact JSON; the order of its keys is that of the text's properties."""
     if isinstance(schema, str):
         _check_text("json", schema)
         try:

@@ -1,1 +1,1 @@
-"""What each step computes: sequences, their slots and blocks, and the scheduler that chooses. No torch."""
+"""Schedules steps: sequences, their slots and blocks, and the scheduler that chooses. No torch."""

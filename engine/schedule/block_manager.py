@@ -1,16 +1,13 @@
 """BlockManager: owner of the KV pool's blocks, their reference counts and the prefix cache.
 
-A full block is found again by the hash of its whole prefix. Each published content also gets an id that is
-never used again, and a hit compares (id of the parent's content, own tokens): neither a hash collision nor a
-recycled block number can return another prefix.
+A full block is found again by the hash of its whole prefix. A hit also compares (id of the parent's content, own
+tokens), and ids are never used again: no collision or recycled block can return another prefix.
 
-A block is published while the step that computes it is scheduled, because every layer stores keys and
-values before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not
-run.
+A block is published when the step that computes it is scheduled, because every layer stores keys and values
+before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not run.
 
-What a sequence shares beyond its whole blocks is copied from a block that begins with the same tokens
-(`Tails`), if a step launched before has computed it. Such a block is held until the step that copies is
-launched: nobody else takes it in that step, which may be repeated.
+First tokens of a further block are copied from a block that begins alike (`Tails`), if an earlier step has
+computed it. That block is held until the copying step is launched.
 """
 
 from array import array
@@ -31,10 +28,7 @@ TOKEN_BYTES = 4
 
 
 class Tails:
-    """Blocks by the content before them, and in the order of their tokens' bytes.
-
-    Of tokens in order those next to a place share the most with what would stand there.
-    """
+    """Blocks by the content before them, sorted by their tokens' bytes: neighbours share the most tokens."""
 
     def __init__(self) -> None:
         self._behind: dict[int, list[tuple[bytes, int]]] = {}
@@ -44,7 +38,7 @@ class Tails:
         insort(self._behind.setdefault(parent, []), (tokens, block_id))
 
     def remove(self, parent: int, tokens: bytes, block_id: int) -> None:
-        """Take back what `add` was told."""
+        """Remove an entry of `add`."""
         entries = self._behind[parent]
         del entries[bisect_left(entries, (tokens, block_id))]
         if not entries:
@@ -75,7 +69,7 @@ LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """The first tokens of a block are those of another one: their keys and values are to be copied."""
+    """A copy of a block's first keys and values, for the same first tokens of another block."""
 
     source: int
     target: int
@@ -84,22 +78,22 @@ class BlockCopy:
 
 @dataclass(frozen=True)
 class Tail:
-    """A block to copy a sequence's first tokens behind its whole blocks from, and how many."""
+    """A block whose first tokens can be copied behind a sequence's whole blocks, and how many."""
 
     block_id: int
     num_tokens: int
 
 
 def hash_block(parent_hash: int, tokens: bytes) -> int:
-    """Chain hash of a block: xxh64 over the parent's hash and the block's token ids as int32 bytes."""
+    """Return the chain hash of a block: xxh64 over the parent's hash and the block's token ids as int32 bytes."""
     return xxhash.xxh64_intdigest(parent_hash.to_bytes(8, "little") + tokens)
 
 
 class Block:
     """One block of the pool.
 
-    `content_id` names what a full block holds, None until it is published. `hash` is set only while the
-    block is the one the prefix cache finds under it. `is_listed`: its first `tokens` are among the tails.
+    `content_id` names a full block's content, None until it is published. `hash` is set only while the prefix cache
+    finds the block under it. `is_listed`: its first `tokens` are among the tails.
     """
 
     __slots__ = ("block_id", "content_id", "hash", "is_listed", "parent_content_id", "ref_count", "tokens")
@@ -110,7 +104,7 @@ class Block:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what the block held."""
+        """Drop the block's content."""
         self.hash: int | None = None
         self.content_id: int | None = None
         self.parent_content_id = ROOT
@@ -146,21 +140,21 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; many still hold a prefix that can be hit."""
+        """The number of free blocks; many still hold a prefix that can be hit."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold num_tokens tokens."""
+        """Return the number of blocks for num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
     def keys_of(self, token_ids: list[int]) -> list[BlockKey]:
-        """The keys of a prompt's full blocks. Any thread may call this."""
+        """Return the keys of a prompt's full blocks. For any thread."""
         keys: list[BlockKey] = []
         self._extend(keys, token_ids)
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Make the keys of the blocks full of known tokens that have none yet, if they are for others too."""
+        """Make missing keys of full blocks, unless the sequence shares none."""
         if seq.shares_blocks:
             self._extend(seq.block_keys, seq.token_ids)
 
@@ -188,7 +182,7 @@ class BlockManager:
         return found
 
     def find_tail(self, seq: Sequence, cached: list[int]) -> Tail | None:
-        """Find what is worth copying behind `cached`, which `find_cached` has found."""
+        """Find the tail worth copying behind `cached`, of `find_cached`."""
         start = len(cached) * self.block_size
         end = min(seq.num_cacheable_tokens, start + self.block_size)
         if not self.enable_prefix_caching or end <= start:
@@ -201,23 +195,22 @@ class BlockManager:
         return Tail(block_id, num_tokens)
 
     def num_missing(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> int:
-        """Free blocks lacking to hold all tokens of `seq` on top of `cached`; 0 or less means it fits."""
+        """Return how many free blocks `seq` lacks on top of `cached`; 0 or less means it fits."""
         reused = cached if tail is None else [*cached, tail.block_id]
         taken_from_free = sum(1 for block_id in reused if self._blocks[block_id].ref_count == 0)
         return self.num_blocks_for(seq.num_tokens) - len(cached) + taken_from_free - len(self._free)
 
     def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
-        """Blocks that would be free, those of `keep` not counted, if all of `seqs` gave up theirs."""
+        """Return how many blocks beside `keep` would be free if all of `seqs` gave up theirs."""
         held = Counter(block_id for seq in seqs for block_id in seq.block_table)
         for block_id in keep:
             del held[block_id]
         return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
 
     def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
-        """Give `seq` blocks for all its tokens, the first ones being `cached`; return what is to be copied.
+        """Give `seq` blocks for all its tokens, the first ones being `cached`; return the copy to make.
 
-        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing, if
-        `num_missing` says it does not fit.
+        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
         """
         missing = self.num_missing(seq, cached, tail)
         if missing > 0:
@@ -281,10 +274,7 @@ class BlockManager:
         return published
 
     def publish_tail(self, seq: Sequence) -> list[Block]:
-        """Return the block of the last tokens of `seq`, which fill none, unless others have them already.
-
-        All its known tokens are computed by the step that is being scheduled, their full blocks published.
-        """
+        """Publish and return the last block of `seq`, which is not full, unless others have its tokens."""
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
         if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens:
             return []
@@ -299,7 +289,7 @@ class BlockManager:
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """Let none of these blocks be hit, as the step that published them has not run.
+        """Unpublish these blocks, as their step has not run.
 
         Its sequences must be released too, and those of all later steps.
         """
@@ -307,7 +297,7 @@ class BlockManager:
             self._forget(block)
 
     def _take(self) -> int:
-        """Take the free block least worth keeping; what it held can no longer be hit."""
+        """Take the free block least worth keeping; its content can no longer be hit."""
         if not self._free:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are held; preempt a sequence first")
         block_id, _ = self._free.popitem(last=False)
@@ -317,7 +307,7 @@ class BlockManager:
         return block_id
 
     def _let_go(self, block: Block) -> None:
-        """One reference less; a free block that can be found is worth keeping."""
+        """Drop one reference; a free block that can be found is worth keeping."""
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block.block_id] = None
@@ -326,7 +316,6 @@ class BlockManager:
                 self._free.move_to_end(block.block_id, last=False)
 
     def _forget(self, block: Block) -> None:
-        """Nobody finds it any more."""
         if block.hash is not None:
             del self._by_hash[block.hash]
         self._unlist(block)
@@ -338,10 +327,7 @@ class BlockManager:
             block.is_listed = False
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
-        """Give a full block its content id, which is that of a block with the same content, and return it.
-
-        Other content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
-        """
+        """Give a full block its content's id, and return it; other content loses the same hash."""
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
         block.parent_content_id, block.tokens = parent, key.tokens

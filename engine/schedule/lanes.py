@@ -1,4 +1,4 @@
-"""The sequences that wait, lane by lane, and those that run; which lane's turn it is."""
+"""The waiting and the running sequences, lane by lane, and which lane's turn it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WaitingLanes(dict[int, deque[Sequence]]):
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Some running sequences, in order, not to be changed. slots: [seqs] int64, the slot of each."""
+    """Some running sequences, in order; immutable. slots: [seqs] int64, the slot of each."""
 
     seqs: list[Sequence]
     slots: NDArray[np.int64]
@@ -61,12 +61,12 @@ class RunningList:
 
     @property
     def last(self) -> Sequence:
-        """The least urgent."""
+        """The least urgent sequence."""
         return self._seqs[-1]
 
     @property
     def lanes(self) -> dict[int, SlotGroup]:
-        """All of them by lane, the most urgent lane first."""
+        """The sequences by lane, the most urgent lane first."""
         if self._lanes is None:
             by_lane: dict[int, list[Sequence]] = {}
             for seq in self._seqs:
@@ -88,12 +88,10 @@ class RunningList:
         self._lanes = None
 
     def pop(self) -> Sequence:
-        """Take out the least urgent."""
         self._lanes = None
         return self._seqs.pop()
 
     def clear(self) -> None:
-        """Take out all."""
         self._seqs, self._lanes = [], {}
 
     def move(self, seq: Sequence, lane: int) -> None:
@@ -111,14 +109,14 @@ MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
 class Overtakes(Counter[int]):
-    """Admissions of more urgent lanes since a lane's own last one, by lane."""
+    """Counts admissions of more urgent lanes since a lane's own last one."""
 
     def count_admission(self, lane: int, others: Iterable[int]) -> None:
         """Count one admission from `lane` against those of `others` that are less urgent."""
         self.update({other for other in others if other > lane})
 
     def take_due(self, lane: int) -> list[int]:
-        """The lanes overtaken too often that are less urgent than `lane`; they are counted anew."""
+        """Return the lanes overtaken too often, less urgent than `lane`, and count them anew."""
         due = [other for other, n in self.items() if other > lane and n >= MAX_OVERTAKES]
         for other in due:
             del self[other]
@@ -130,7 +128,7 @@ MAX_HELD_STEPS = 16  # and at the latest after so many steps
 
 
 class AdmissionGate:
-    """Closed to a lane, and to less urgent ones, by a sequence of it that finds no room.
+    """Keeps out a lane, and less urgent ones, after one of its sequences has found no room.
 
     It opens when a sixteenth of the running sequences has left, and after sixteen steps in any case.
     """
@@ -155,11 +153,11 @@ class AdmissionGate:
         self._num_left += num_seqs
 
     def begin_step(self, num_running: int) -> None:
-        """Open, if it is time, for the step that is about to be scheduled."""
+        """Open, if it is time, before a step is scheduled."""
         self._num_steps += 1
         if self._num_left * LEFT_SHARE >= num_running or self._num_steps > MAX_HELD_STEPS:
             self._lane = None
 
     def holds(self, lane: int) -> bool:
-        """Whether a sequence of this lane, which may take no room from others, goes on waiting."""
+        """Whether a sequence of this lane goes on waiting."""
         return self._lane is not None and lane >= self._lane

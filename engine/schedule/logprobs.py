@@ -1,4 +1,4 @@
-"""Log probabilities of tokens: as they come from a step, and as completions give them."""
+"""Log probabilities of tokens, in the form of steps and in the form of completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_WANTED = -1  # in the place of how many of the most likely tokens are wanted
 
 
 def num_top(wanted: int | None) -> int:
-    """How many of the most likely tokens a value of logprobs or prompt_logprobs asks for, or NOT_WANTED."""
+    """Return the number of likely tokens that logprobs or prompt_logprobs ask for, or NOT_WANTED."""
     if wanted is None:
         return NOT_WANTED
     return MAX_COUNT if wanted == WHOLE_VOCABULARY else wanted
@@ -24,7 +24,7 @@ def num_top(wanted: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """What rows of a step say of one token each, and of the most likely ones.
+    """The log probabilities of rows: of one token each, and of the most likely ones.
 
     logprobs: [rows] float32.  ranks: [rows] int64.  starts: [rows + 1] int64: row i has the top_ids, int32,
     and top_logprobs, float32, from starts[i] to starts[i + 1], the likeliest first.
@@ -37,7 +37,7 @@ class RowLogprobs:
     top_logprobs: NDArray[np.float32]
 
     def rows(self, first: int, end: int) -> RowLogprobs:
-        """A copy of some of the rows."""
+        """Copy some of the rows."""
         top = slice(self.starts[first], self.starts[end])
         return RowLogprobs(
             self.logprobs[first:end].copy(),
@@ -51,9 +51,9 @@ class RowLogprobs:
 def as_dicts(
     known: Sequence[RowLogprobs], token_ids: Sequence[int], num_top: int, text_of: Callable[[int], str]
 ) -> list[dict[int, Logprob]]:
-    """For each token the log probabilities by token id, its own first, then those of the likeliest ones.
+    """Return log probabilities by token id for each token: its own first, then the likeliest ones.
 
-    known: in the order of the tokens; more of them are left out.  text_of: a token's text.
+    known: in the order of the tokens; later ones are left out.  text_of: a token's text.
     """
     dicts: list[dict[int, Logprob]] = []
     for part in known:

@@ -1,4 +1,4 @@
-"""What the engine gives back: completions, and counters of what it has done."""
+"""The engine's results: completions, and counters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Logprob:
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """How likely tokens are, each after all before it.
+    """The likelihood of tokens, each after all before it.
 
-    logprob: the sum of their log probabilities.  is_greedy: whether greedy generation would have given them.
+    logprob: the sum of their log probabilities.  is_greedy: greedy generation would have given them.
     token_logprobs, greedy_tokens: the same of each.
     """
 
@@ -44,7 +44,7 @@ class LogLikelihood:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a sequence arrived, had its first token (if any) and finished, in monotonic seconds."""
+    """The moments of a sequence's arrival, first token (if any) and end, in monotonic seconds."""
 
     arrival_time: float
     first_token_time: float | None
@@ -53,7 +53,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a running request is, in tokens. generation_tokens: of all its samples that run."""
+    """A running request's progress in tokens. generation_tokens: of all its running samples."""
 
     prompt_tokens: int = 0
     prompt_tokens_left: int = 0
@@ -66,22 +66,18 @@ class Completion:
 
     index: numbers the samples of a request, 0 to n - 1.
     token_ids: all generated ids, the end or stop token that ended it included.
-    text: their text without special tokens; a stop string and what follows it are cut.
+    text: without special tokens, and cut at a stop string.
     finish_reason: "stop" (end token, stop token, stop string), "length" (max_tokens, max_model_len),
         "error" (`error` says why), "abort" (given up by a caller that needs a record of it).
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
-    logprobs: for each of token_ids, by token id, its own log probability first, then those of the most likely
-        tokens, if SamplingParams asked for them.
-    embedding: what PoolingParams asked for, numbers of float32; such a completion has no token either.
-    reasoning: with SamplingParams.separate_reasoning, what stood between the marks of a reasoning span, which
-        `text` is without then; None where there is none.
+    logprobs: for each of token_ids, by token id: its own first, then the most likely ones, if wanted.
+    embedding: of PoolingParams, float32; such a completion has no token.
+    reasoning: the reasoning span, with SamplingParams.separate_reasoning, which `text` then lacks.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
-    prompt_logprobs: the same for each token of the prompt; the first one has none.
-    num_continued: how many of token_ids came with the request; the others have the logprobs, and cached ones
-        count in num_cached_tokens too.
-    loglikelihoods: of each continuation that ScoringParams asked for; such a completion has no token, and
-        ends with "stop".
-    metrics: of a generated one; two that differ in nothing else are equal.
+    prompt_logprobs: for each token of the prompt; the first one has none.
+    num_continued: tokens of token_ids that came with the request; cached ones count in num_cached_tokens.
+    loglikelihoods: of each continuation of ScoringParams; such a completion has no token, and ends with "stop".
+    metrics: of a generated one; not compared.
     """
 
     request_id: str
@@ -116,13 +112,11 @@ class EngineStats:
     prefill_tokens: computed for prompts, and again for preempted sequences.
     cached_tokens: taken from the prefix cache instead.
     decode_tokens: computed one at a time for running sequences.
-    cpu_threads: torch's, in this process.
-    generation_tokens: sampled, those of unfinished sequences too.
+    generation_tokens: sampled, for unfinished sequences too.
     step_seconds: by part of a step: schedule, prepare, launch (on a CPU all computing), wait (for the
         device), update, detokenize.
     num_scheduled: the sequences of each step, added up.
-    batch_sizes: steps by their number of sequences: how many had 1, 2, up to 4, up to 8 and so on, the last
-        ones all that are larger.
+    batch_sizes: steps by number of sequences: 1, 2, up to 4, up to 8 and so on; the last count has all larger ones.
     """
 
     num_steps: int

@@ -1,4 +1,4 @@
-"""PooledStates: one sequence's vector, while its hidden states come chunk by chunk."""
+"""PooledStates: collects one sequence's vector while its hidden states come chunk by chunk."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,8 +7,7 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first token whose hidden state is looked at, and
-    neither known nor being computed."""
+    """Collects one sequence's vector. next: the place of the first hidden state not yet computed or launched."""
 
     def __init__(self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool) -> None:
         """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept."""
@@ -25,15 +24,15 @@ class PooledStates:
         return self._modes != ("lasttoken",)
 
     def until(self, num_tokens: int) -> range:
-        """The places that are neither known nor being computed, once so many tokens are computed."""
+        """Return the places that become known once so many tokens are computed."""
         return range(self.next, min(num_tokens, self._end))
 
     def forget(self) -> None:
-        """What is being computed will not come."""
+        """Drop the states of launched steps, which will not come."""
         self.next = self._first + self._num_rows
 
     def add(self, pooled: Vector, num_rows: int) -> None:
-        """Take what a step pooled of the next num_rows tokens: [modes * hidden], as `pool` makes it."""
+        """Add a step's pooled states of the next num_rows tokens: [modes * hidden], by `pool`."""
         new = pooled.reshape(len(self._modes), -1)
         if self._vectors is None:
             self._vectors = new.copy()
@@ -49,12 +48,12 @@ class PooledStates:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model's numbers are; all rows are in it."""
+        """Whether all of the model's numbers are finite, once all rows are in."""
         assert self._vectors is not None
         return bool(np.isfinite(self._vectors).all())
 
     def embedding(self) -> list[float]:
-        """The text's vector, whose numbers are float32's; all rows are in it."""
+        """Return the text's vector of float32 numbers, once all rows are in."""
         assert self._vectors is not None
         weights = {
             "mean": self._num_rows,

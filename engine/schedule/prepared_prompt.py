@@ -1,4 +1,4 @@
-"""PreparedPrompt: what is made of a request beside the engine's thread. It needs neither torch nor numpy."""
+"""PreparedPrompt: a request prepared beside the engine's thread. It needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
+    """A prompt after the work that takes time with its length: made by `Engine.prepare`.
 
-    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached. continued: the
-    tree of the continuations that stand behind these tokens, where those are to be scored; then
-    num_prompt_tokens are the prompt's own.
+    token_ids: checked. block_keys: of its full blocks, none if prefixes are not cached. continued: the tree of the
+    continuations to score; num_prompt_tokens are then the prompt's own.
     """
 
     token_ids: list[int]

@@ -16,17 +16,14 @@ from engine.schedule.sequence import Sequence, SequenceStatus
 
 @dataclass
 class ScheduledBatch:
-    """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
+    """The work of one step: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
-    A sequence of which every token is then computed samples its next one, if it generates: each of `decodes`,
-    and `prefills[i]` where `prefill_samples[i]` says so. num_decode_tokens: those of `decodes` that were
-    generated; a prompt's last chunk may be one token too. decode_slots: [decodes] int64.
-    published: blocks that can be hit from this step on. copies: what is to be copied for sequences that are
-    admitted, before anything is computed. refused: a sequence that could not be admitted, still the first to
-    wait in its lane, and what it raised.
-    launched: whether `advance` has counted it; then also: generations: [samples] int64, as in SlotTable.
-    scored, pooled: sequences, and how many tokens of each it scores or pools. ending: those that have nothing
-    else to do.
+    A sequence with all tokens computed samples its next one, if it generates: each of `decodes`, and `prefills[i]`
+    if `prefill_samples[i]` says so. num_decode_tokens: generated ones of `decodes`, whose others end a prompt.
+    decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
+    is computed. refused: a sequence that could not be admitted, still first in its lane, and its error.
+    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. scored, pooled:
+    sequences, and their numbers of tokens. ending: sequences that have nothing else to do.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -46,7 +43,7 @@ class ScheduledBatch:
     launched: bool = False
 
     def add_decodes(self, group: SlotGroup, *, num_generated: int) -> None:
-        """Compute one token of each of `group`; num_generated of these are no prompt's last."""
+        """Compute one token of each of `group`; num_generated of them were generated."""
         self.decodes += group.seqs
         self.decode_slots = np.concatenate((self.decode_slots, group.slots))
         self.num_tokens += len(group.seqs)
@@ -61,9 +58,9 @@ class ScheduledBatch:
         self.num_tokens += num_new_tokens
 
     def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
-        """Two steps that do the same, before it is launched. The first must run first.
+        """Split the step in two that do the same in this order, before it is launched.
 
-        A block that is hit in the very step that computes it is hit by sequences after the one it belongs to.
+        A block is hit in its own step only by later sequences.
         """
         middle = len(self.seqs) // 2
         cut = max(0, middle - len(self.decodes))
@@ -88,7 +85,7 @@ class ScheduledBatch:
 
     @cached_property
     def seqs(self) -> list[Sequence]:
-        """All sequences of the step, decodes first. Once it is scheduled, as the properties that follow."""
+        """The sequences of a scheduled step, decodes first."""
         return self.decodes + self.prefills
 
     @cached_property
@@ -103,14 +100,14 @@ class ScheduledBatch:
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """[seqs] bool, whether each samples its next token: the one place that says so."""
+        """[seqs] bool, whether each samples its next token."""
         samples = np.ones(len(self.seqs), np.bool_)
         samples[len(self.decodes) :] = self.prefill_samples
         return samples
 
     @cached_property
     def sampling(self) -> list[Sequence]:
-        """The sequences that sample, in the order of `seqs` and so of the step's tokens when they arrive."""
+        """The sequences that sample, in the order of `seqs`."""
         return self.decodes + [seq for seq, _, samples in self.each_prefill() if samples]
 
     @cached_property
@@ -119,11 +116,11 @@ class ScheduledBatch:
         return self.slots[self.samples]
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
-        """Each of `prefills`, the tokens to compute, and whether it samples then."""
+        """Yield each of `prefills`, its tokens to compute, and whether it samples then."""
         return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)
 
     @property
     def num_dropped(self) -> int:
-        """Generated tokens that this step has computed for sequences that are gone."""
+        """Count generated tokens of this step whose sequences are gone."""
         gone = [seq for seq in self.decodes if seq.status is SequenceStatus.FINISHED]
         return sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)

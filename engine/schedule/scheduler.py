@@ -33,7 +33,7 @@ from engine.schedule.step_batch import count_pooled, give_pooled, learn
 
 
 class Scheduler:
-    """Chooses what each step computes, and keeps what is known of every sequence.
+    """Chooses the sequences of each step, and owns their status.
 
     Raises ConfigError if the pool cannot hold one longest sequence.
     """
@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold neither slot nor blocks."""
+        """The number of sequences with neither slot nor blocks."""
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
@@ -84,7 +84,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget an unfinished sequence and free what it holds. Not between `schedule` and `advance`."""
+        """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
         self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
@@ -95,7 +95,7 @@ class Scheduler:
         seq.fail(error)
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the next step and reserve all it needs; there is nothing to do if it has no tokens.
+        """Choose the next step and reserve its blocks; it is empty if it has no tokens.
 
         Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
         """
@@ -113,7 +113,7 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count what the step just launched computes, and a pending token per sample."""
+        """Count the tokens of the step just launched, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
         self.blocks.launched(batch.published)
@@ -146,9 +146,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Fill in the tokens of the oldest step in flight, which has run; return the sequences that finished.
 
-        token_ids: [samples] int64; those of sequences that are gone by now are dropped. logprobs: if any were
-        wanted, of the samples and then of the tokens that were scored. pooled: of the sequences that have
-        rows for it.
+        token_ids: [samples] int64. logprobs: of the samples and then of the scored tokens, if any. pooled: of the
+        sequences with rows for it.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
@@ -189,7 +188,7 @@ class Scheduler:
         return finished
 
     def withdraw(self) -> None:
-        """Let nothing in flight count, as a step has failed: all that ran wait to compute again."""
+        """Withdraw all steps in flight, as one has failed: their sequences wait to compute again."""
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if not batch.launched:
@@ -210,11 +209,11 @@ class Scheduler:
         self.running.clear()
 
     def split(self) -> None:
-        """Make the first step in flight, which is not launched, two that do the same one after the other."""
+        """Split the first step in flight, which is not launched, into two that do the same."""
         self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """Make a step of the engine's own short sequence, where none runs; `release_control` follows."""
+        """Make a step of the engine's own short sequence, while none runs; `release_control` follows."""
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
         batch = ScheduledBatch()
@@ -222,7 +221,7 @@ class Scheduler:
         return batch
 
     def release_control(self, seq: Sequence) -> None:
-        """Take back what `schedule_control` gave, also where it raised."""
+        """Free the slot and blocks of `schedule_control`, also after it raised."""
         if seq.slot >= 0:
             self._release(seq)
 
@@ -238,7 +237,7 @@ class Scheduler:
             self._schedule_prefills(group.select(in_prefill).seqs, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
-        """Give blocks to those that lack any; return those that had not to give way for it."""
+        """Give blocks to sequences that lack any; return those that were not preempted."""
         begins_block = (self.slots.num_tokens[group.slots] - 1) % self.blocks.block_size == 0
         num_preemptions = self.num_preemptions
         for i in np.flatnonzero(begins_block | self.slots.in_prefill(group.slots)).tolist():
@@ -249,7 +248,6 @@ class Scheduler:
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
-        """Publish the blocks that their tokens fill."""
         may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
@@ -268,13 +266,13 @@ class Scheduler:
             batch.published += self.blocks.publish_tail(seq)
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known."""
+        """Publish the known blocks that are full once `num_tokens` are computed."""
         num_known = min(num_tokens, len(seq.token_ids))
         if num_known // self.blocks.block_size > seq.num_published_blocks:
             batch.published += self.blocks.publish(seq, num_known)
 
     def _prefill_budget(self, lane: int, batch: ScheduledBatch) -> int:
-        """Tokens left for prefills of this lane: less urgent lanes keep one for each of their decodes."""
+        """Return this lane's tokens for prefills: less urgent lanes keep one for each decode."""
         reserved = 0
         if self.running and self.running.last.lane > lane:
             reserved = sum(seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running)
@@ -319,11 +317,7 @@ class Scheduler:
             self._move_up_overtaken(lane)
 
     def _make_room(self, seq: Sequence, cached: list[int]) -> bool:
-        """Preempt less urgent sequences until `seq` can be admitted; preempt none if that cannot suffice.
-
-        Where there are none, each sequence that runs keeps a free block to grow into: else the newcomer would
-        be preempted for it within a few steps.
-        """
+        """Preempt less urgent sequences if that admits `seq`; else leave each running one a free block to grow."""
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
@@ -346,7 +340,7 @@ class Scheduler:
             self.slots.add_block(seq)
 
     def _preempt(self) -> Sequence:
-        """Take slot and blocks from the least urgent sequence, which is returned."""
+        """Take slot and blocks from the least urgent sequence; return it."""
         seq = self.running.pop()
         self._release(seq)
         self._wait_again(seq)
@@ -374,14 +368,14 @@ class Scheduler:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
-        """Hand a token to its sequence; whether that ends it."""
+        """Hand a token to its sequence; return whether that ends it."""
         ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
         if seq.status is SequenceStatus.ENDING and not ends and seq.num_tokens < seq.max_len:
             self._wait_again(seq)  # its last token is to be computed anew
         return ends
 
     def _remove(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out of its list and free what it holds."""
+        """Take an unfinished sequence out of its list and free its blocks."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove([seq])
             self._release(seq)
@@ -390,7 +384,7 @@ class Scheduler:
             self.waiting[seq.lane].remove(seq)
 
     def _queue_followers(self, seq: Sequence) -> None:
-        """What was held until `seq` is finished takes the place of it."""
+        """Queue the sequences that waited for `seq` to finish."""
         for follower in seq.followers:
             follower.arrival, follower.lane = seq.arrival, seq.lane
             self.blocks.extend_keys(follower)

@@ -1,8 +1,7 @@
 """ScoreTree: continuations of one prompt; tokens that several share are computed and scored once.
 
-A sequence for each way through the tree computes what no other does. The token behind a node is scored by the
-row of the node's last token, and is not computed for that: of labels of one token each the prompt is all that
-is computed.
+Each way through the tree is a sequence that computes its own tokens only. The row of a node's last token scores
+the token behind it: for labels of one token each, only the prompt is computed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
 
 
 class Targets:
-    """The tokens that a sequence is there to score, in the order of their places: several may share one.
+    """The tokens that a sequence scores, in the order of their places: several may share one.
 
-    places, token_ids: [targets] int64. A place is that behind as many tokens of the sequence.
+    places, token_ids: [targets] int64. A place is the number of tokens before it.
     next: how many of them are known, or being computed.
     """
 
@@ -37,20 +36,20 @@ class Targets:
 
     @classmethod
     def of_prompt(cls, token_ids: Sequence[int], score_from: int) -> Targets:
-        """Make the targets of a text from a place on; the last token is no part of the sequence."""
+        """Make the targets of a text from a place on, without its last token."""
         return cls(np.arange(score_from, len(token_ids)), np.array(token_ids[score_from:], np.int64))
 
     def until(self, num_tokens: int) -> slice:
-        """Return the targets that so many computed tokens make known, and that were not before."""
+        """Return the targets that so many computed tokens make known."""
         return slice(self.next, int(np.searchsorted(self.places, num_tokens, side="right")))
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way through the tree, as a sequence: its tokens, and what it scores.
+    """One way through the tree, as a sequence: its tokens, and its targets.
 
-    parent: the branch that computes what this one shares with those before it.
-    places: as of Targets, counted behind what all share.
+    parent: the branch that computes what this one shares with earlier ones.
+    places: as of Targets, counted behind the shared tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -61,10 +60,10 @@ class Branch:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What is the same for all prompts with the same tails behind them.
+    """The tree for all prompts with the same tails.
 
-    found: of each tail its scored tokens, as a branch and a place among that branch's targets; the last entry
-    has several where its end is scored, one for each token that may end it.
+    found: each tail's scored tokens, as a branch and a place among its targets; the last entry has several if the end
+    is scored, one for each end token.
     """
 
     branches: tuple[Branch, ...]
@@ -72,7 +71,7 @@ class TreeShape:
 
 
 def shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
-    """The tree of the tails. end_token_ids: what is scored behind each of them; () for nothing."""
+    """Make the tree of the tails. end_token_ids: scored behind each of them; () for none."""
     is_kept = sum(len(token_ids) for token_ids, _ in tails) <= MAX_KEPT_TOKENS
     return (_shape_of if is_kept else _shape_of.__wrapped__)(tails, end_token_ids)
 
@@ -83,20 +82,20 @@ def _shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeSh
 
 
 def ends_needed(tails: Iterable[Tail]) -> bool:
-    """Whether one of them is the beginning of another."""
+    """Whether one of the tails is the beginning of another."""
     ways = sorted(token_ids for token_ids, _ in tails)
     return any(after[: len(way)] == way for way, after in pairwise(ways))
 
 
 class _Nodes:
-    """A tree as it grows, by numbered nodes: what stands before a token. Node 0 stands before all of them."""
+    """Numbered nodes of a growing tree: each is the place before a token, node 0 the root."""
 
     def __init__(self) -> None:
         self._children: dict[Scored, int] = {}
         self._depths, self._owners = [0], [0]
 
     def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
-        """The longest go first, so that none is the beginning of a later one."""
+        """Build the tree, the longest tails first, so that none is the beginning of a later one."""
         ways = [token_ids if end_token_ids else token_ids[:-1] for token_ids, _ in tails]
         branches: list[tuple[tuple[int, ...], int | None]] = []
         for way in sorted(ways, key=len, reverse=True):
@@ -125,7 +124,7 @@ class _Nodes:
         )
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
-        """The branch that a new one parts from; None if it has no node of its own, or is the first."""
+        """Return the parent branch of a new one; None if it has no node of its own, or is the first."""
         node, parent = 0, None
         for depth, token_id in enumerate(way, start=1):
             child = self._children.get((node, token_id))
@@ -139,7 +138,7 @@ class _Nodes:
         return parent if branch else None
 
     def _scored(self, tail: Tail, end_token_ids: tuple[int, ...]) -> list[list[Scored]]:
-        """Its tokens from its place on, each with the node before it; then what may end it."""
+        """List a tail's tokens from its place on, each with the node before it; then the end tokens."""
         token_ids, first = tail
         node, scored = 0, []
         for place, token_id in enumerate(token_ids):
@@ -151,7 +150,7 @@ class _Nodes:
 
 @dataclass
 class ScoreTree:
-    """The tree of one request, and what is known of it. shared: the tokens that stand before all tails."""
+    """The tree of one request, and its known scores. shared: the tokens before all tails."""
 
     shared: list[int]
     num_prompt_tokens: int
@@ -160,16 +159,16 @@ class ScoreTree:
     _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
 
     def targets(self, branch: Branch) -> Targets:
-        """What the branch's sequence scores."""
+        """Return the targets of a branch's sequence."""
         return Targets(branch.places + len(self.shared), branch.scored_ids)
 
     def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:
-        """A branch's targets are known; whether all are."""
+        """Take a branch's scores; return whether all are known."""
         self._known[branch] = logprobs, ranks
         return len(self._known) == len(self.shape.branches)
 
     def results(self) -> list[LogLikelihood]:
-        """One for each tail, once all is known."""
+        """Return the likelihood of each tail, once all is known."""
         return [self._of(entries) for entries in self.shape.found]
 
     def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
@@ -180,7 +179,7 @@ class ScoreTree:
 
 
 def _either(logprobs: list[float]) -> float:
-    """The log of the probability that one of several tokens comes."""
+    """Return the log of the probability of any of several tokens."""
     if len(logprobs) == 1:
         return logprobs[0]
     highest = max(logprobs)

@@ -1,8 +1,4 @@
-"""ScoredTokens: the tokens whose log probability a step gives besides computing them.
-
-The row that computes a token has the distribution of the one behind it: the sampled one, whose log
-probability may be wanted, or the next one of the prompt.
-"""
+"""ScoredTokens: the tokens whose log probability a step gives. The row of a token scores the one behind it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +14,10 @@ from engine.schedule.slots import SlotTable
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens whose log probability a step gives, those of a sequence one after another.
+    """Tokens whose log probability a step gives, sequence after sequence.
 
     of: the sequences, and how many of each.  rows, token_ids, tops: [scored] int64, the row of each token's
-    distribution, the token, and how many of the most likely ones are wanted besides.
+    distribution, the token, and the number of likely tokens wanted besides.
     """
 
     of: list[tuple[Sequence, int]]
@@ -34,7 +30,7 @@ NONE_SCORED = ScoredTokens([], *(np.zeros(0, np.int64) for _ in range(3)))
 
 
 def find_scored(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
-    """The tokens that a step scores which is not launched yet; NONE_SCORED if there are none."""
+    """Find the tokens that a step to launch scores; NONE_SCORED if there are none."""
     if not slots.num_wanting:
         return NONE_SCORED
     parts = [part for part in (_of_prompts(batch, slots), *_of_targets(batch)) if part.of]
@@ -85,7 +81,7 @@ def _of_targets(batch: ScheduledBatch) -> Iterator[ScoredTokens]:
 
 
 def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
-    """[samples] int64, as StepBatch has it."""
+    """Return [samples] int64, as StepBatch has it."""
     if not slots.num_wanting:
         return NONE_SCORED.tops
     tops = slots.sample_top[batch.sampling_slots]
@@ -104,7 +100,7 @@ def count_scored(batch: ScheduledBatch, slots: SlotTable) -> None:
 
 
 def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
-    """Hand each sequence that is not gone what a step says of its tokens, before it learns those.
+    """Hand each live sequence its tokens' log probabilities, before it learns the tokens.
 
     logprobs: of the samples that wanted them, in their order, then of the scored tokens.
     """

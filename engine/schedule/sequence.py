@@ -23,7 +23,7 @@ from engine.text.stop_strings import StopStrings
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. Only the scheduler changes it."""
+    """The state of a sequence. Only the scheduler changes it."""
 
     HELD = auto()  # until another one of its request, which computes its first tokens, is finished
     WAITING = auto()
@@ -33,7 +33,7 @@ class SequenceStatus(Enum):
 
 
 class Forcing(Protocol):
-    """Says of one sequence which tokens must come next. It is told of each token once, in order."""
+    """Says which tokens of one sequence must come next. It is told of each token once, in order."""
 
     def first(self) -> Iterable[int]:
         """Return the tokens that must come first."""
@@ -46,30 +46,24 @@ class Forcing(Protocol):
 class Sequence:
     """State of one sample of one request.
 
-    `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
-    tokens behind them, which launched steps sample. The first `num_computed_tokens` have their keys and
-    values in the blocks of `block_table`, in order, once the launched steps have run. It ends at `max_len`
-    tokens; then `text` is its completion, or `error` says why there is none. `block_keys` holds one key per
-    full block, made once and kept over preemption. `arrival` orders sequences of one lane. `forced` must come
-    next, whatever was sampled; of the samples on their way the first `num_stale` are dropped. `slot` is its
-    row in the slot table while it runs. The scheduler owns status, lane, slot, num_tokens and max_len; the
-    block manager owns table and keys.
+    `token_ids`: the known tokens of prompt and completion. `num_tokens` also counts the pending ones, which launched
+    steps sample. The first `num_computed_tokens` have their keys and values in `block_table`, once the launched steps
+    have run. It ends at `max_len` tokens, with `text` or `error`. `block_keys`: one key per full block, kept over
+    preemption. `arrival` orders sequences of one lane. `forced` tokens come next, whatever was sampled; the first
+    `num_stale` pending samples are dropped. `slot`: its row in the slot table while it runs. The scheduler owns
+    status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
 
-    The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
-    neither known nor being computed; `prompt_logprobs` holds those that are known, in order, and `logprobs`
-    those of the tokens behind the prompt. `score_top`, `sample_top`: how many of the most likely tokens go
-    with each, or NOT_WANTED. A sequence that does not generate scores `targets`, whose log probabilities are
-    its `prompt_logprobs`: those of branch `index` of `tree`. Or its hidden states are `pooled`. `followers`
-    are held until it is finished. The first `num_continued` tokens behind the prompt came with the request.
-    `arrived_at`, `first_token_at`: monotonic seconds.
+    Prompt tokens from `next_scored` to `score_end` still need log probabilities; `prompt_logprobs` holds the known
+    ones, `logprobs` those of the completion. `score_top`, `sample_top`: the number of likely tokens with each, or
+    NOT_WANTED. A sequence that does not generate scores `targets`, branch `index` of `tree`, or its hidden states
+    are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
+    the request. `arrived_at`, `first_token_at`: monotonic seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
-    stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+    stop_token_ids: every id that ends it, the model's own included unless ignored.
     edits: of its logits, None if there are none but bans for min_tokens.
-    forcing: says which tokens must come next; None where none ever must.
-    matcher: what its text must follow, None if that is free.
-    block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
-    targets: score these, and generate nothing.  tree: of which they are a part.
+    forcing: says which tokens must come next; None if none ever must.
+    matcher: follows its grammar, None if the text is free.
     """
 
     request_id: str
@@ -130,9 +124,9 @@ class Sequence:
         self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
 
     def go_on_behind(self, token_id: int) -> None:
-        """Learn a token of a completion that was cut, before it is scheduled: max_tokens come behind it.
+        """Learn a token of a cut completion, before it is scheduled: max_tokens more follow it.
 
-        Raises InvalidRequest where the completion has ended, or cannot be, with it.
+        Raises InvalidRequest if the completion ends with it, or cannot have it.
         """
         self.max_len += 1
         try:
@@ -145,7 +139,7 @@ class Sequence:
         self.num_tokens += 1
 
     def pool_alone(self, pooled: PooledStates) -> None:
-        """The prompt's hidden states go there, and nothing is generated. Before it is queued."""
+        """Pool the prompt's hidden states and generate nothing. Before it is queued."""
         self.pooled, self.generates, self.max_len = pooled, False, self.num_tokens
 
     def __repr__(self) -> str:
@@ -156,7 +150,7 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are being computed; their ids are not known."""
+        """The number of tokens that are being computed; their ids are not known."""
         return self.num_tokens - len(self.token_ids)
 
     @property
@@ -166,12 +160,12 @@ class Sequence:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether its blocks are for others too: not where all hidden states of a prompt are needed."""
+        """Whether others may use its blocks: not if all hidden states of a prompt are needed."""
         return self.pooled is None or not self.pooled.needs_all
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Tokens that need not be computed again: neither the last, nor what scores a token."""
+        """The number of tokens that need no computing: neither the last, nor those that score."""
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
@@ -180,7 +174,7 @@ class Sequence:
         return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
 
     def forget_scored(self) -> None:
-        """What is being computed will not come: the first token not known is the next to be scored."""
+        """Score again from the first unknown token: launched steps are withdrawn."""
         num_known = sum(len(part.ranks) for part in self.prompt_logprobs)
         if self.targets is not None:
             self.targets.next = num_known
@@ -193,14 +187,13 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def fail(self, error: Exception) -> None:
-        """Nothing can go on with this sequence, and nothing else is the matter."""
+        """End the sequence with an error of its own."""
         self.finish_reason, self.error = "error", error
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Learn the first pending token; return why the sequence ends with it, or None if it goes on.
+        """Learn the first pending token, or the forced one; return why the sequence ends with it, or None.
 
-        Where one is forced, it is that one. Raises NoToken for a negative one, or GrammarFailed, and whatever
-        decoding the text raises.
+        Raises NoToken for a negative one, or GrammarFailed, and any error of decoding the text.
         """
         if self.forced:
             token_id = self.forced.popleft()
@@ -225,7 +218,7 @@ class Sequence:
         return self.finish_reason
 
     def end_scored(self) -> None:
-        """All of it is scored, or pooled, and it was there for nothing else."""
+        """End a sequence of scores or an embedding, once all is there."""
         self.finish_reason = "stop"
         if self.pooled is not None and not self.pooled.is_finite:
             self.fail(NoToken("no embedding can be told: the model's hidden states are no finite numbers"))
@@ -233,7 +226,7 @@ class Sequence:
             self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
 
     def ends_with(self, token_id: int) -> bool:
-        """Learn the first pending token; whether that ends it, also by what its text raises."""
+        """Learn the first pending token; return whether that, or an error of its text, ends it."""
         try:
             return self.append(token_id) is not None
         except Exception as error:  # noqa: BLE001 - whatever it is
@@ -249,14 +242,14 @@ class Sequence:
 
     @property
     def is_watched(self) -> bool:
-        """Whether each of its tokens must be looked at: one may end it by its text, or force others."""
+        """Whether each of its tokens must be looked at, as its text may end it or tokens be forced."""
         return any(watch is not None for watch in (self.stop_strings, self.forcing, self.matcher))
 
 
 def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
-    """Return by request id how far each is. running: the sequences in the batch.
+    """Return each request's progress by id. running: the sequences in the batch.
 
-    Samples of one request have the same prompt: it counts once, as far as the first of them is.
+    Samples of one request share the prompt, which counts once.
     """
     found: dict[str, RequestProgress] = {}
     for seq in running:

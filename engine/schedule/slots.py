@@ -1,8 +1,7 @@
 """SlotTable: the running sequences' state as arrays, one row per slot, updated in place.
 
-A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or
-tokens; nothing is rebuilt per token in Python. They are a copy: the Sequence rules, and what the
-scheduler changes of one that runs it changes here in the same call.
+A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or tokens.
+They are a copy: the scheduler changes the Sequence and this in the same call.
 """
 
 import numpy as np
@@ -65,7 +64,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots no sequence holds."""
+        """The number of slots no sequence holds."""
         return len(self._free)
 
     def assign(self, seq: Sequence) -> None:
@@ -93,7 +92,7 @@ class SlotTable:
         self._give(slot)
 
     def rewrite(self, seq: Sequence) -> None:
-        """Write the tokens of `seq` anew, none of them pending: launched steps have sampled others."""
+        """Write the tokens of `seq` anew, none of them pending, after others were forced."""
         slot = seq.slot
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
@@ -101,7 +100,7 @@ class SlotTable:
         self._give(slot)
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[slots] bool: whether several tokens are to be computed, of a prompt or forced ones."""
+        """Return [slots] bool: whether several tokens, of a prompt or forced, are to be computed."""
         several: NDArray[np.bool_] = self.num_tokens[slots] - self.num_computed[slots] > self.num_alone[slots]
         return several
 
@@ -125,7 +124,7 @@ class SlotTable:
         self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
-        """Count what a launched step computes for these slots, and a pending token where it samples."""
+        """Count the tokens of a launched step for these slots, and a pending one if it samples."""
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]
         self.num_tokens[sampling] += 1
@@ -137,7 +136,7 @@ class SlotTable:
         self.num_known[slots] += 1
 
     def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[slots] bool: whether a sequence may end with this token of it; it must be looked at then.
+        """Return [slots] bool: whether a sequence may end with this token, and must be looked at.
 
         token_ids: [slots] int64, the first pending token of each.
         """

@@ -1,8 +1,4 @@
-"""StepBatch: a step's tokens as host arrays, cut out of the slot table, with edits and forced tokens.
-
-Numpy alone: it becomes a ForwardBatch where the model is, in the same process or in each rank of a
-tensor-parallel engine.
-"""
+"""StepBatch: a step's tokens as numpy arrays, cut out of the slot table; a rank turns it into a ForwardBatch."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +17,7 @@ from engine.structured.matcher import Matcher, StepMasks
 
 @dataclass(frozen=True)
 class PooledRows:
-    """of: the sequences, and how many rows of each.  rows: [pooled] int64, in the order of `of`."""
+    """Rows to pool. of: the sequences, and how many rows of each.  rows: [pooled] int64, in that order."""
 
     of: list[tuple[Sequence, int]]
     rows: NDArray[np.int64]
@@ -31,7 +27,7 @@ NONE_POOLED = PooledRows([], np.zeros(0, np.int64))
 
 
 def find_pooled(batch: ScheduledBatch, slots: SlotTable) -> PooledRows:
-    """The rows that a step pools which is not launched yet; NONE_POOLED if there are none."""
+    """Find the rows that a step to launch pools; NONE_POOLED if there are none."""
     if not slots.num_pooled:
         return NONE_POOLED
     of, rows = [], []
@@ -55,17 +51,16 @@ def count_pooled(batch: ScheduledBatch, slots: SlotTable) -> None:
 
 
 def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
-    """Hand each sequence that is still there its row of what a step has pooled."""
+    """Hand each live sequence its row of a step's pooled states."""
     for vector, (seq, count) in zip(pooled, batch.pooled, strict=True):
         if seq.status is not SequenceStatus.FINISHED and seq.pooled is not None:
             seq.pooled.add(vector, count)
 
 
 def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
-    """Hand its first pending token, and all that is forced then, to a sequence; whether it ends with that.
+    """Hand a sequence its first pending token, and all forced ones; return whether it ends.
 
-    If it goes on with others than launched steps have sampled, what they computed behind the last right one
-    does not count, and its slot is written anew.
+    If forced tokens differ from pending samples, those are dropped and its slot is written anew.
     """
     num_known, num_forced = len(seq.token_ids), len(seq.forced)
     is_other = num_forced > 0 and seq.forced[0] != token_id
@@ -94,17 +89,17 @@ def sampled_as(seq: Sequence) -> int | None:
 
 
 def _is_sampled(seq: Sequence) -> bool:
-    """Whether forced tokens are sampled, from themselves alone: their log probabilities are wanted."""
+    """Return whether forced tokens are sampled, since their log probabilities are wanted."""
     return seq.sample_top != NOT_WANTED
 
 
-#: Added to a logit, leaves no other token any weight at any temperature.
+#: Added to a logit, this leaves no other token any weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
-    """Collect the edits of the sequences that sample, and which of their masks are still to be computed."""
+    """Collect the edits of the sequences that sample, and the masks to compute later."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
@@ -183,12 +178,12 @@ class StepBatch:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any are."""
+        """Whether any log probabilities are wanted."""
         return len(self.sample_tops) > 0 or len(self.scored_rows) > 0
 
     @property
     def gives_tokens_alone(self) -> bool:
-        """Whether it is to say nothing more: no log probabilities, no pooled states."""
+        """Whether it gives neither log probabilities nor pooled states."""
         return not self.wants_logprobs and not len(self.pooled_rows)
 
 

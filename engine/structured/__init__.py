@@ -1,1 +1,1 @@
-"""What a completion's text has to be: grammars, and for each token which ones may come next."""
+"""Grammars of a completion's text, and the tokens that may come next."""

@@ -1,7 +1,6 @@
-"""Compiler: from what a request asks of its text to a compiled grammar, by llguidance.
+"""Compiler: turns a request's structured outputs into a grammar, by llguidance.
 
-A grammar compiles in about a millisecond, its masks as they are needed. What cannot be enforced exactly is
-refused. Source: https://github.com/guidance-ai/llguidance.
+Forms that cannot be enforced exactly are refused. Source: https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-#: Of each class the characters that all dialects have in it, and a superset of what any has.
+#: Each class's characters that all dialects have in it, and a superset of any dialect's.
 _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
@@ -34,7 +33,7 @@ _PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 
 
 def portable(pattern: str) -> str:
-    """The pattern with classes that every dialect reads alike. What is no valid pattern stays none."""
+    """Write the pattern with classes that every dialect reads alike; an invalid pattern stays so."""
     parts: list[str] = []
     negated: list[bool] = []  # of the bracketed classes that are open, whether their sense is turned
     for part in _PARTS.findall(pattern):
@@ -65,10 +64,10 @@ MAX_REASON_CHARS = 300
 #: Between two parts of a JSON text: one blank, or a line break and what it is indented by.
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 
-#: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
+#: Limits of a grammar: about a second and 40 MB; the defaults allow 3 s and 500 MB.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 
-#: Of the stack of a thread in which a form is tried. It is compiled on a larger one then.
+#: Bytes of the stack on which a form is tried. It is compiled on a larger one then.
 STACK_BYTES = 16 << 20
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
@@ -81,7 +80,7 @@ class Compiler:
     def __init__(self, tokenizer: str, num_tokens: int, eos_token_ids: list[int]) -> None:
         """Take up to a second to read a vocabulary. Raises InvalidSampling for one that cannot be served.
 
-        tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: those that end a text.
+        tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: the ids that end a text.
         """
         from llguidance import LLTokenizer
 
@@ -98,7 +97,7 @@ class Compiler:
         self.vocabulary = Vocabulary.of(self._tokenizer)
 
     def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:
-        """grammar: of the spec, as `grammar_of` has it. Raises InvalidSampling."""
+        """Compile a `grammar` of `grammar_of`. Raises InvalidSampling."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
@@ -122,7 +121,7 @@ class Compiler:
 
 
 def grammar_of(spec: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it. Raises InvalidSampling."""
+    """Return the grammar in llguidance's form. Raises InvalidSampling."""
     try:
         return _read(spec)
     except InvalidSampling:
@@ -132,7 +131,7 @@ def grammar_of(spec: StructuredOutputsParams) -> str:
 
 
 def unusable(spec: StructuredOutputsParams, reason: str) -> InvalidSampling:
-    """The error of a form that cannot be enforced."""
+    """Make the error of a form that cannot be enforced."""
     return InvalidSampling(f"{NAME}.{spec.kind} must be one that can be enforced", f"one {reason}")
 
 

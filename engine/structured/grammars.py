@@ -1,4 +1,4 @@
-"""Grammars: what requests ask of their texts, tried in a process apart, then compiled once for each form."""
+"""Grammars: forms of requests, tried in a process apart, then compiled once each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FORM = "engine.structured.trial_child:try_form"
 
 
 class NotTried(InvalidSampling):
-    """Raised when there is no process in which a form could be tried: no fault of the form's."""
+    """Raised if no process could try a form, which is no fault of the form's."""
 
 
 def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
@@ -44,7 +44,7 @@ def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
 
 
 def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
-    """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
+    """Return the grammar of a form that compiled in a child. Raises InvalidSampling, or NotTried."""
     form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
     try:
         reply, _ = children.call(lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES)))
@@ -62,15 +62,12 @@ def _not_tried(error: Exception) -> NotTried:
 
 
 class Grammars:
-    """The grammars of a model's tokenizer. For any number of threads.
-
-    A form that is new is tried in a process apart, and compiled here once it has survived that.
-    """
+    """The grammars of a model's tokenizer, for any thread. A new form is tried in a process apart first."""
 
     def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """backend: the model's `tokenizers.Tokenizer`, None if it has none. vocab_size: of the logits.
 
-        eos_token_ids: those that end a text, and are no part of it.
+        eos_token_ids: ids that end a text, and are no part of it.
         """
         self._backend, self._vocab_size = backend, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -82,8 +79,10 @@ class Grammars:
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Have the grammar compiled, if there is one. The future raises InvalidSampling; hold it until
-        `matchers` is called."""
+        """Have the grammar compiled, if there is one. The future raises InvalidSampling.
+
+        Hold the future until `matchers` is called.
+        """
         spec = params.structured_outputs
         return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
 
@@ -105,7 +104,7 @@ class Grammars:
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def close(self) -> None:
-        """Compile no more, and end the processes."""
+        """Stop compiling, and end the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             if self._started is not None:
@@ -143,7 +142,7 @@ class Grammars:
             return self._started
 
     def _vocabulary(self) -> dict[str, Any]:
-        """The arguments of a Compiler."""
+        """Return the arguments of a Compiler."""
         if self._backend is None:
             raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -1,4 +1,4 @@
-"""Matcher: follows a completion through its grammar; masks of a step, jumps where one way is left."""
+"""Matcher: follows a completion through its grammar: masks of a step, and forced tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What matchers of one tokenizer share.
+    """The facts of a tokenizer that its matchers share.
 
-    num_words: of a mask. eos_words: [some] int64, the words of a mask that hold tokens which end a text;
-    eos_bits: [some] int32, these. without_text: ids that stand for no text. encode: text to token ids.
-    is_canonical: text that must come has tokens that must come. executor: llguidance's threads, None for a
-    small vocabulary.
+    num_words: of a mask. eos_words: [some] int64, the words of a mask with tokens that end a text; eos_bits: [some]
+    int32, these. without_text: ids that stand for no text. encode: text to token ids.
+    is_canonical: forced text has forced tokens. executor: llguidance's threads, None for a small vocabulary.
     """
 
     num_words: int
@@ -43,7 +42,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: LLTokenizer) -> Vocabulary:
-        """That of a tokenizer."""
+        """Make the vocabulary of a tokenizer."""
         from llguidance import LLExecutor
 
         num_words, is_small = -(-tokenizer.vocab_size // WORD), tokenizer.vocab_size < SMALL_VOCABULARY
@@ -62,7 +61,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """The state of a grammar behind the tokens that are known. Preemption changes nothing of it."""
+    """A grammar's state behind the known tokens, which preemption does not change."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Matcher:
         end_token_ids: frozenset[int],
         allowed: NDArray[np.int32] | None,
     ) -> None:
-        """machine: at the text's beginning, this matcher's own. fresh: the same, of the grammar.
+        """machine: at the text's beginning, this matcher's own. fresh: the grammar's, for `accepts`.
 
         end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
         """
@@ -88,7 +87,7 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether what is known so far is a whole text of the grammar."""
+        """Whether the known text is a whole text of the grammar."""
         return bool(self.machine.is_accepting())
 
     @property
@@ -97,7 +96,7 @@ class Matcher:
         return bool(self.machine.is_stopped() and self.machine.is_accepting())
 
     def accept(self, token_id: int) -> None:
-        """Learn the next token, which changes nothing where it ends the completion and stands for no text.
+        """Learn the next token; one that ends the completion and stands for no text changes nothing.
 
         Raises GrammarFailed for one that cannot stand there, and for a negative one.
         """
@@ -109,12 +108,12 @@ class Matcher:
             raise GrammarFailed(self.machine_error() or f"token {token_id} cannot stand there")
 
     def accepts(self, text: str) -> bool:
-        """Whether a text is a whole one of the grammar, whatever is known so far."""
+        """Whether a text is a whole one of the grammar."""
         machine = self._fresh.deep_copy()
         return bool(machine.consume_tokens(self.vocabulary.encode(text)) and machine.is_accepting())
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, whatever is sampled; [] where one of several may, or the end."""
+        """Return the tokens that must come next; [] if there is a choice or the end."""
         if self.error is not None:
             return []
         try:
@@ -124,7 +123,7 @@ class Matcher:
             return []
 
     def machine_error(self) -> str:
-        """What llguidance says of its error, on one line; empty where there is none."""
+        """llguidance's own error, on one line; empty if there is none."""
         return " ".join(self.machine.get_error().replace("<non-verbose/>", "").split())
 
 
@@ -132,13 +131,11 @@ MAX_MASK_S = 2.0  # for one token: a grammar that takes longer would hold up all
 
 
 def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_one: bool = False) -> None:
-    """Write for each matcher the mask of the tokens that may come next: [matchers, num_words] int32.
+    """Write each matcher's mask of the tokens that may come next: [matchers, num_words] int32, contiguous.
 
-    Tokens that end the completion are in it where the text may end. Where it leaves none, the matcher's
-    `error` may say why; `accept` of the token that is then missing raises.
-    matchers: of one vocabulary.  masks: contiguous; what is in them before does not matter.
-    one_by_one: those of a large vocabulary too. Then a matcher whose mask takes longer than MAX_MASK_S comes
-    to an error.
+    End tokens are in it if the text may end. If it leaves none, `accept` of the missing token raises.
+    matchers: of one vocabulary.  one_by_one: those of a large vocabulary too; a mask that takes longer than
+    MAX_MASK_S fails its matcher.
     """
     vocabulary, address, num_bytes = matchers[0].vocabulary, masks.ctypes.data, masks.strides[0]
     if vocabulary.executor is not None and not one_by_one:
@@ -169,13 +166,13 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks of a step that are still to be computed. masks: [matchers, num_words] int32, contiguous."""
+    """Masks of a step to be computed later. masks: [matchers, num_words] int32, contiguous."""
 
     matchers: list[Matcher]
     masks: NDArray[np.int32]
 
     def fill(self) -> None:
-        """Compute them; one by one from then on where they take too long together, to see whose does."""
+        """Compute the masks; one by one once they take too long together, to find the slow one."""
         one_by_one = any(each.is_suspect for each in self.matchers)
         start = time.monotonic()
         fill_masks(self.matchers, self.masks, one_by_one=one_by_one)
@@ -196,7 +193,7 @@ class JumpAhead:
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
-        """None where no grammar can say, a forced token may be banned, or log probabilities are wanted."""
+        """Return None if no grammar can force, a forced token may be banned, or log probabilities are wanted."""
         if matcher is None or not matcher.vocabulary.is_canonical:
             return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens

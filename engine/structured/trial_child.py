@@ -1,4 +1,4 @@
-"""What a child does that tries forms: for each one its grammar, or why there is none."""
+"""The child process that tries forms: it returns a grammar for each, or why there is none."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from engine.sampling.structured_params import StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
 from sandbox.child import Worker, unlimited_memory
 
-#: Of the stack on which its masks are tried: less than threads that take steps have, and llguidance's own.
+#: Bytes of the stack on which a form's masks are tried: less than threads that take steps have, and llguidance's own.
 MASK_STACK_BYTES = 1 << 20
 
 
@@ -21,7 +21,7 @@ class _Trial:
         self._deep, self._shallow = _thread(STACK_BYTES), _thread(MASK_STACK_BYTES)
 
     def grammar_of(self, spec: StructuredOutputsParams) -> str:
-        """Raises InvalidSampling."""
+        """Compile a form in the threads. Raises InvalidSampling."""
         grammar = grammar_of(spec)
         compiled = self._deep.submit(self._compiler.compile, spec, grammar).result()
         self._shallow.submit(self._compiler.try_out, spec, compiled).result()
@@ -32,7 +32,7 @@ _trial: _Trial | None = None
 
 
 def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Make the compiler with which forms are tried; what it takes is no part of the limit."""
+    """Make the compiler with which forms are tried; its time does not count."""
     global _trial
     with unlimited_memory():
         _trial = _Trial(worker.question)

@@ -1,4 +1,4 @@
-"""Sums and gathers over torch.distributed: what a TensorParallel of more than one rank adds."""
+"""Sums and gathers over torch.distributed, for TensorParallel of more than one rank."""
 
 import os
 import socket
@@ -28,13 +28,13 @@ class ProcessGroupParallel(TensorParallel):
     device: torch.device = field(kw_only=True)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum of all ranks' partial results, in place. Raises CollectiveFailed."""
+        """Sum all ranks' partial results in place. Raises CollectiveFailed."""
         with _collective():
             dist.all_reduce(partial)
         return partial
 
     def gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
+        """Put all ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
         if not part.numel():  # a step in which nothing samples: no rank has anything to send
             return part.new_empty(*part.shape[:-1], part.shape[-1] * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
@@ -43,14 +43,14 @@ class ProcessGroupParallel(TensorParallel):
         return part if parts is None else torch.cat(parts, dim=-1)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Rank 0's values, on every rank, in place. Raises CollectiveFailed."""
+        """Copy rank 0's values to every rank, in place. Raises CollectiveFailed."""
         if values.numel():  # in a step in which nothing samples there is nothing to send
             with _collective():
                 dist.broadcast(values, src=0)
         return values
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values, on every rank. Raises CollectiveFailed."""
+        """Return the smallest of all ranks' values, on every rank. Raises CollectiveFailed."""
         smallest = torch.tensor([value], device=self.device)
         with _collective():
             dist.all_reduce(smallest, dist.ReduceOp.MIN)
@@ -58,9 +58,9 @@ class ProcessGroupParallel(TensorParallel):
 
 
 def open_store() -> TCPStore:
-    """Where the ranks of one engine meet: a port of its own, listening on loopback only.
+    """Open the store at which the ranks of one engine meet: a port of its own, on loopback only.
 
-    torch's own listener would be open to every interface, so it is given a socket that is bound already.
+    torch's own listener would be open to every interface, so it is given a bound socket.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -93,7 +93,7 @@ def leave_ranks() -> None:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """torch reports a lost peer and a timeout as RuntimeError; nothing but collectives runs inside."""
+    """Turn RuntimeError, torch's report of a lost peer or a timeout, into CollectiveFailed."""
     try:
         yield
     except RuntimeError as error:

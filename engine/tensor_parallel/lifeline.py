@@ -1,4 +1,4 @@
-"""What ties a rank's life to its driver's. Loads nothing heavy: it takes hold before torch is imported."""
+"""Ends a rank with its driver. Loads nothing heavy: it runs before torch is imported."""
 
 import ctypes
 import os
@@ -12,10 +12,9 @@ PR_SET_PDEATHSIG = 1
 def hold(descriptor: int, *, driver_pid: int, thread_id: int) -> None:
     """End this process as soon as the driver has ended, however that came about; ignore SIGINT and SIGTERM.
 
-    A Ctrl-C or a supervisor's signal may reach every process of a group: the driver decides what it means
-    and tells the ranks. `descriptor` is the socket to the driver, whose other end nobody else holds.
-    thread_id: of the driver's thread that started this process, when which ends Linux kills even one that is
-    frozen. Its main thread, whose id there is the process's, ends when the driver does; others may before.
+    A signal may reach every process of a group: the driver decides what it means. `descriptor`: the socket to the
+    driver, whose other end nobody else holds. thread_id: of the driver's thread that started this process; when it
+    ends Linux kills this process even if frozen. Only the driver's main thread lives as long as the driver.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """Messages between driver and ranks over a socket: a kind, facts as JSON and arrays, as bytes, never pickled.
 
-A message says in eight bytes how many follow: a line of JSON (kind, facts, and each array's place in DTYPES
-and shape), then the arrays, one after another. No length is fixed.
+Eight bytes say how many follow: a line of JSON (kind, facts, and each array's place in DTYPES and shape), then
+the arrays.
 """
 
 import json
@@ -28,7 +28,7 @@ NUM_STEP_ARRAYS = len(fields(StepBatch))
 
 
 class Kind(IntEnum):
-    """START, STEP and STOP come from the driver; READY, TOKENS and ERROR from a rank."""
+    """The kinds of messages: START, STEP and STOP from the driver; READY, TOKENS and ERROR from a rank."""
 
     START = auto()
     READY = auto()
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """facts: of START, READY and ERROR.  arrays: of STEP and TOKENS."""
+    """A message. facts: of START, READY and ERROR.  arrays: of STEP and TOKENS."""
 
     kind: Kind
     facts: Any
@@ -47,7 +47,7 @@ class Message(NamedTuple):
 
 
 def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes:
-    """Bytes of a message. The arrays' dtypes are of DTYPES."""
+    """Write a message as bytes. The arrays' dtypes are of DTYPES."""
     forms = [(DTYPES.index(array.dtype), array.shape) for array in arrays]
     line = json.dumps((kind, facts, forms)).encode() + b"\n"
     body = b"".join((line, *(array.tobytes() for array in arrays)))
@@ -55,7 +55,7 @@ def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes
 
 
 def decode(body: bytes | bytearray) -> Message:
-    """The message of the bytes behind the length."""
+    """Read a message from the bytes behind the length."""
     at = body.index(b"\n") + 1
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
@@ -66,12 +66,12 @@ def decode(body: bytes | bytearray) -> Message:
 
 
 def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
-    """Arrays of a STEP, the same for all ranks."""
+    """Return the arrays of a STEP, the same for all ranks."""
     return [*_arrays(step), sampling.values, sampling.position, *_arrays(sampling.ready_edits())]
 
 
 def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
-    """What `pack_step` packed."""
+    """Read the arrays of `pack_step`."""
     values, position, *edits = arrays[NUM_STEP_ARRAYS:]
     sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
     return StepBatch(*arrays[:NUM_STEP_ARRAYS]), sampling
@@ -81,13 +81,13 @@ Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None
 
 
 def pack_tokens(tokens: Tokens) -> list[Array]:
-    """Arrays of TOKENS: token ids, what is pooled, empty where that is nothing, and log probabilities."""
+    """Return the arrays of TOKENS: token ids, pooled states, maybe empty, and log probabilities."""
     token_ids, logprobs, pooled = tokens
     return [token_ids, np.zeros((0, 0), np.float32) if pooled is None else pooled, *_arrays(logprobs)]
 
 
 def unpack_tokens(arrays: list[Array]) -> Tokens:
-    """What `pack_tokens` packed."""
+    """Read the arrays of `pack_tokens`."""
     token_ids, pooled, *said = arrays
     return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
 

@@ -26,7 +26,7 @@ from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, 
 def main(descriptor: int) -> NoReturn:
     """Serve the driver at the other end of this socket until it says stop.
 
-    Whatever is raised on the way is reported to it, and the process ends with status 1.
+    Errors are reported to it, and the process ends with status 1.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -45,7 +45,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _start(order: dict[str, Any]) -> ModelRunner:
-    """Join the other ranks and load this one's share. order: what RankGroup puts into START."""
+    """Join the other ranks and load this one's share. order: RankGroup's START."""
     rank, config, folder = order["rank"], EngineConfig(**order["config"]), Path(order["folder"])
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
@@ -65,10 +65,7 @@ def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
 
 @contextmanager
 def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
-    """A queue whose tokens go to the driver in turn, each as soon as they are here.
-
-    A thread waits for them: meanwhile the next step can be launched behind the one that runs.
-    """
+    """Yield a queue of tokens, which a thread sends to the driver while the next step is launched."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
 
     def send_all() -> None:

@@ -65,7 +65,6 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def describe_end(self) -> str:
@@ -101,14 +100,14 @@ BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that br
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a rank that cannot go on. is_victim: it only noticed that another one is gone."""
+    """A rank's failure. is_victim: it only noticed that another one is gone."""
 
     error: EngineError
     is_victim: bool = False
 
     @classmethod
     def reported(cls, rank: int, error_type: str, text: str) -> Failure:
-        """What a rank has said: the same ConfigError that one process would raise, else RankFailed."""
+        """Read a rank's own report: the same ConfigError that one process would raise, else RankFailed."""
         kind = getattr(errors, error_type, None)
         if isinstance(kind, type) and issubclass(kind, ConfigError):
             return cls(kind(f"rank {rank}: {text}"))
@@ -117,7 +116,7 @@ class Failure:
 
 
 class RankTokens(PendingTokens):
-    """The tokens that rank 0 will send for the step of this number among those launched, from 0."""
+    """The tokens that rank 0 will send for a launched step, numbered from 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
         self._group, self._number = group, number
@@ -171,7 +170,7 @@ class RankGroup:
         return [rank.pid for rank in self._ranks]
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Send the step to the ranks, where it follows those they compute.
+        """Send the step to the ranks, behind those that they compute.
 
         Raises RankFailed, here or from `wait`, and raises it again on every later call.
         """
@@ -185,7 +184,7 @@ class RankGroup:
         return RankTokens(self, self._num_launched - 1)
 
     def receive_tokens(self, number: int) -> Tokens:
-        """Wait for what that step's TOKENS say; drop those of earlier ones, which were withdrawn.
+        """Wait for that step's TOKENS; drop those of earlier steps, which were withdrawn.
 
         Raises RankFailed.
         """
@@ -207,7 +206,7 @@ class RankGroup:
         self._kill()
 
     def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
-        """Tell each rank what it is, and wait until all have loaded their share. What rank 0 says of it."""
+        """Send START to each rank, and wait until all have loaded. Returns rank 0's facts."""
         assert self._store is not None
         order = {
             "folder": str(folder.resolve()),
@@ -221,7 +220,7 @@ class RankGroup:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on whatever is raised inside, also a KeyboardInterrupt; keep it for later calls."""
+        """End all ranks on any error inside, also a KeyboardInterrupt; keep it for later calls."""
         try:
             yield
         except BaseException as error:
@@ -239,10 +238,7 @@ class RankGroup:
             raise self._blame(self._read_failure(rank)) from None
 
     def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Message]:
-        """Wait for a message of this kind from each of these ranks; return them by rank.
-
-        Raises the error of a rank that fails meanwhile, whichever it is, or RankFailed after timeout_s.
-        """
+        """Wait for such a message of each rank. Raises a failed rank's error, or RankFailed after timeout_s."""
         deadline = time.monotonic() + timeout_s
         received: dict[int, Message] = {}
         while missing := waited_for - received.keys():
@@ -257,12 +253,12 @@ class RankGroup:
         return received
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
-        """Ranks that have sent something, or ended; none if that does not happen before the deadline."""
+        """Return the ranks that have sent something, or ended, before the deadline."""
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
             yield key.data
 
     def _read(self, rank: RankProcess) -> Message | Failure:
-        """Take the rank's next message, or what became of the rank; nothing more is then read of it."""
+        """Take the rank's next message, or its failure, after which nothing more is read of it."""
         try:
             message = rank.channel.receive()
         except (EOFError, OSError):
@@ -275,13 +271,13 @@ class RankGroup:
         return failure
 
     def _read_failure(self, rank: RankProcess) -> Failure:
-        """What became of a rank that takes no more messages."""
+        """Return the failure of a rank that takes no more messages."""
         while isinstance(found := self._read(rank), Message):
             pass
         return found
 
     def _blame(self, found: Failure) -> EngineError:
-        """The error of the rank that failed first: one with a broken collective may only be its victim."""
+        """Return the error of the rank that failed first: a broken collective may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
         while found.is_victim and self._selector.get_map() and time.monotonic() < deadline:
             for rank in self._readable(deadline):
@@ -291,7 +287,7 @@ class RankGroup:
         return found.error
 
     def _kill(self) -> None:
-        """End what still runs and give the port back."""
+        """End the ranks that still run, and give the port back."""
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
@@ -308,7 +304,7 @@ def check_split(model: ModelConfig, size: int) -> None:
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank. Raises ConfigError if there are too few GPUs."""
+    """Return the device of each rank. Raises ConfigError if there are too few GPUs."""
     device, size = resolve_device(config.device), config.tensor_parallel_size
     if device.type == "cpu":
         return ["cpu"] * size

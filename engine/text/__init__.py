@@ -1,1 +1,1 @@
-"""Text on its way in and out: tokenizer, the check of prompts, and the watch for stop strings."""
+"""Text in and out: tokenizer, the check of prompts, and the watch for stop strings."""

@@ -21,10 +21,10 @@ Messages = list[dict[str, Any]]
 
 
 def read_template(folder: Path, name: str | None) -> str | None:
-    """The chat template of a model folder by its name; for None the default one, or the only one.
+    """Read a chat template of a model folder by its name; for None the default one, or the only one.
 
-    None if the folder has no template. Raises ConfigError, which names those there are, if none has this
-    name, or if no name is given and there are several, none of them the default.
+    None if the folder has no template. Raises ConfigError, listing the names, if there is no such name, or no default
+    among several.
     """
     try:
         templates = _read_templates(folder)
@@ -43,7 +43,7 @@ def read_template(folder: Path, name: str | None) -> str | None:
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """All templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
+    """Read all templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")}
     if (folder / FILE).is_file():
         found[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def _read_templates(folder: Path) -> dict[str, str]:
 
 
 def read_variables(template: str) -> frozenset[str] | None:
-    """The variables that a template reads and does not set; None for one that cannot be parsed."""
+    """Return the variables that a template reads and does not set; None if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     # transformers marks with this tag what an assistant wrote; jinja2 by itself does not know it
@@ -74,9 +74,9 @@ def read_variables(template: str) -> frozenset[str] | None:
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
-    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for what a template cannot be given.
+    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for variables that no template takes.
 
-    variables: what it reads, None where that is not known.
+    variables: those that it reads, None if not known.
     """
     if given is None:
         return {}
@@ -114,7 +114,7 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
 
 
 def check_messages(messages: object) -> None:
-    """Raise InvalidPrompt unless these are messages that a template can be given, with text alone."""
+    """Raise InvalidPrompt unless these are messages of text that a template can be given."""
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
     for i, message in enumerate(messages):
@@ -138,11 +138,7 @@ def _check_part(part: object, i: int) -> None:
 
 
 def for_template(messages: Messages) -> Messages:
-    """The messages as templates expect them where OpenAI's shape is another. Raises InvalidPrompt.
-
-    The arguments of a tool call are an object, not its JSON; an assistant's message with calls and without
-    a content has an empty one; and its `reasoning` is `reasoning_content` too.
-    """
+    """Return messages as templates expect them, unlike OpenAI's in tool calls and reasoning. Raises InvalidPrompt."""
     return [_for_template(message, i) for i, message in enumerate(messages)]
 
 
@@ -191,14 +187,14 @@ def takes_tools(render: Callable[..., str]) -> bool:
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool:
-    """Whether a template reads a content that is a list of parts as it reads the same content as a text."""
+    """Whether a template reads a list of parts as it reads the same content as a text."""
     with suppress(Exception):  # as above
         return render([{"role": "user", "content": [{"type": "text", "text": "text"}]}]) == render(HELLO)
     return False
 
 
 def with_joined_parts(messages: Messages) -> Messages:
-    """The messages, each content one text; parts of a content are joined by a line's end."""
+    """Return messages whose contents are one text each; parts are joined by a line's end."""
     return [
         {**message, "content": "\n".join(part["text"] for part in message["content"])}
         if isinstance(message.get("content"), list)

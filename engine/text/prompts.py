@@ -18,7 +18,7 @@ UNLIKE: Tails = ([], ())
 
 
 class Continuations:
-    """Tokenizes what stands behind prompts, for any number of threads at once."""
+    """Tokenizes continuations behind prompts, for any number of threads at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Continuations:
         self._remembered: dict[tuple[str, Texts], Tails] = {}
 
     def alone(self, texts: Texts) -> tuple[Tail, ...]:
-        """Their tails behind a prompt of token ids: each tokenized by itself."""
+        """Return tails behind a prompt of token ids: each tokenized by itself."""
         found = self._remembered.get(("", texts))
         if found is None:
             tails = tuple((tuple(self._tokenizer.encode_alone(text)), 0) for text in texts)
@@ -34,7 +34,7 @@ class Continuations:
         return found[1]
 
     def behind(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
-        """What stands before all the tails of a prompt's continuations, and the tails.
+        """Return the tokens before all tails of a prompt's continuations, and the tails.
 
         prompt: with no space at its end, and not empty.  token_ids: its own.
         """
@@ -48,7 +48,7 @@ class Continuations:
         return self._with_all(prompt, token_ids, texts)
 
     def _with_word(self, prompt: str, token_ids: list[int], word: str, texts: Texts) -> Tails:
-        """The word's tokens, and the tails behind what is before it; UNLIKE if those are not of the whole."""
+        """Return the word's tokens, and the tails behind it; UNLIKE if they differ from the whole."""
         own = self._tokenizer.encode_alone(word)
         if not own or len(own) >= len(token_ids) or token_ids[-len(own) :] != own:
             return UNLIKE
@@ -75,13 +75,13 @@ class Continuations:
 
 
 def num_common(some: list[int], others: tuple[int, ...]) -> int:
-    """First tokens that both have."""
+    """Count the first tokens that both have."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(some), len(others)))
 
 
 def _last_words(text: str) -> list[str]:
-    """The last word with the white space before it, and without: tokenizers draw the line at either place."""
+    """Return the last word with the white space before it, and without: tokenizers differ."""
     end = text[-MAX_LAST_WORD:]
     start = max((i for i, char in enumerate(end) if char.isspace()), default=-1)
     return [end[start:], end[start + 1 :]] if start >= 0 else []
@@ -102,10 +102,10 @@ class PromptReader:
         self._continuations = Continuations(tokenizer)
 
     def pair(self, context: object, continuation: object) -> tuple[list[int], int]:
-        """Token ids of both, and where those of the continuation begin; nowhere if it is empty.
+        """Return the token ids of both, and where the continuation begins; at the end if it is empty.
 
-        Texts are tokenized as one, with the context's last spaces a part of the continuation, as
-        lm-evaluation-harness does it. Raises InvalidPrompt or PromptTooLong.
+        Texts are tokenized as one, with the context's last spaces a part of the continuation, as lm-evaluation-harness
+        does it. Raises InvalidPrompt or PromptTooLong.
         """
         if isinstance(context, str) and isinstance(continuation, str):
             text = context.rstrip()
@@ -138,10 +138,10 @@ class PromptReader:
         truncate_prompt_tokens: int | None = None,
         num_ends: int = 0,
     ) -> tuple[list[int], tuple[Tail, ...]]:
-        """What stands before all of a prompt's continuations, and their tails behind it.
+        """Return the tokens before all of a prompt's continuations, and their tails.
 
-        Texts are tokenized as in `pair` behind a text, by themselves behind token ids. num_ends: tokens that
-        may stand behind each. Raises InvalidPrompt or PromptTooLong.
+        Texts are tokenized as in `pair` behind a text, by themselves behind token ids. num_ends: tokens that may stand
+        behind each. Raises InvalidPrompt or PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
         for number, (own, first) in enumerate(tails):
@@ -183,7 +183,7 @@ class PromptReader:
         return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
     def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1) -> list[int]:
-        """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong.
+        """Return token ids of a text, or a checked copy. Raises InvalidPrompt or PromptTooLong.
 
         truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
         """
@@ -203,7 +203,7 @@ class PromptReader:
         return token_ids
 
     def check_continued(self, token_ids: Sized, continued: Collection[int]) -> None:
-        """Raise InvalidPrompt or PromptTooLong for what can be no completion that goes on behind a prompt."""
+        """Raise InvalidPrompt or PromptTooLong for a completion that cannot go on."""
         self._check_length("prompt and completion have", len(token_ids) + len(continued), 1)
         self._check_ids(continued)
 
@@ -224,7 +224,7 @@ class PromptReader:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
 
     def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1) -> list[int]:
-        """The last so many of them; all for None, and for -1 as many as leave room, for one new token."""
+        """Return the last so many tokens; all for None, and for -1 as many as leave room for one more."""
         if truncate_prompt_tokens is None:
             return token_ids
         most = self._max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens

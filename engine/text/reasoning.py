@@ -1,7 +1,6 @@
-"""Reasoning spans: what a model writes between two marks before its answer.
+"""Reasoning spans: text that a model writes between two marks before its answer.
 
-The marks are those of the model's own text files, or a request names them. A span opens with the first mark,
-or where the prompt ends with it, as templates of models that always reason write it.
+The marks are the model's or the request's. A span opens with the first mark, or with a prompt that ends with it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from engine.text.tokenizer import Tokenizer
 
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
-#: What is looked for in a model's text files, in this order.
+#: Marks to look for in a model's text files, in this order.
 KNOWN_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -32,8 +31,7 @@ KNOWN_MARKS = (
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the one token that always does; None where others may. is_hidden: a completion's text is without
-    that token.
+    token_id: the one token that always does; None if others may. is_hidden: completions' texts lack it.
     """
 
     text: str
@@ -44,14 +42,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Marks:
-    """What opens a span, and what closes it."""
+    """The mark that opens a span, and the one that closes it."""
 
     start: Mark
     end: Mark
 
 
 class Span(Enum):
-    """How a prompt leaves the span to its completion."""
+    """The state of the span at the end of a prompt."""
 
     NONE = auto()
     OPEN = auto()
@@ -71,7 +69,7 @@ def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, 
 
 
 def span_at_end(text: str, marks: Marks) -> Span:
-    """How a prompt that ends with this text leaves the span."""
+    """Return the span's state at the end of this text."""
     text = text.rstrip()
     if text.endswith(marks.end.text):
         return Span.CLOSED
@@ -79,10 +77,10 @@ def span_at_end(text: str, marks: Marks) -> Span:
 
 
 def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
-    """Part a completion's text into what is reasoning, None if nothing is, and the rest.
+    """Part a completion's text into its reasoning, None if there is none, and the rest.
 
-    Line breaks beside the marks belong to neither. A first mark in the middle of a text counts only where its
-    span is closed; an end mark without a first one closes a span that began before the text.
+    Line breaks beside the marks belong to neither. A first mark in the middle counts only if its span is closed; an
+    end mark without a first one closes a span that began before the text.
     """
     if span is Span.CLOSED:
         return None, text
@@ -106,8 +104,7 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
 class ThinkingBudget:
     """Closes a span that has so many tokens: a Forcing of engine.schedule.
 
-    budget: tokens between the marks, at most. text: of the tokens that it is told of; needed where a mark is
-    no token of its own.
+    budget: tokens between the marks, at most. text: of its tokens, needed if a mark is no single token.
     """
 
     def __init__(self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]) -> None:
@@ -158,10 +155,7 @@ class ThinkingBudget:
 
 
 class Reasoner:
-    """Closes spans that are too long, and parts reasoning from answers.
-
-    vocab_size: the model's.
-    """
+    """Closes spans that are too long, and parts reasoning from answers."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -171,10 +165,10 @@ class Reasoner:
     def budget(
         self, budget: int | None, named: Sequence[str], prompt: list[int], follows_text: bool
     ) -> ThinkingBudget | None:
-        """Return what holds one completion to its budget of tokens; None without a budget.
+        """Return the ThinkingBudget of one completion; None without a budget.
 
-        named: the marks, () for the model's own. follows_text: as of Tokenizer.decode. Raises InvalidSampling
-        if there are no marks.
+        named: the marks, () for the model's own. follows_text: as of Tokenizer.decode. Raises InvalidSampling without
+        marks.
         """
         if budget is None:
             return None

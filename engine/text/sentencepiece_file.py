@@ -1,9 +1,8 @@
-"""A SentencePiece model file, `tokenizer.model`, as a tokenizer of the tokenizers library.
+"""Reads a SentencePiece model file, `tokenizer.model`, as a tokenizer of the tokenizers library.
 
-What transformers 5 makes of such a file for most model types leaves out the space that SentencePiece puts
-before a text, and lets ordinary text such as "<0x0A>" become a byte piece. Here the tokens are those of the
-SentencePiece library itself, which tests compare. It need not be installed, nor protobuf.
-Source: sentencepiece_model.proto of github.com/google/sentencepiece, whose fields are read by their numbers.
+transformers 5 leaves out SentencePiece's space before a text for most model types, and lets text such as "<0x0A>"
+become a byte piece. Here the tokens are the SentencePiece library's, which tests compare. Neither it nor protobuf
+need be installed. Source: sentencepiece_model.proto of github.com/google/sentencepiece.
 """
 
 import struct
@@ -20,9 +19,9 @@ NO_SCORE = struct.pack("<f", 0)
 
 
 def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
-    """The tokenizers.Tokenizer of a file, which adds no token around a text, and its special tokens by name.
+    """Return a file's tokenizers.Tokenizer, which adds no tokens to a text, and its special tokens by name.
 
-    Raises ConfigError if it is no such file, or one that computes what is not built.
+    Raises ConfigError if it is no such file, or asks for something unbuilt.
     """
     try:
         fields = list(_fields(path.read_bytes()))
@@ -57,7 +56,7 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]) -> Any:
-    """Text that special tokens divide gets the space before each part, as in Llama 2's tokenizer.json."""
+    """Build the tokenizer; text between special tokens gets a space before each part, as in Llama 2's."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     made: Any
@@ -90,7 +89,7 @@ def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normal
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """All pairs of pieces that give a piece, in the order in which they are merged: the best score first."""
+    """List the pairs of pieces that give a piece in the order of merging: the best score first."""
     scores = {text: score for text, score, kind in pieces if kind == NORMAL}
     return [
         (text[:at], text[at:])
@@ -101,16 +100,15 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
 
 
 def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
-    """Its text, its score and its kind."""
+    """Read a piece's text, score and kind."""
     return fields[1].decode(), *struct.unpack("<f", fields.get(2, NO_SCORE)), fields.get(3, NORMAL)
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: their numbers, and an int or the bytes of each."""
+    """Yield the fields of a protobuf message: their numbers, and an int or the bytes of each."""
     at = 0
 
     def varint() -> int:
-        """Seven bits a byte, the lowest first; the last byte is below 128."""
         nonlocal at
         start = at
         while content[at] > 127:

@@ -9,14 +9,14 @@ KEPT = 8  # an incomplete character is at most three bytes long, so it lies in t
 
 
 class IncrementalText:
-    """The text of tokens that come one by one, always a prefix of what decoding all of them gives.
+    """The text of tokens that come one by one, always a prefix of the text of all of them.
 
-    Only the tokens behind the last complete character are decoded each time. A trailing replacement character
-    may still become a real one with the next token: it is held back. Where bytes are pieces of a vocabulary,
-    bytes that make no character undo, in the text of all tokens, complete ones before them; here those stay.
+    Only the tokens behind the last complete character are decoded each time. A trailing replacement character is held
+    back, as the next token may complete it. Where bytes are pieces of a vocabulary, bytes that make no character undo
+    complete ones before them in the text of all tokens; here those stay.
 
-    behind: decodes tokens that stand behind others, where a decoder treats a text's beginning otherwise.
-    num_open: replacement characters that the bytes of one incomplete character may be shown as.
+    behind: decodes tokens that stand behind others, which decoders may treat unlike a text's beginning.
+    num_open: the most replacement characters for one incomplete character.
     joined: tokens behind which the next one is not decoded without them.
     """
 
@@ -34,7 +34,7 @@ class IncrementalText:
         self._num_given = 0  # characters of the pending tokens' text already given out
 
     def add(self, token_id: int) -> str:
-        """Return the text that is certain with this token and was not before."""
+        """Return the text that this token has made certain."""
         self._pending.append(token_id)
         text = self._decode(self._pending)
         num_certain = self._num_certain(text)
@@ -56,8 +56,8 @@ class IncrementalText:
 class StopStrings:
     """Watches one sequence for its stop strings. Add each generated token once.
 
-    min_tokens: a stop string that is complete within so many tokens does not count.
-    include: the stop string that ends the sequence is a part of its text.
+    min_tokens: a stop string within the first so many tokens does not count.
+    include: leave the stop string at the end of the text.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class StopStrings:
         return False
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
-        """Where stop strings begin that do not end within the first num_old characters, and their lengths."""
+        """Return where stop strings begin, and their lengths, beyond the first num_old characters."""
         found = ((searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop)
         return [(position, length) for position, length in found if position >= 0]
 
     @property
     def text(self) -> str | None:
-        """The text up to the stop string that ended the sequence, None if none did."""
+        """The text up to the stop string that ended the sequence, None without one."""
         return None if self._end is None else "".join(self._pieces)[: self._end]

@@ -1,8 +1,4 @@
-"""Mistral's `tekken.json`, a vocabulary that ranks runs of bytes, as a tokenizer of the tokenizers library.
-
-Merges are not written down: those two parts are merged first whose join has the lowest rank, which a list
-of merges in the order of their ranks does too.
-"""
+"""Reads Mistral's `tekken.json`: the parts whose join has the lowest rank are merged first."""
 
 import base64
 import json
@@ -14,7 +10,7 @@ from engine.text.token_bound import byte_alphabet
 
 
 def read_tekken(path: Path) -> tuple[Any, list[str]]:
-    """The tokenizers.Tokenizer of a tekken.json, and its special tokens, whose ids are their places.
+    """Return the tokenizers.Tokenizer of a tekken.json, and its special tokens in the order of their ids.
 
     Raises ConfigError.
     """
@@ -38,8 +34,7 @@ def _rank(token: dict[str, Any]) -> int:
 
 
 def _build(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
-    """ranks: of each run of bytes. split: the regular expression of a word. special: the tokens of the first
-    ids, before those of the ranks."""
+    """Build it of ranks by runs of bytes, a word's regular expression, and the special tokens, which come first."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     chars = {byte: char for char, byte in byte_alphabet().items()}

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, known without tokenizing it: one far too long is refused at once."""
+"""Bounds a text's tokens from below without tokenizing it, to refuse one far too long at once."""
 
 import json
 from collections.abc import Callable, Container
@@ -10,12 +10,10 @@ SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
 def token_bound(tokenizer: Any) -> Callable[[str], int]:
-    """Return the least number of tokens by text; 0 for all texts where no bound is known.
+    """Return the function from a text to its least number of tokens; 0 if no bound is known.
 
-    tokenizer: a tokenizers.Tokenizer, or None for one of another library.
-    No token stands for more than the longest one does, in bytes or in characters. There is no bound for what
-    is no BPE, nor for a tokenizer that may drop or merge what is in a text: other normalizers, split
-    characters that are removed, tokens that swallow the spaces around them.
+    tokenizer: a tokenizers.Tokenizer, or None for one of another library. No token is longer than the longest one, in
+    bytes or characters. There is no bound without BPE, nor for tokenizers that may drop or merge characters.
     """
     if tokenizer is None or type(tokenizer.model).__name__ != "BPE":
         return _no_bound
@@ -58,10 +56,7 @@ def _keeps_bytes(tokenizer: Any) -> bool:
 
 
 def _keeps_chars(tokenizer: Any, pieces: Container[str]) -> bool:
-    """Whether every character of a text comes out in a token, a space maybe written as another character.
-
-    One that is no piece becomes bytes, or it may be dropped and merged with its neighbours.
-    """
+    """Return whether every character comes out in a token: an unknown one might be dropped or merged."""
     writes_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return (
         bool(tokenizer.model.byte_fallback)
@@ -78,7 +73,7 @@ def _keeps_chars(tokenizer: Any, pieces: Container[str]) -> bool:
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer; none if there is none."""
+    """List the steps of a normalizer or a pre-tokenizer."""
     if component is None:
         return []
     # to_str() would write the whole vocabulary beside it, in a second or two
@@ -88,7 +83,7 @@ def _steps(component: Any) -> list[dict[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each character that byte-level BPE writes it as: itself where that can be printed."""
+    """Return the byte of each character that byte-level BPE writes it as: itself if printable."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

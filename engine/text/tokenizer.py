@@ -25,10 +25,10 @@ from engine.text.stop_strings import IncrementalText, StopStrings
 from engine.text.token_bound import token_bound
 from engine.text.tokenizer_files import load_tokenizer
 
-#: Texts of which one at least is written in ordinary tokens, not in bytes.
+#: Texts, at least one of which has ordinary tokens, not bytes.
 ANCHORS = ("a", "e", "1", ".")
 
-#: What templates raise besides jinja2's own errors.
+#: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 #: Where bytes are pieces of the vocabulary, each byte of an incomplete character is a character of its text.
@@ -37,7 +37,7 @@ BYTE_PIECES_OPEN = 3
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that stands for one text wherever that is. is_special: completions' texts are without it."""
+    """A token for one text, wherever it is. is_special: completions' texts lack it."""
 
     token_id: int
     is_special: bool
@@ -47,8 +47,8 @@ class Tokenizer:
     """The tokenizer of a model folder, for any number of threads at once.
 
     chat_template: the name of one of the model's chat templates; None for the default one.
-    Raises ConfigError if there is none that can be read, or no such template. template: its source, None
-    where there is none. added_tokens: by their texts, those that stand beside the vocabulary.
+    Raises ConfigError if it cannot be read, or has no such template. template: its source, None if there is none.
+    added_tokens: by their texts, the tokens beside the vocabulary.
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def prefix(self) -> list[int]:
-        """The token that stands for nothing before a text: the one that begins texts, or else ends them.
+        """Return the token that stands for an empty text: the one that begins texts, or else ends them.
 
         Raises InvalidPrompt if there is neither.
         """
@@ -96,15 +96,14 @@ class Tokenizer:
         return [token_id]
 
     def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Token ids of the text and no more. limit: as in `encode`."""
+        """Return the token ids of the text and no more. limit: as in `encode`."""
         return self._encode(text, limit, add_special_tokens=False)
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text; a text
-        that begins with the token for a text's beginning itself gets no second one.
+        """Return a prompt's token ids, with the tokenizer's special tokens; the first one is never doubled.
 
-        limit: tokens at most, so that a text which must have more is not tokenized at all; others may have
-        more. Raises PromptTooLong for such a text, InvalidPrompt for one that is no valid Unicode.
+        limit: tokens at most; a text with certainly more is not tokenized, others may still have more. Raises
+        PromptTooLong for such a text, InvalidPrompt for invalid Unicode.
         """
         token_ids = self._encode(text, limit, add_special_tokens=True)
         bos, bos_id = self._bos
@@ -113,7 +112,7 @@ class Tokenizer:
         return token_ids
 
     def encode_cut(self, text: str, most: int) -> list[int]:
-        """Encode as transformers does where it cuts a text: what it adds to every text stays. As `encode`."""
+        """Encode and cut as transformers does: special tokens stay. Arguments as of `encode`."""
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
@@ -151,7 +150,7 @@ class Tokenizer:
         return StopStrings(stop, text, min_tokens=min_tokens, include=include, may_end=may_end)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word, as it is at the beginning of a text and behind a space.
+        """Return the token ids of each word at the beginning of a text and behind a space.
 
         Raises InvalidSampling for a word that has none.
         """
@@ -174,10 +173,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of token ids, without special tokens unless they are asked for.
+        """Return the text of token ids, without special tokens unless they are asked for.
 
-        follows_text: text stands before it. Many tokenizers put a space before a text, and take it away from
-        the first token that they decode; behind other text it is a space like any other.
+        follows_text: text stands before it, so that the first token keeps its space.
         spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
@@ -196,13 +194,12 @@ class Tokenizer:
         return text
 
     def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
-        """Cut the tokens wherever two added tokens stand side by side."""
         is_added = [token_id in self._added_ids for token_id in token_ids]
         cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
         return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]
 
     def token_text(self, token_id: int) -> str:
-        """A token's text where it stands alone, also a special one's."""
+        """Return a token's text by itself, also a special one's."""
         if (text := self._token_texts.get(token_id)) is None:
             text = self._token_texts[token_id] = self._decode([token_id], skip_special_tokens=False)
         return text
@@ -210,7 +207,7 @@ class Tokenizer:
     def incremental_text(
         self, *, follows_text: bool, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> IncrementalText:
-        """The text of tokens that come one by one. The arguments are those of `decode`."""
+        """Make the text of tokens that come one by one. The arguments are those of `decode`."""
         decode = partial(
             self.decode,
             skip_special_tokens=skip_special_tokens,
@@ -226,11 +223,11 @@ class Tokenizer:
         )
 
     def decode_all(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def encode_behind(self, text: str) -> list[int]:
-        """Token ids of a text that stands behind others: without the space that many tokenizers put first."""
+        """Encode a text that stands behind others, without the space that many tokenizers put first."""
         anchor = self._encode(self._anchor_text, None, add_special_tokens=False)
         both = self._encode(self._anchor_text + text, None, add_special_tokens=False)
         if both[: len(anchor)] == anchor:
@@ -238,7 +235,7 @@ class Tokenizer:
         return self._encode(text, None, add_special_tokens=False)
 
     def has_text(self, token_ids: list[int]) -> bool:
-        """Whether there is any but special tokens."""
+        """Whether any of the tokens is not special."""
         return any(token_id not in self._special_ids for token_id in token_ids)
 
     def chat_token_ids(
@@ -249,11 +246,10 @@ class Tokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
         limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Return the token ids of a conversation, ready for the model's answer.
 
-        messages: in OpenAI's shape, text alone; as are `tools`. chat_template_kwargs: variables of the
-        template. limit: as in `encode`. Raises InvalidPrompt if they are not of that shape, or the tokenizer
-        has no chat template, or its template refuses them or does not read them.
+        messages, tools: in OpenAI's shape, text alone. chat_template_kwargs: variables of the template. limit: as in
+        `encode`. Raises InvalidPrompt if they have another shape, or the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -270,14 +266,14 @@ class Tokenizer:
         return self._encode(text, limit, add_special_tokens=False)
 
     def _render(self, messages: Messages, **variables: Any) -> str:
-        # a variable may have the name of an argument, such as `tokenize`: what is said last counts
+        # a variable may have the name of an argument, such as `tokenize`: the last one counts
         options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
 
     def _find_anchor(self, backend: Any) -> tuple[list[int], str]:
-        """Tokens to decode before others, and their text; none where tokens decode alike everywhere."""
+        """Find tokens to decode before others, and their text; none if position changes nothing."""
         if backend is None or _decodes_bytes(backend):
             return [], ""
         for text in ANCHORS:
@@ -303,7 +299,7 @@ class Tokenizer:
 
 
 def _decodes_bytes(backend: Any) -> bool:
-    """Whether this is byte-level BPE: what tokens stand for is one run of bytes, decoded as a whole."""
+    """Whether this is byte-level BPE, whose tokens are one run of bytes, decoded as a whole."""
     from tokenizers.decoders import ByteLevel
 
     return backend is not None and isinstance(backend.decoder, ByteLevel)

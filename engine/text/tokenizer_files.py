@@ -1,4 +1,4 @@
-"""From the files of a model folder to transformers' tokenizer of it, with its special tokens."""
+"""Loads transformers' tokenizer from a model folder, with its special tokens."""
 
 import json
 import shutil
@@ -16,11 +16,10 @@ TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The transformers tokenizer of a model folder.
+    """Load the transformers tokenizer of a model folder.
 
-    A tokenizer.json is taken as it stands: the classes of transformers 5 that tokenizer_config.json names
-    would put their own splitting and decoding in its place.
-    Raises ConfigError, or whatever transformers makes of what is in the files.
+    A tokenizer.json is taken as it stands: classes of transformers 5 would put their own splitting in its place.
+    Raises ConfigError, or any error of transformers.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -39,7 +38,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _of_tekken(path: Path) -> Any:
-    """A tokenizer that puts the token for a text's beginning before each text."""
+    """Make a tokenizer that puts the token for a text's beginning before each text."""
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
@@ -54,7 +53,7 @@ def _of_tekken(path: Path) -> Any:
 
 
 def _of_sentencepiece(folder: Path) -> Any:
-    """The tokenizer of the folder, had it a tokenizer.json for its tokenizer.model."""
+    """Make the tokenizer of the folder, as if it had a tokenizer.json for its tokenizer.model."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer, names = read_sentencepiece(folder / "tokenizer.model")

@@ -1,1 +1,1 @@
-"""What the main thread runs: it steps the engine, with threads of its own for long prompts."""
+"""The main thread: it steps the engine, with threads of its own for long prompts."""

@@ -1,4 +1,4 @@
-"""The main thread's loop: take orders, step the engine, hand out what it finished."""
+"""The main thread's loop: take orders, step the engine, hand out finished requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ gone to another thread, and then nothing interrupts the wait here."""
 
 
 class EngineLoop:
-    """Steps one engine for whoever sends orders. `run()` belongs to the thread that made the engine."""
+    """Steps one engine by orders. `run()` belongs to the thread that made the engine."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineLoop:
             self._intake.close()
 
     def turn(self) -> bool:
-        """Take the orders that wait, step once, report what finished. False where a Halt was among them."""
+        """Take the orders that wait, step once, report the finished requests. False after a Halt."""
         if not self._take_orders():
             return False
         began_at = self.turned_at = self._clock()
@@ -65,10 +65,7 @@ class EngineLoop:
         return True
 
     def _take_orders(self) -> bool:
-        """Take all orders that wait, then requests as a turn has time for; False: leave.
-
-        Where there is nothing to do, wait for an order.
-        """
+        """Take all waiting orders, or wait for one if idle, then requests for a turn; False: leave."""
         wait = not (self._engine.has_unfinished or self._refused or self._intake.has_ready)
         while True:
             try:

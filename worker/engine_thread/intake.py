@@ -1,8 +1,8 @@
-"""Requests on their way into the engine: so much work before a step and no more, urgent lanes first.
+"""Requests on their way into the engine: limited work before a step, urgent lanes first.
 
-Tokenizing takes about a microsecond a character. So that no step waits for a pile of prompts, or for a long
-one, short prompts are tokenized here, some in each turn, and the others in threads meanwhile. What waits for
-a form that nobody has asked for before, which may take seconds, is overtaken by the others of its lane.
+Tokenizing takes about a microsecond a character. So that no step waits for long, some short prompts are tokenized
+here in each turn, and others in threads. A request whose new form may take seconds to compile is overtaken by
+others of its lane.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ LEAVE_S = 1.0
 
 
 class _Waiting:
-    """One request until it is in the engine. number: its place among all that came.
-
-    is_prepared: nothing is left to do here that takes long. prepared: prompt and sampling for `Engine.add`,
-    from a thread. form: what it has to follow, compiled or not. error: what preparing them raised.
-    """
+    """One request until it is in the engine. number: its place among all. form: its grammar's future."""
 
     __slots__ = (
         *("engine", "error", "form", "is_dropped", "is_prepared", "lane", "number", "prepared", "request"),
@@ -58,7 +54,7 @@ class _Waiting:
         self.error: BaseException | None = None
 
     def read(self) -> tuple[Any, RequestParams]:
-        """Prompt and sampling of the request. Raises InvalidRequest, or what a chat's template raises."""
+        """Return the prompt and sampling of the request. Raises InvalidRequest, or a chat template's error."""
         request = self.request
         params = request_params(request.kind, request.sampling)
         prompt = request.prompt
@@ -70,7 +66,7 @@ class _Waiting:
         return prompt, params
 
     def prepare(self) -> None:
-        """In a thread: all that takes time with the length of the prompt."""
+        """Prepare the request in a thread: all work that takes time with the length of the prompt."""
         try:
             prompt, params = self.read()
             options: dict[str, Any] = {}
@@ -85,15 +81,12 @@ class _Waiting:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can enter the engine, where it would wait for nothing."""
+        """Whether it can enter the engine without waiting."""
         return self.is_prepared and (self.form is None or self.form.done())
 
 
 class _Preparer:
-    """Daemon threads, started when first needed, that tokenize long prompts: the most urgent lane's oldest first.
-
-    report: called in these threads, each time one is prepared.
-    """
+    """Daemon threads that tokenize long prompts, urgent lanes first. report: called in them for each."""
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         self._num_threads, self._name, self._report = threads, name, report
@@ -103,7 +96,7 @@ class _Preparer:
         self._is_closed = False
 
     def submit(self, item: _Waiting) -> None:
-        """Prepare it after those of its lane that wait, and before those of less urgent lanes."""
+        """Prepare it after the waiting ones of its lane, and before less urgent lanes."""
         self._waiting.put((item.lane, next(self._numbers), item))
         if not self._threads:
             for number in range(self._num_threads):
@@ -112,7 +105,7 @@ class _Preparer:
                 thread.start()
 
     def close(self) -> None:
-        """Begin with no other; the threads end, each when it is through with its last."""
+        """Begin no other; each thread ends after its last."""
         self._is_closed = True
         for _ in self._threads:
             self._waiting.put((-1, next(self._numbers), None))
@@ -131,7 +124,7 @@ class _Preparer:
 
 
 class Intake:
-    """Owner of the requests that wait for the engine. Those of a lane enter it in the order they came.
+    """Owns the requests that wait for the engine, which takes those of a lane in order.
 
     All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
     """
@@ -147,7 +140,7 @@ class Intake:
         self._long_preparer = _Preparer(1, "tokenmill-long-prompts", report)
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return sum(map(len, self._lanes.values())) + len(self._compiling)
 
     @property
@@ -164,7 +157,7 @@ class Intake:
             (self._long_preparer if waiting.size > LONG else self._preparer).submit(waiting)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; ids that do not wait are left alone."""
+        """Forget requests; unknown ids are left alone."""
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
             waiting.is_dropped = True
@@ -174,10 +167,9 @@ class Intake:
         self._compiling -= dropped
 
     def admit(self) -> list[Completion]:
-        """Give the engine what is ready, as far as a turn's work goes; return what it refused.
+        """Give the engine the requests that are ready, for one turn's work; return the refused ones.
 
-        Those that get in do so in the order they came, also across lanes: the engine's scheduler owes a lane
-        its share of what came after it.
+        They enter in the order they came, also across lanes: the engine's scheduler relies on it for a lane's share.
         """
         self._take_back()
         refused: list[Completion] = []
@@ -187,7 +179,7 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Take a turn's work from the lanes, the urgent ones first, and one request at least from each."""
+        """Take a turn's work from the lanes, urgent ones first, and at least one request from each."""
         left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -198,7 +190,7 @@ class Intake:
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
-        """Take the first requests of a lane, up to one that a thread has not come to the end of."""
+        """Take the first requests of a lane, up to one that is still in a thread."""
         while queue and queue[0].is_prepared:
             waiting = queue.popleft()
             if waiting.is_ready:
@@ -227,7 +219,7 @@ class Intake:
                 self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
 
     def close(self) -> None:
-        """Drop what waits; wait for the threads, not long."""
+        """Drop the waiting requests; wait briefly for the threads."""
         self._lanes.clear()
         self._compiling.clear()
         self._ids.clear()
@@ -255,7 +247,7 @@ class Intake:
 
 
 def _refused(request_id: str, error: BaseException) -> Completion:
-    """The end of a request for what it raised; raises that where it is the engine's fault."""
+    """Return the end of a refused request; raise an error that is the engine's fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)
     if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -264,13 +256,13 @@ def _refused(request_id: str, error: BaseException) -> Completion:
 
 
 def _truncation(params: RequestParams) -> dict[str, Any]:
-    """What preparing a prompt needs to know of its sampling values."""
+    """Return the sampling values that preparing a prompt needs."""
     most = params.truncate_prompt_tokens
     return {} if most is None else {"truncate_prompt_tokens": most}
 
 
 def _size(request: Request) -> int:
-    """Characters or token ids; of a chat also what rendering it takes, and of what is scored the texts."""
+    """Count characters or token ids; a chat adds its rendering, a scored prompt its continuations."""
     continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
     if request.messages is None:
         return len(request.prompt or "") + len(request.continued) + continuations
@@ -278,7 +270,7 @@ def _size(request: Request) -> int:
 
 
 def _chars(value: object) -> int:
-    """Characters of the texts in it, however deep, and what each object takes."""
+    """Count the characters of all texts in it, however deep, and some for each object."""
     size, left = 0, [value]
     while left:
         each = left.pop()

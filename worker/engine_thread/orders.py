@@ -1,7 +1,4 @@
-"""Orders to the main thread's loop, and its reports.
-
-They are plain data in two queues, so that the engine can move to a process of its own.
-"""
+"""Orders to the main thread's loop, and its reports: plain data in two queues."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +38,8 @@ class Halt:
 class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
-    started: ids of the requests of which a step has scheduled the first sequence. at: monotonic seconds when
-    the last step began. progress: how far the requests in the batch are, None where that is not told anew.
+    started: ids of requests whose first sequence was scheduled. at: monotonic seconds when the last step began.
+    progress: how far the requests in the batch are, None if not told anew.
     """
 
     completions: Sequence[Completion]
@@ -54,7 +51,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """Report: a step raised; nothing that was in the engine will be completed."""
+    """Report: a step raised; no request in the engine will be completed."""
 
     error: BaseException
 

@@ -1,1 +1,1 @@
-"""What the I/O thread runs: it alone changes held jobs, and talks to Redis for them."""
+"""The I/O thread: it alone changes held jobs, and talks to Redis for them."""

@@ -1,4 +1,4 @@
-"""Claiming jobs: when, for which lanes, and how many, so that each worker gets a fair share."""
+"""Claims jobs: when, for which lanes, and how many, so that each worker gets a fair share."""
 
 from collections.abc import Sequence
 from uuid import uuid4
@@ -15,13 +15,11 @@ FORGET_S = 10.0
 
 
 class FairShare:
-    """How much of one lane this worker leaves to others. Used by the I/O thread alone.
+    """The share of one lane that this worker leaves to others. Used by the I/O thread only.
 
-    Each worker of a queue should find as many jobs, so that nobody holds the last ones while others wait
-    (see claim.lua). But the others may be full, gone, or serve another model. This worker notices when the
-    same job is still the first in the queue at its next look. It then rounds its share up; at the look after
-    that it counts on half as many takers, and so on, up to what it has room for. Some seconds after the last
-    such look it counts on all of them again.
+    Each worker of a queue should find as many jobs (see claim.lua). But others may be full, gone, or serve another
+    model: then the same job is still first in the queue at the next look. This worker rounds its share up; at each
+    later look it counts on half as many takers. Some seconds after the last such look it counts on all again.
     """
 
     def __init__(self) -> None:
@@ -30,16 +28,15 @@ class FairShare:
         self._vain_at = float("-inf")
 
     def among(self, num_workers: int, moment: float) -> tuple[int, bool]:
-        """How many takers to count on, of so many workers, and whether to round up, at `moment` (seconds)."""
+        """Return how many takers to count on, of so many workers, and whether to round up, at `moment` (seconds)."""
         if moment - self._vain_at > FORGET_S:
             self._num_vain = 0
         return max(1, num_workers >> max(0, self._num_vain - 1)), self._num_vain > 0
 
     def left(self, first: str, moment: float, poll_s: float, taken: Sequence[str] = ()) -> None:
-        """Hear which job a claim left to others as the first, "" for none. poll_s: how often they look.
+        """Learn which job a claim left to others as the first, "" for none. poll_s: how often they look.
 
-        taken: which ones the claim took. Where the one that was left before is among them, nobody else has
-        come: jobs that end before the others' next look would hide that for ever.
+        taken: the claim's jobs. If the one left before is among them, no other worker has come.
         """
         if not self._first or self._first not in (first, *taken):
             self._seen_at = moment
@@ -56,9 +53,9 @@ LOOK_S = 0.2
 
 
 class Claimer:
-    """Claims for every lane that has room, and hands what came to the runner. The I/O thread's.
+    """Claims for every lane that has room, and hands jobs to the runner. Used by the I/O thread only.
 
-    A suspect is a job with which `Limits.suspect_deaths` workers have died: it runs by itself for a while.
+    A suspect, with which `Limits.suspect_deaths` workers have died, runs by itself for a while.
     """
 
     def __init__(self, parts: Parts, runner: JobRunner, releaser: Releaser) -> None:
@@ -69,7 +66,7 @@ class Claimer:
         self._runner, self._releaser = runner, releaser
         self._limits, self._log, self._clock = parts.limits, parts.log, parts.clock
         self._tokens: dict[int, str] = {}
-        # By lane, the jobs held when a claim left some to others: with half as many, it looks again.
+        # Jobs held, by lane, when a claim left some to others: with half as many, it looks again.
         self._had = [0] * len(parts.queue_names)
         self._foreign = [0] * len(parts.queue_names)
         self._num_kept = self._turn = 0
@@ -91,19 +88,19 @@ class Claimer:
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
         if not due or self._has_suspect(moment):
             return
-        # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
-        turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
-        if sum([self._claim_for(turn) for turn in turns]):
+        # One round trip, unless --max-jobs counts: then the next lane gets the rest of one.
+        lane_groups = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
+        if sum([self._claim_for(group) for group in lane_groups]):
             self.idle_since = moment
             self._runner.feed()
 
     def take_up_unanswered(self) -> None:
-        """Ask what claims have taken whose replies were lost: jobs that nobody renews count as abandoned."""
+        """Ask for the jobs of claims whose replies were lost: unrenewed, they would count as abandoned."""
         if self._tokens:
             self._take_up(list(self._tokens), [0] * len(self._tokens))
 
     def discount(self, num_jobs: int) -> None:
-        """So many jobs that were claimed do not count against --max-jobs."""
+        """Do not count so many claimed jobs against --max-jobs."""
         self._num_kept -= num_jobs
 
     def pause(self, until: float) -> None:
@@ -117,11 +114,11 @@ class Claimer:
         return self._limits.max_jobs is not None and self._num_kept >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:
-        """Whether the queues hold nothing but what only workers with another model may run."""
+        """Whether the queues hold only jobs for workers with another model."""
         return self._registries.count_queued(self._queue_names) <= sum(self._foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether it is time to claim; where no file may come, to look for prompts between them."""
+        """Whether it is time to claim; if no file may come, prompts between files are looked for."""
         timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
         if 2 * self._runner.jobs.num_of(lane) < self._had[lane]:
             self._had[lane] = 0
@@ -140,7 +137,7 @@ class Claimer:
         return 1_000_000 if most is None else max(0, most - self._num_kept)
 
     def _has_suspect(self, moment: float) -> bool:
-        """Whether a job runs by itself, to show whether it is what kills its workers; ISOLATION_S at most."""
+        """Whether a suspect runs by itself; ISOLATION_S at most."""
         if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.suspect_deaths:
             return False
         execution_id = self._runner.held[0].execution_id
@@ -154,7 +151,7 @@ class Claimer:
         is_idle, moment = self._runner.num_held == 0, self._clock()
         self._turn += 1
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
-            # Kept until the call has come through: sent again, it claims nothing twice.
+            # The tokens are kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             takes_suspects = is_idle and place == self._turn % len(lanes)
             takers, rounds_up = self._shares[lane].among(self._poll_rates.num_workers(lane), moment)

@@ -1,4 +1,4 @@
-"""Faults of the worker's own surroundings: they say nothing of the job that met them."""
+"""Faults of the worker's own surroundings, for which a job is not to blame."""
 
 import errno
 from dataclasses import dataclass
@@ -17,10 +17,7 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQU
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Whether code of our own raised this for want of a module, memory, descriptors, or room on a local disk.
-
-    What a job's files lack has names of its own (jobs.errors), DiskFull among them.
-    """
+    """Return whether our own code raised this for lack of a module, memory, descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
         return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
     if isinstance(error, OSError):
@@ -30,7 +27,7 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A job that met a fault. counts: whether it is held against the job too."""
+    """A job's fault. counts: whether it is held against the job too."""
 
     claimed: ClaimedJob
     error: BaseException
@@ -43,8 +40,7 @@ class WorkerFault:
 class WorkerFaults:
     """The faults that a worker has met, by function, since a job of that function ended well.
 
-    Against each job one of these counts: several in a row speak against the worker, and one that comes again
-    where others end well speaks against the job.
+    Each job counts once: several in a row speak against the worker, a repeated one against the job.
     """
 
     def __init__(self) -> None:
@@ -53,7 +49,7 @@ class WorkerFaults:
 
     @property
     def in_a_row(self) -> int:
-        """Faults with jobs of one function; the highest number."""
+        """The highest number of faults with jobs of one function."""
         return max(map(len, self._rows.values()), default=0)
 
     def met(self, claimed: ClaimedJob, function_name: str | None, error: BaseException) -> WorkerFault:
@@ -65,10 +61,10 @@ class WorkerFaults:
         return fault
 
     def passed(self, function_name: str | None) -> None:
-        """A job of this function ended well."""
+        """Note that a job of this function ended well."""
         self._rows.pop(function_name, None)
 
     def take(self) -> list[WorkerFault]:
-        """What was met since the last call; the caller gives the jobs back."""
+        """Return the faults since the last call; the caller gives the jobs back."""
         new, self._new = self._new, []
         return new

@@ -1,4 +1,4 @@
-"""Functions of the user's, and those of our own that need no engine: run in the threads of a pool."""
+"""Runs functions in the threads of a pool: users' functions, and our own without an engine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +18,7 @@ MAX_POSTS = 64
 
 
 class FunctionRunner:
-    """Hands functions over to threads once Redis shows that they begin. The I/O thread's.
-
-    calls: brings their reports back.
-    """
+    """Hands functions to threads once Redis shows that they begin. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, calls: PoolCalls, beginnings: Beginnings) -> None:
         self._packer, self._calls, self._beginnings = parts.packer, calls, beginnings
@@ -49,7 +46,7 @@ class FunctionRunner:
         pool: FunctionPool,
         is_ours: bool = False,
     ) -> None:
-        """function: makes what the thread is to call, once the job has begun."""
+        """Run a function once the job has begun. function: makes the call for the thread."""
         job.run_function()
         if _takes_a_place(job):
             self._packer.function_started(job)
@@ -64,17 +61,17 @@ class FunctionRunner:
             self._packer.function_ended(job)
 
     def withdraw(self, job: HeldJob) -> None:
-        """Give its thread to others, where the function was not handed over yet."""
+        """Free its thread, if the function was not handed over yet."""
         if self._beginnings.forget(job) and _takes_a_place(job):
             self._packer.function_ended(job)
 
     def has_place(self, job: HeldJob) -> bool:
-        """Whether a function may run here beside those that do."""
+        """Whether another function may run here."""
         if _takes_a_place(job):
             return self._packer.free_functions > 0
         return self._webhook_pool.num_waiting < MAX_POSTS
 
 
 def _takes_a_place(job: HeldJob) -> bool:
-    """Whether a function counts among those that run: what tells of a run's end has threads of its own."""
+    """Whether a function counts among the running ones: one that tells of a run's end does not."""
     return job.function_name != POSTING

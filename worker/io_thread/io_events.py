@@ -1,11 +1,11 @@
-"""What the I/O thread is told by people, beside what the engine reports."""
+"""People's events for the I/O thread, beside the engine's reports."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Shutdown(enum.Enum):
-    """How a person asked the worker to stop."""
+    """A person's way of asking the worker to stop."""
 
     WARM = "warm"
     COLD = "cold"
@@ -13,7 +13,7 @@ class Shutdown(enum.Enum):
 
 @dataclass(frozen=True)
 class StopJob:
-    """A person asked for one job to be stopped; with an execution's id, only while that one runs it."""
+    """A person's wish to stop one job; with an execution's id, only while that one runs it."""
 
     job_id: str
     execution_id: str | None = None

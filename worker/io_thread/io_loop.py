@@ -33,7 +33,7 @@ LEAVING_S = 5.0
 
 
 class Phase(enum.Enum):
-    """What the worker does with new jobs."""
+    """The worker's attitude to new jobs."""
 
     SERVING = "serving"
     DRAINING = "draining"  # warm shutdown: finish what runs, take nothing new
@@ -42,10 +42,7 @@ class Phase(enum.Enum):
 
 
 class IoLoop:
-    """One thread that moves jobs between Redis and the engine's orders.
-
-    Everything reaches it through `post`, safe from any thread and from signal handlers.
-    """
+    """One thread that moves jobs between Redis and the engine's orders. `post` is safe from any thread or signal."""
 
     def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
         self._queue_names, self._store, limits = parts.queue_names, parts.store, parts.limits
@@ -88,21 +85,19 @@ class IoLoop:
         self._events.put(event)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread to end."""
         self._thread.join()
 
     @property
     def jobs_ended(self) -> int:
-        """Jobs this worker brought to an end."""
+        """The number of jobs this worker brought to an end."""
         return self._runner.counts.ended
 
     @property
     def why_not_claiming(self) -> str | None:
-        """What a person, or the worker's end, keeps it from; None where it claims. For any thread."""
+        """Say why it claims nothing, by a person's wish or at its end; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
         return "suspended: `rq resume` lets it claim" if self._claimer.is_suspended else None
@@ -134,7 +129,7 @@ class IoLoop:
         self._say_goodbye()
 
     def _take_events(self) -> None:
-        """Handle everything that has happened; wait one poll period where nothing has."""
+        """Handle all events; wait one poll period if there are none."""
         try:
             event = self._events.get(timeout=0 if self._can_open else POLL_S)
             while True:
@@ -209,7 +204,7 @@ class IoLoop:
             self._leave_by = self._clock() + LEAVING_S
 
     def _talk_to_redis(self, moment: float) -> None:
-        """All duties that need the server. An outage delays them; the engine goes on meanwhile."""
+        """Carry out all duties that need the server. An outage delays them; the engine goes on."""
         try:
             failures = [self._failure_of(duty, moment) for duty in self._duties]
             if not any(failures):
@@ -221,7 +216,7 @@ class IoLoop:
             self._ride_out(moment, error)
 
     def _failure_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
-        """Carry out a duty; return the error of one that Redis refused: it is of no concern to the others."""
+        """Carry out a duty; return the error of one that Redis refused, so that others go on."""
         try:
             duty(moment)
         except OUTAGES:
@@ -239,7 +234,7 @@ class IoLoop:
             self._claimer.claim(moment)
 
     def _settle(self, _: float) -> None:
-        """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
+        """Complete the work of earlier turns: ends to write, claims without a reply, jobs to release."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
@@ -250,7 +245,7 @@ class IoLoop:
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
-        """Put jobs back that met a fault of this worker's; leave where that happens time and again."""
+        """Put jobs back after a fault of this worker's; leave after several in a row."""
         self._faults += self._runner.faults.take()
         while self._faults:
             fault = self._faults[0]
@@ -324,7 +319,7 @@ class IoLoop:
         self._phase = Phase.GONE
 
     def _give_back_everything(self) -> None:
-        """Put the jobs back; ends that are being written may still come through."""
+        """Put the jobs back, except ends that are being written."""
         if self.engine_error is not None:
             self._release_mode = "engine_died"
         self._releaser.give_back(self._runner.withdraw_everything(), self._release_mode)

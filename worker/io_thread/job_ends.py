@@ -1,4 +1,4 @@
-"""How a job ends: its callback, then the writing in a batch with others, then its dependents and webhooks."""
+"""Ends jobs: callback, then the writing in a batch with others, then dependents and webhooks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,14 +26,14 @@ _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Whose fault a failure is; None for what a function of the user's raised: that ends as in RQ."""
+    """Return whose fault a failure is; None for a user's function, which ends as in RQ."""
     if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
         return error.fault
     return "server" if job.is_ours else None
 
 
 def log_text(job: HeldJob, error: BaseException) -> str:
-    """Why a job failed, in one line without any part of a prompt: an error that is not ours may quote one."""
+    """Say in one line why a job failed, without a prompt: a foreign error may quote one."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         text = error.log_text
@@ -64,10 +64,7 @@ class JobEnds:
         self._end(job, "finished", value)
 
     def fail(self, job: HeldJob, error: BaseException, text: str | None = None) -> None:
-        """End a job with what went wrong, at once where another try would end alike.
-
-        text: the error's traceback, where user code has raised it.
-        """
+        """End a job with its error, at once if another try would end alike. text: user code's traceback."""
         fault, job.reason = fault_of(job, error), type(error).__name__
         self._log.warning("%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error))
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
@@ -91,7 +88,7 @@ class JobEnds:
     def _end(
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
     ) -> None:
-        """Bring a job to its end: first what user code it calls, then the writing."""
+        """Bring a job to its end: first the user's callbacks, then the writing."""
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
@@ -101,7 +98,7 @@ class JobEnds:
             self._finish(job, outcome, error)
 
     def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        """First of all: where this worker is killed before the end is written, the next one tells again."""
+        """Tell the run first: if this worker dies before the end is written, the next one tells again."""
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
@@ -125,7 +122,7 @@ class JobEnds:
             self._calls.submit(self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write))
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
-        """The outcome with its value as it is written. known_small: see `pack`. Raises ResultTooLarge."""
+        """Return the outcome with its packed value. known_small: see `pack`. Raises ResultTooLarge."""
         if outcome.status != "finished" or outcome.wish is not None:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
@@ -141,7 +138,7 @@ class JobEnds:
         rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
-            """None where the job is not ours any more."""
+            """Call the callback; None if the job is not ours any more."""
             if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
                 return None
             try:
@@ -166,7 +163,7 @@ class JobEnds:
         self._calls.submit(self._pool, job, call)
 
     def _callback_raised(self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None) -> None:
-        """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
+        """Fail the job after a success callback's error, as RQ does; others only give it their text."""
         if outcome.status == "finished":
             self.fail(job, failure, text)
         else:
@@ -199,10 +196,7 @@ class JobEnds:
             self._announce(job, outcome)
 
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
-        """Queue the jobs that waited for one whose end is written, then close it.
-
-        A page at a time, and behind the calls of other jobs each time: theirs need not wait for a million.
-        """
+        """Queue the dependents of a job whose end is written, page by page between other jobs', then close it."""
         claimed = job.claimed
 
         def queue_page() -> int:

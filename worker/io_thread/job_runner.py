@@ -1,4 +1,4 @@
-"""The life of claimed jobs: admit, open, stream and deliver each one, stop it where that is asked."""
+"""The life of claimed jobs: admit, open, stream, deliver, and stop each one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,12 +48,12 @@ class JobRunner:
 
     @property
     def num_held(self) -> int:
-        """Jobs claimed and not yet ended."""
+        """The number of jobs claimed and not yet ended."""
         return len(self.jobs)
 
     @property
     def held(self) -> list[ClaimedJob]:
-        """What must be renewed, oldest first."""
+        """The jobs to renew, oldest first."""
         return [job.claimed for job in self.jobs]
 
     # Begin
@@ -84,7 +84,7 @@ class JobRunner:
                 self._open(job, task)
 
     def _admitted(self, job: HeldJob) -> FunctionCall:
-        """What a job calls, where that may run here. Raises JobRefused."""
+        """Return the job's call, if it may run here. Raises JobRefused."""
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)
@@ -114,10 +114,7 @@ class JobRunner:
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Functions and files that were claimed beyond what the threads can take; the caller gives them back.
-
-        What a job is shows only when it is claimed; it is marked then, and the next claims leave it there.
-        """
+        """Return functions and files beyond the threads' number; they are marked, and left by the next claims."""
         surplus, self._surplus = self._surplus, []
         return surplus
 
@@ -135,7 +132,7 @@ class JobRunner:
         self.drop(self._beginnings.show(store))
 
     def _valued(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
-        """The value of a user's function is known, or what it raised."""
+        """Take the value or error of a user's function."""
         if error is not None:
             self._ends.fail(job, error)
         elif isinstance(value, Raised):
@@ -144,7 +141,7 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _own_valued(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
-        """The value of a job of our own is known, or what our code raised."""
+        """Take the value or error of a job of our own."""
         if error is not None:
             self._raised(job, error)
         else:
@@ -152,7 +149,7 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
-        """Our own code raised: the job fails, or goes back where the fault is that of this worker."""
+        """Fail a job whose own code raised, or give it back if the fault is this worker's."""
         if not is_fault(error):
             self._ends.fail(job, error)
             return
@@ -171,7 +168,7 @@ class JobRunner:
     # Stream and deliver
 
     def feed(self) -> None:
-        """Send the engine what it has room for; end the jobs whose last completion is in."""
+        """Fill the engine's free room with requests; end the jobs whose last completion is in."""
         for job in self.streams.feed():
             if job.error is not None:
                 self._withdraw(job, JobStopped)
@@ -183,7 +180,7 @@ class JobRunner:
                 self._collect(job)
 
     def _drop_payload(self, job: HeldJob) -> None:
-        """Hold no more of a job than its end takes: it may run for long beside others of its lane."""
+        """Drop the parts of a job that its end does not need: it may run for long."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:
@@ -191,7 +188,7 @@ class JobRunner:
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
-        """Every completion is in: ask the task for the job's value."""
+        """Ask the task for the job's value, once every completion is in."""
         assert job.open_task is not None
         self._beginnings.began(job, self._clock())  # where no request of it needed the engine
         job.state = JobState.COLLECTING
@@ -208,7 +205,7 @@ class JobRunner:
         self._ends.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
-        """Forget a job. outcome: how it ended; None where another worker has counted that."""
+        """Forget a job. outcome: None if another worker has counted its end."""
         if job not in self.jobs:
             return
         self._let_go(job)
@@ -243,10 +240,7 @@ class JobRunner:
         job.withdraw(error)
 
     def stop(self, job_id: str, execution_id: str | None = None) -> bool:
-        """Stop one running job on a person's word. False: it is not running here, or already ending.
-
-        execution_id: the one execution that is meant; None for whichever this worker has.
-        """
+        """Stop one running job on a person's word; False if it is not running here. execution_id: if one is meant."""
         job = self.jobs.find(job_id, execution_id)
         if job is None or job.is_ending:
             return False
@@ -255,7 +249,7 @@ class JobRunner:
         return True
 
     def check_deadlines(self) -> None:
-        """Fail the jobs that have run longer than their timeout; give up threads that do not heed theirs."""
+        """Fail overdue jobs, and give up threads that ignore their interrupts."""
         moment = self._clock()
         self._files.check()
         self.threads.give_up_stuck()
@@ -287,10 +281,7 @@ class JobRunner:
                 self._close(job)
 
     def take_over(self, claimed: ClaimedJob, deaths: int, fault: WorkerFault | None = None) -> None:
-        """Bring a job to its end that is held here because its worker is gone or had a fault.
-
-        It has taken too many workers with it, or only its dependents are to be queued.
-        """
+        """End a job that took too many workers with it, or queue its dependents."""
         job = self.jobs.add(claimed)
         job.state = JobState.ENDING
         if claimed.has_ended:
@@ -315,7 +306,7 @@ class JobRunner:
         self._ends.fail(job, error)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
-        """Let go of the jobs of which nothing has run yet; the caller gives them back."""
+        """Let go of jobs that have not begun; the caller gives them back."""
         return self._withdraw_all(self.jobs.unstarted())
 
     def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:

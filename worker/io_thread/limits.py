@@ -1,4 +1,4 @@
-"""When a worker leaves by itself, and how often it does its duties: less often where workers are many."""
+"""When a worker leaves by itself, and how often it does its duties: less often among many workers."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ LEASE_MARGIN_S = 45
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one worker; times in seconds."""
+    """One worker's limits; times in seconds."""
 
     burst: bool
     max_jobs: int | None
@@ -22,22 +22,22 @@ class Limits:
 
     @property
     def suspect_deaths(self) -> float:
-        """Deaths after which a job runs by itself; never, where the first death is the last."""
+        """The number of deaths after which a job runs by itself; never, if the first is the last."""
         return self.max_worker_deaths - 1 if self.max_worker_deaths > 1 else float("inf")
 
     @property
     def renew_period_s(self) -> float:
-        """Often enough that a lease survives two failed tries, and that a cancelled job is noticed soon."""
+        """Seconds between renewals: a lease survives two failed tries, and a cancelled job shows soon."""
         return min(self.lease_s / 4, 2.0)
 
     @property
     def longest_renew_s(self) -> float:
-        """Where so many leases are renewed that a cancelled job has to be noticed later."""
+        """Seconds between renewals of very many leases, when a cancelled job may show later."""
         return self.lease_s / 4
 
     @property
     def sweep_period_s(self) -> float:
-        """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
+        """Seconds between looks for abandoned jobs, which add to the time to recovery."""
         return min(self.lease_s / 4, 10.0)
 
 
@@ -48,7 +48,7 @@ class Timer:
         self.period_s, self._next = period_s, float("-inf")
 
     def postpone(self, moment: float) -> None:
-        """Be due at `moment`, not before."""
+        """Let the period end at `moment`, not before."""
         self._next = moment
 
     def due(self, moment: float) -> bool:
@@ -70,11 +70,7 @@ RENEWALS_PER_S = 1000.0
 
 
 class PollRates:
-    """The workers that serve the same queues, as this one has last heard. The I/O thread's.
-
-    Until it has heard of others it takes itself for the only one. Periods differ a little from worker to
-    worker, so that those that began to wait at the same moment do not ask at the same moment for ever.
-    """
+    """The workers of the same queues, as last heard; their periods are drawn apart. Used by the I/O thread only."""
 
     def __init__(self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None) -> None:
         """jitter: a factor around 1, drawn each time that it hears."""
@@ -89,16 +85,16 @@ class PollRates:
         self._num_started, self._factor = num_started, self._jitter()
 
     def num_workers(self, lane: int) -> int:
-        """Workers that serve the lane's queue, this one among them."""
+        """Return the number of workers that serve the lane's queue, this one among them."""
         return self._num_workers[lane]
 
     def poll_s(self, lane: int) -> float:
-        """How often this worker looks for jobs of a lane that has room, where the last look found none."""
+        """Return the seconds between looks for jobs of a lane with room, after a look that found none."""
         wished_s = self._num_workers[lane] / LOOKS_PER_S * self._factor
         return min(max(POLL_S, wished_s), LONGEST_POLL_S)
 
     @property
     def renew_s(self) -> float:
-        """How often it renews the leases that it holds."""
+        """Return the seconds between renewals of the held leases."""
         wished_s = self._num_started / RENEWALS_PER_S * self._factor
         return min(max(self._limits.renew_period_s, wished_s), self._limits.longest_renew_s)

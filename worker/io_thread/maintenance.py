@@ -1,4 +1,4 @@
-"""What a worker does every now and then beside its jobs, for all workers."""
+"""A worker's occasional duties for all workers."""
 
 from typing import Any
 
@@ -12,9 +12,7 @@ _LEFT_PERIOD_S = 10.0
 
 
 class Maintenance:
-    """Cleans RQ's registries, queues jobs that were left, and turns the scheduler, if there is one.
-    period_s: how often registries are cleaned.
-    """
+    """Cleans RQ's registries every `period_s`, queues left jobs, and turns the scheduler, if there is one."""
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
         self._registries, self._queue_names = Registries(parts.clients.pool), parts.queue_names
@@ -24,7 +22,7 @@ class Maintenance:
         self._queue_left = Timer(_LEFT_PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
-        """Start what is due at `moment` (monotonic seconds)."""
+        """Start the duties that are due at `moment` (monotonic seconds)."""
         if self._scheduler is not None and self._schedule.due(moment):
             self._scheduler.turn()
         if self._queue_left.due(moment):

@@ -1,4 +1,4 @@
-"""What the duties of the I/O thread share."""
+"""The parts that the duties of the I/O thread share."""
 
 import logging
 import time
@@ -21,10 +21,10 @@ from worker.threads.functions import FunctionPool
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Made once, by `assembly.py`.
+    """The shared parts, made by `assembly.py`.
 
-    store: the I/O thread's. ends_store: for the threads of `enders`. functions: runs users' functions and
-    planning. enders: runs callbacks and queues dependents, which must not wait for those.
+    store: the I/O thread's. ends_store: for the threads of `enders`. functions: runs users' functions and planning.
+    enders: runs callbacks and queues dependents, which must not wait for those.
     orders: for the engine's thread. events: calls and reports for the I/O thread.
     """
 

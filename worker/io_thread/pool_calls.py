@@ -1,4 +1,4 @@
-"""Calls in threads, for jobs: of functions, ends and files. Those that met an outage are made again."""
+"""Calls in threads, for jobs: functions, ends and files. After an outage they are made again."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ TRY_AGAIN_S = 0.5
 
 
 class Place(NamedTuple):
-    """Where a call stands. Parts that are written come before files that are opened, since that gives memory
-    back; then the job that was claimed first."""
+    """A call's place in line: writing parts, which frees memory, before opening files; then the oldest job."""
 
     opens: bool
     job_number: int
 
 
 class RoomLine:
-    """Calls that take memory. Once it is short, the first of the line alone is tried until it gets through.
+    """The line of calls that take memory. Once it is short, only the first is tried until it gets through.
 
-    Calls that run at once may each hold what the other waits for, let go, and begin again together, for ever.
-    The first in line waits only for calls that began before it was, which end. The I/O thread's.
+    Calls that run at once might each hold the memory that the others wait for, for ever. Used by the I/O thread only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,29 +43,25 @@ class RoomLine:
         self._tried: Place | None = None
 
     def begin(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call now, or once those before it in line have got through.
-
-        start: makes it. is_awaited: whether anybody still waits for it; where nobody does, `start` comes at
-        once.
-        """
+        """Make a call (`start`) now, in its turn, or at once if `is_awaited` says that nobody waits for it."""
         if any(each < place for each in self._waiting) or (self._tried is not None and self._tried < place):
             self._waiting[place] = start, is_awaited
         else:
             start()
 
     def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call again that has found no room. As `begin`."""
+        """Make a call again that has found no room. Arguments as of `begin`."""
         self.came_back(place)
         self._waiting[place] = start, is_awaited
         self._again_at = self._clock() + TRY_AGAIN_S
 
     def came_back(self, place: Place) -> None:
-        """A call is over."""
+        """Note that a call is over."""
         if self._tried == place:
             self._tried = None
 
     def try_again(self) -> None:
-        """Make the first call of those that wait, once its pause is over."""
+        """Make the first waiting call, once its pause is over."""
         for place, (start, is_awaited) in list(self._waiting.items()):
             if not is_awaited():
                 del self._waiting[place]
@@ -83,12 +77,11 @@ Then = Callable[[HeldJob, Any, BaseException | None], None]
 
 @dataclass(frozen=True)
 class PoolCall:
-    """A function for a pool, and what the I/O thread does when it came back.
+    """A function for a pool, and the I/O thread's calls when it came back.
 
-    then: follows unless the job was withdrawn. came_back: is called before it in any case, with the value, or
-    None where the function raised. is_ours: the function is our own, which asks whether it is interrupted,
-    and may be run again after any step of it: an outage delays it only. discard: see FunctionPool.submit.
-    place: of a function of ours that takes memory, which shards that hold too much of it delay.
+    then: follows unless the job was withdrawn. came_back: called before it, with the value or None after an
+    error. is_ours: our own function, which asks whether it is interrupted and may be run again: an outage only delays
+    it. discard: see FunctionPool.submit. place: in the RoomLine, for a function of ours that takes memory.
     """
 
     function: Callable[[], Any]
@@ -100,11 +93,7 @@ class PoolCall:
 
 
 class PoolCalls:
-    """Runs a job's blocking parts in pools and brings their reports to the I/O thread, which owns it.
-
-    post: queues a call for the I/O thread. unawaited: takes a job whose call came back after the job was
-    withdrawn.
-    """
+    """Runs a job's blocking parts in pools, for the I/O thread. unawaited: takes jobs withdrawn meanwhile."""
 
     def __init__(
         self,
@@ -119,7 +108,7 @@ class PoolCalls:
         self._line = RoomLine(clock)
 
     def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
-        """Run a function in a pool; what follows runs here."""
+        """Run a function in a pool; its callbacks run here."""
         place, is_ours = call.place, call.is_ours
         awaited = job.await_call()
 
@@ -160,13 +149,13 @@ class PoolCalls:
             self._line.begin(place, start_again, is_awaited)
 
     def submit_later(self, submit: Callable[[], None]) -> None:
-        """Try something again when Redis is there, and not at once."""
+        """Try again after a pause, when Redis is there."""
         if not self._waiting:
             self._try_again_at = self._clock() + TRY_AGAIN_S
         self._waiting.append(submit)
 
     def try_again(self) -> None:
-        """Start what waits, once its pause is over."""
+        """Start waiting calls, once their pause is over."""
         self._line.try_again()
         if self._waiting and self._clock() >= self._try_again_at:
             again, self._waiting = self._waiting, []
@@ -189,7 +178,7 @@ class PoolThreads:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that were given up and go on in code that nothing can interrupt."""
+        """The number of given-up threads that go on in code that cannot be interrupted."""
         return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
@@ -228,9 +217,8 @@ SLOW_S = 2.0
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
 
-    calls: brings their reports back. limit_s: seconds after which opening a file is over its time, and so are
-    writing a part, closing a task and planning after as long without a sign of life: those may take long as a
-    whole, whoever writes a run's last part looks into all the others.
+    limit_s: seconds for opening a file; and seconds without a sign of life for writing a part, closing a task and
+    planning, which may take long as a whole.
     """
 
     def __init__(
@@ -278,7 +266,7 @@ class TaskFiles:
         self._packer.finished(job)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
-        """Close what was open for a job that has ended."""
+        """Close the open files of a job that has ended."""
 
         def closed(_: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -287,14 +275,14 @@ class TaskFiles:
         self._writers.submit(opened.close, closed, raises=False)
 
     def _close_unawaited(self, job_id: str, opened: OpenTask) -> None:
-        """Close what was opened after its job had ended; called in the thread that was given up."""
+        """Close a task that was opened after its job had ended; runs in the given-up thread."""
         try:
             opened.close()
         except OSError as error:
             self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
     def check(self) -> None:
-        """See to the calls that are slow, and interrupt those that are over their limit."""
+        """Note slow calls, and interrupt those over their limit."""
         moment = self._clock()
         for job in self._packer.opening_now():
             if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
@@ -312,7 +300,6 @@ class TaskFiles:
 
 
 def _result_of(job: HeldJob) -> Any:
-    """Of a call nothing may be left but the job: the callbacks refer to each other, and would keep a closed
-    shard for the collector."""
+    """Return a call's result without keeping its callbacks, which would hold a closed shard in memory."""
     assert job.open_task is not None
     return job.open_task.result()

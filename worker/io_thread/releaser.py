@@ -1,4 +1,4 @@
-"""Jobs on their way back into their queues."""
+"""Puts jobs back into their queues."""
 
 import logging
 from collections.abc import Sequence
@@ -10,10 +10,7 @@ from worker.store.records.claimed_job import ClaimedJob, Mode
 
 
 class Releaser:
-    """Gives jobs back, and ends those here that may not go back. The I/O thread's.
-
-    log_level: at which it tells how many went back.
-    """
+    """Gives jobs back, and ends those that may not go back. log_level: of the count. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, runner: JobRunner) -> None:
         self._store, self._runner, self._log = parts.store, runner, parts.log
@@ -22,7 +19,7 @@ class Releaser:
         self.log_level = logging.DEBUG
 
     def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues; kept for the next call where Redis does not answer."""
+        """Put jobs back into their queues, or keep them for the next call while Redis does not answer."""
         self._waiting.extend(held)
         if not self._waiting:
             return
@@ -32,12 +29,12 @@ class Releaser:
         self._waiting.clear()
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
-        """Put a job back that met a fault of this worker's."""
+        """Put a job back after a fault of this worker's."""
         mode: Mode = "fault" if fault.counts else "given_back"
         for claimed in self._store.release([fault.claimed], mode, self._max_deaths):
             self._runner.take_over(claimed, self._max_deaths, fault)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
-        """Put the jobs back whose worker died; at most one worker looks in each period."""
+        """Put back jobs whose worker died; at most one worker looks in each period."""
         for claimed in self._store.reclaim_abandoned(queue_names, period_s, self._max_deaths):
             self._runner.take_over(claimed, self._max_deaths)

@@ -1,4 +1,4 @@
-"""What a worker shows of itself while it works: in Redis, and in its log."""
+"""Shows the worker while it works: in Redis, and in its log."""
 
 import time
 from collections import Counter
@@ -17,10 +17,7 @@ LOG_PERIOD_S = 10.0
 
 
 class Reporter:
-    """Shows state and statistics every few seconds. The I/O thread's.
-
-    engine_stats: the engine's counters after its last step; the I/O loop sets it.
-    """
+    """Shows state and statistics every few seconds. engine_stats: set by the I/O loop after each step."""
 
     def __init__(self, parts: Parts, record: WorkerRecord, runner: JobRunner) -> None:
         self._record, self._poll_rates, self._runner, self._log = record, parts.poll_rates, runner, parts.log
@@ -37,7 +34,7 @@ class Reporter:
         self._show.postpone(float("-inf"))
 
     def show(self, moment: float, is_serving: bool, is_suspended: bool) -> None:
-        """Write the worker's record where that is due, or the first job has come or the last one gone."""
+        """Write the worker's record if it is due, or the first job has come or the last one gone."""
         busy = self._runner.num_held > 0
         if not self._show.due(moment) and busy == self._shown_busy:
             return
@@ -55,7 +52,7 @@ class Reporter:
         self._record.keep(self.shown.point)
 
     def tell(self, moment: float) -> None:
-        """Log the throughput where jobs are held and that is due."""
+        """Log the throughput if jobs are held and it is due."""
         if not self._runner.num_held or not self._tell.due(moment):
             return
         counts = self._runner.counts
@@ -102,7 +99,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """What the sample has beside a point."""
+        """Return the sample's counters beside a point."""
         held = self._runner.held
         return {
             **self.engine_stats,

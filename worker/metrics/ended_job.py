@@ -1,16 +1,16 @@
-"""A job that has ended on this worker, as metrics and traces tell of it."""
+"""EndedJob: an ended job, for metrics and traces."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EndedJob:
-    """outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
+    """A job that has ended on this worker.
 
-    function: what it called, or "refused"; is_function: it needed no engine.
-    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None where not known.
-    rows, row_errors: of a shard that is finished. rows_unasked: those of the errors that gave no prompt;
-    None where that is not known.
+    outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
+    function: its name, or "refused"; is_function: it needed no engine.
+    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None if not known.
+    rows, row_errors: of a finished shard. rows_unasked: errors without a prompt; None if not known.
     """
 
     queue: str

@@ -1,8 +1,7 @@
-"""A worker's numbers as Prometheus reads them.
+"""Writes a worker's numbers in Prometheus' format.
 
-Names of the engine's follow vLLM's, with `tokenmill_` in the place of `vllm:` (promtool refuses a colon), and
-those of queues rq-exporter's. Label values are the operator's queues, the model, and names of a bounded
-number.
+The engine's names follow vLLM's, with `tokenmill_` in place of `vllm:` (promtool refuses a colon), and the queues'
+names rq-exporter's. Label values are bounded in number.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,11 +28,11 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, worker: WatchedWorker) -> None:
-        """The model is loaded, and this is the worker."""
+        """Show this worker's numbers, now that the model is loaded."""
         self._registry.register(_WorkerCollector(worker))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All numbers, and their content type. accept: the header of the request."""
+        """Return all numbers, and their content type. accept: the header of the request."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -148,7 +147,7 @@ class _WorkerCollector(Collector):
 def _family(
     kind: Any, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """rows: values of the labels, and the number."""
+    """Make a metric. rows: values of the labels, and the number."""
     family = kind(name, text, labels=labels)
     for values, number in rows:
         family.add_metric(values, number)

@@ -11,13 +11,13 @@ REACHED_S = 15.0
 
 
 class WatchedEngine(Protocol):
-    """The main thread's loop. turned_at: monotonic seconds."""
+    """The main thread's loop, as health sees it. turned_at: monotonic seconds."""
 
     turned_at: float
 
 
 class WatchedIo(WatchedEngine, Protocol):
-    """The I/O thread's. redis_at: when all its duties came through last; None before the first time."""
+    """The I/O thread, as health sees it. redis_at: when all its duties last came through; None before."""
 
     redis_at: float | None
 
@@ -26,18 +26,18 @@ class WatchedIo(WatchedEngine, Protocol):
 
 
 class Health:
-    """Says what is amiss; an empty text where nothing is. For any thread."""
+    """Says why a worker is unhealthy; an empty text if it is not. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._loops: tuple[WatchedEngine, WatchedIo] | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """The model is loaded, and these two loops begin to turn."""
+        """Watch these two loops, now that the model is loaded."""
         self._loops = engine, io
 
     def why_dead(self) -> str:
-        """What says that only a new start helps; a worker that still loads its model lives."""
+        """Say why only a new start helps; a worker that still loads its model lives."""
         if self._loops is None:
             return ""
         for name, loop in zip(("engine", "I/O"), self._loops, strict=True):
@@ -47,7 +47,7 @@ class Health:
         return ""
 
     def why_not_ready(self) -> str:
-        """What keeps it from taking jobs now."""
+        """Say why it takes no jobs now."""
         if self._loops is None:
             return "the model is not loaded yet"
         _, io = self._loops

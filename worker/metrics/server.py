@@ -21,11 +21,7 @@ _MAX_HEAD_BYTES = 16 << 10
 
 
 class MetricsServer:
-    """Listens from the start on; says of the worker what there is. Raises MetricsNotServed.
-
-    One thread serves all. ports: the first free one is taken, so that workers with the same settings find
-    one each.
-    """
+    """Listens from the start on the first free of `ports`; one thread serves all. Raises MetricsNotServed."""
 
     def __init__(self, host: str, ports: Sequence[int]) -> None:
         self.health, self._exporter = Health(), Exporter()
@@ -39,16 +35,16 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The one that was taken."""
+        """The port in use."""
         return int(self._listener.getsockname()[1])
 
     def serve(self, worker: WatchedWorker, engine: WatchedEngine, io: WatchedIo) -> None:
-        """The model is loaded: tell of this worker from now on."""
+        """Tell of this worker from now on: the model is loaded."""
         self._exporter.serve(worker)
         self.health.serve(engine, io)
 
     def close(self) -> None:
-        """Listen no more. Requests under way are not waited for."""
+        """Stop listening. Requests under way are not waited for."""
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()
         self._loop.close()
@@ -90,7 +86,7 @@ class MetricsServer:
         await reader.read()  # until the client has read it and closes
 
     def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
-        """Status, content type and body for a path."""
+        """Return status, content type and body for a path."""
         text = "text/plain; charset=utf-8"
         if path == "/metrics":
             body, kind = self._exporter.exposition(accept)

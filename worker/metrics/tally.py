@@ -1,4 +1,4 @@
-"""What a worker's threads count for its metrics."""
+"""Counts events of a worker's threads for its metrics."""
 
 import threading
 from bisect import bisect_left
@@ -20,18 +20,18 @@ OTHER = "other"
 
 
 class Histogram:
-    """Counts of values up to each of `bounds`, in order, and above. Written by one thread."""
+    """Counts values up to each of `bounds`, in order, and above. Written by one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Each bound, as Prometheus writes it, and how many were no larger."""
+        """Return each bound, as Prometheus writes it, and how many values were no larger."""
         counts, found, below = list(self.counts), [], 0
         for bound, number in zip((*(f"{float(each)}" for each in self.bounds), "+Inf"), counts, strict=True):
             below += number
@@ -40,7 +40,7 @@ class Histogram:
 
 
 class Tally:
-    """Counts what happens. The I/O thread writes, but for commands to Redis; other threads may read."""
+    """Counts events. The I/O thread writes all but commands to Redis; other threads may read."""
 
     def __init__(self) -> None:
         self.jobs: Counter[tuple[str, str, str]] = Counter()
@@ -82,7 +82,7 @@ class Tally:
                 self.first_token.observe(told.first_token_time - told.arrival_time)
 
     def lost(self) -> None:
-        """Count a job that this worker held, and that was cancelled or is another's by now."""
+        """Count a held job that was cancelled or belongs to another worker by now."""
         self.claims_lost += 1
 
     def redis_failed(self, error: BaseException) -> None:
@@ -95,12 +95,12 @@ class Tally:
             self.round_trips += 1
 
     def sent_by_functions(self) -> None:
-        """Count one that users' functions send by the connection that they are given."""
+        """Count a command of users' functions on the connection that they are given."""
         with self._lock:
             self.round_trips_of_functions += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Another machine's clock may be ahead: what comes out negative is none."""
+        """Observe seconds, 0 if another machine's clock makes them negative."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""A worker as its metrics tell of it."""
+"""A worker as its metrics see it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,7 @@ from worker.metrics.tally import Tally
 
 @dataclass(frozen=True)
 class Shown:
-    """What a worker last showed of itself in Redis. queued: jobs of each queue by status. held: by queue and
-    kind, "function" or "engine"."""
+    """A worker's last statistics. queued: by queue and status. held: by queue and kind, "function" or "engine"."""
 
     state: str
     point: Point = field(default_factory=Point)
@@ -20,7 +19,7 @@ class Shown:
 
 
 class Reporting(Protocol):
-    """What the I/O thread last showed of the worker, and the engine's counters after its last step."""
+    """The statistics last shown by the I/O thread, and the engine's last counters."""
 
     shown: Shown
     engine_stats: Mapping[str, Any]
@@ -28,7 +27,7 @@ class Reporting(Protocol):
 
 @dataclass(frozen=True)
 class WatchedWorker:
-    """Whose numbers they are, and where they are read. facts: as in the worker's key."""
+    """A worker, and where to read its numbers. facts: as in the worker's key."""
 
     facts: Mapping[str, Any]
     queue_names: Sequence[str]

@@ -1,5 +1,5 @@
-"""All that knows RQ's keys, hashes and private behaviour: jobs as this worker claims, holds and ends them.
+"""RQ's keys, hashes and private behaviour: jobs as this worker claims, holds and ends them.
 
-Another release of RQ changes this package and `worker/batch_worker.py` alone. The scripts
-in `lua/` name keys that follow from job ids, so they need a server that is not sharded. Redis 6.2 or later.
+Another release of RQ changes this package and `worker/batch_worker.py` alone. The scripts in `lua/` derive keys from
+job ids, so they need a server that is not sharded. Redis 6.2 or later.
 """

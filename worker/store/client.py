@@ -1,4 +1,4 @@
-"""Connections to Redis, and which of their errors say something of the server alone."""
+"""Connections to Redis, and its errors that speak of the server alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 
 @dataclass(frozen=True)
 class Clients:
-    """One worker's clients: the I/O thread's, that of our own code in pools, and that of user code."""
+    """One worker's clients: for the I/O thread, for our own code in pools, and for user code."""
 
     io: Redis
     pool: Redis
@@ -30,11 +30,10 @@ class Clients:
 def own_client(
     connection: Redis, socket_timeout_s: float, resend: bool = False, sent: Callable[[], None] | None = None
 ) -> Redis:
-    """A client with a pool of its own to the same server.
+    """Make a client with a pool of its own to the same server.
 
-    resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker.
-    Our own callers do that themselves, because only they know which commands bear it.
-    sent: called for each command, or pipeline of them, that is sent.
+    resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker; our own
+    callers know which commands bear it. sent: called for each command, or pipeline of them.
     """
     pool = connection.connection_pool
     kwargs = get_connection_kwargs(connection)
@@ -46,7 +45,7 @@ def own_client(
 
 
 def _telling(kind: type[Any], sent: Callable[[], None]) -> type[Any]:
-    """A class of connections like this one that calls `sent`."""
+    """Return a class of connections like this one that calls `sent`."""
 
     class Telling(kind):  # type: ignore[misc]  # one of redis-py's
         def send_packed_command(self, *args: Any, **options: Any) -> Any:

@@ -28,17 +28,16 @@ PAGE = 200
 
 
 class Dependents:
-    """Queues them. Not thread-safe, and raises as `JobStore` does, whose part it is."""
+    """Queues dependents. Not thread-safe, and raises as `JobStore` does, whose part it is."""
 
     def __init__(self, client: Redis, scripts: Scripts, clock: Callable[[], float]) -> None:
         self._client, self._call_many, self._clock = client, scripts.call_many, clock
 
     def queue(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue a page of the jobs that wait for an ended one and for nothing else; return where the next is.
+        """Queue a page of the jobs that wait for an ended one and for nothing else.
 
-        cursor: where this one begins. Returns 0 after the last page.
-        Each is queued once: also when this is called again, and when two jobs that it waited for end at the
-        same time, where RQ's own way queues it twice.
+        cursor: the page. Returns the next one's cursor, 0 after the last. Each is queued once, also by two calls, and
+        when two jobs that it waited for end together, where RQ queues it twice.
         """
         ended_as: Any = self._client.hget(job_key(claimed.job_id), "ended_as")
         if ended_as is None:  # closed already, by whoever took it over
@@ -58,15 +57,15 @@ class Dependents:
         return following
 
     def _may_run(self, dependent: Job, ended: Job) -> bool:
-        """Whether a job waits for nothing but the one that has ended."""
+        """Whether a job waits for nothing but the ended one."""
         try:
-            # What it has ended as is known here: its status may be that of a copy that was saved since.
+            # The job's end is known here; the status in Redis may be that of a copy saved since.
             return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
         except ValueError:  # a status that is no text: nobody can say whether that job has ended well
             return False
 
     def _fetch(self, job_ids: Sequence[str]) -> Iterator[Job]:
-        """What decides when and where each is queued, but for those that are gone or damaged in that."""
+        """Return each job's queue and dependencies, without jobs that are gone or damaged."""
         calls = [Call("dependent", {"id": job_id}) for job_id in job_ids]
         found = self._call_many(calls) if calls else []
         for job_id, fields in zip(job_ids, found, strict=True):
@@ -84,7 +83,7 @@ class Dependents:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What is kept of jobs that have ended.
+    """How long ended jobs are kept.
 
     records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
     --disable-default-exception-handler does.  result_ttl_s: of jobs that do not say.
@@ -95,7 +94,7 @@ class Keeping:
 
 
 class EndCalls:
-    """Makes the calls of one worker. See `JobStore` for the arguments."""
+    """Makes the script calls that end jobs. See `JobStore` for the arguments."""
 
     def __init__(self, client: Redis, worker_name: str, keeping: Keeping, clock: Callable[[], float]) -> None:
         self._client, self._worker_name, self._keeping, self._clock = client, worker_name, keeping, clock
@@ -144,13 +143,13 @@ class EndCalls:
         return Call("finish", {**run, **args, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
 
     def _when(self, wait_s: int, at_front: bool = False) -> str | int:
-        """When a job runs again, as put_back of end_execution.lua takes it."""
+        """Say when a job runs again, in the form of put_back of end_execution.lua."""
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"
 
     def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
-        """Fields and values of the entry in rq:results."""
+        """Return fields and values of the entry in rq:results."""
         claimed, failed = outcome.claimed, kind is Result.Type.FAILED
         result = Result(
             claimed.job_id,
@@ -179,9 +178,9 @@ _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 class JobStore:
     """The jobs of some queues as one worker claims, holds and ends them in Redis.
 
-    models: names of the served model; jobs whose field `tokenmill_model` is none of them stay queued.
-    Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
-    server cannot be reached, and every call may then be made again: none doubles an effect.
+    models: names of the served model; jobs whose field `tokenmill_model` has another name stay queued.
+    Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError without a server, and every
+    call may then be made again: none doubles an effect.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class JobStore:
         return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
 
     def _holder(self) -> dict[str, Any]:
-        """What the scripts are told of this worker, as the holder of a job from now on."""
+        """Return this worker's part of the scripts' arguments, as the holder of jobs."""
         moment = self._clock()
         return {
             "worker": self._worker_name,
@@ -236,7 +235,7 @@ class JobStore:
         self._unanswered |= tokens
         replies = self._call_many(calls)
         self._unanswered -= tokens
-        # Of a claim that was sent twice the first sending may still be on its way: its record expires.
+        # The first sending of a repeated claim may still be on its way: its record expires.
         self._answered = first_sent
         return [
             Claim(
@@ -253,7 +252,7 @@ class JobStore:
         return self._renew([(claimed, "") for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
-        """Show that jobs began then, as RQ shows it; return those that are no longer ours."""
+        """Show jobs as begun, as RQ does; return those that are no longer ours."""
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
@@ -269,13 +268,13 @@ class JobStore:
         return [reply.decode() for reply in replies]
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of a job that has ended, once its dependents are queued."""
+        """Let go of an ended job, once its dependents are queued."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         """Put jobs back at the head of their queues.
 
-        Returns those that this worker holds now instead: they died too often, or have ended already.
+        Returns the jobs that this worker holds now instead, as they died too often or have ended.
         """
         # Pushed to the head one by one, the last goes first.
         places = [
@@ -296,7 +295,7 @@ class JobStore:
     def reclaim_abandoned(self, queue_names: Sequence[str], period_s: float, max_deaths: int) -> list[ClaimedJob]:
         """Queue jobs again whose worker died; at most one worker looks at a queue in each period.
 
-        Returns those that this worker holds now instead, as `release` does.
+        Returns the jobs that this worker holds now instead, as `release` does.
         """
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:  # a lock of each: who takes it serves that queue
@@ -335,8 +334,8 @@ class JobStore:
             if reply[0] == b"taken"
         ]
 
-    def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
+    def show_progress(self, progress: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
-        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in shown]
+        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in progress]
         if calls:
             self._call_many(calls)

@@ -1,4 +1,4 @@
-"""What all workers share beside jobs: queues, registries and rate limits."""
+"""The shared state of all workers beside jobs: queues, registries and rate limits."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ _BATCH = 200
 
 
 class Registries:
-    """Looks at them and cleans them. Not thread-safe; raises redis.exceptions.RedisError."""
+    """Counts and cleans registries. Not thread-safe; raises redis.exceptions.RedisError."""
 
     def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
         self._client, self._clock = client, clock
         self._call_many = Scripts(client).call_many
 
     def clean(self, queue_names: Sequence[str]) -> None:
-        """Drop expired entries of finished and failed jobs, workers that are gone, and members of groups.
+        """Drop expired entries of finished and failed jobs, gone workers, and members of groups.
 
         RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
         """
@@ -42,7 +42,7 @@ class Registries:
         self._drop_gone(REDIS_WORKER_KEYS)
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set of whose own keys, which begin with `prefix`, nothing is left."""
+        """Drop the members of a set whose own keys, which begin with `prefix`, are gone."""
         found: Any = self._client.smembers(key)
         members = list(found)
         for start in range(0, len(members), _BATCH):
@@ -55,8 +55,7 @@ class Registries:
                 self._client.srem(key, *gone)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
-        """Queue jobs that nobody else would queue: those that wait for the slot of one that was cancelled or
-        deleted, and those whose dependencies are met, but RQ's worker was killed before it queued them."""
+        """Queue jobs that nobody else would: behind a cancelled job's slot, or a killed RQ worker."""
         moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         same = {**moment, "registry": "ready", "most": _BATCH}
         calls = [Call("enqueue_due", {"queue": name, **same}) for name in queue_names]
@@ -65,7 +64,7 @@ class Registries:
         self._call_many(calls)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
-        """Jobs that wait in these queues."""
+        """Count jobs that wait in these queues."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")

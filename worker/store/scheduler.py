@@ -22,10 +22,7 @@ _MOST = 1000
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread in place of a process.
-
-    It turns also while another one has the locks, and takes them over when that one dies.
-    """
+    """RQ's scheduler in a thread. Without the locks it tries again, and takes over from a dead one."""
 
     def __init__(self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]) -> None:
         """formats: of dates and lines in the log, as `rq worker` takes them."""
@@ -38,20 +35,20 @@ class Scheduler(RQScheduler):
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try for the locks that it lacks: RQ waits for minutes."""
+        """Whether to try for missing locks: RQ waits for minutes."""
         taken: Any = self.lock_acquisition_time
         if self._queue_names == self.acquired_locks:
             return False
         return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
 
     def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue what is due. RQ's own way ends at the first job that it cannot read."""
+        """Enqueue due jobs. RQ's own way ends at the first job that it cannot read."""
         moment = {"now_iso": utcformat(now()), "now_ts": str(current_timestamp())}
         same = {**moment, "registry": "scheduled", "most": _MOST}
         self._scripts.call_many([Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)])
 
     def turn(self) -> None:
-        """Keep the locks and enqueue what is due, in a thread; nothing while the last turn goes on."""
+        """Keep the locks and enqueue due jobs, in a thread, unless the last turn goes on."""
         if not self._is_turning:
             self._is_turning = True
             self._pool.submit(self._turn, self._turned)
@@ -70,7 +67,7 @@ class Scheduler(RQScheduler):
             self.log.error("the scheduler failed (%s); trying again", error)
 
     def enqueue_once(self) -> None:
-        """Enqueue what is due, where nobody else does that, and keep no lock."""
+        """Enqueue due jobs of queues without a scheduler, and keep no lock."""
         try:
             self.acquire_locks()
             self.enqueue_scheduled_jobs()

@@ -40,12 +40,12 @@ def _sources() -> Mapping[str, str]:
 
 
 def _with_prefix(text: str) -> str:
-    """Let the keys that a script names begin as they do here. RQ allows no prefix that would end a string."""
+    """Put the prefix into a script's keys. RQ allows no prefix that would end a string."""
     return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
 class Call(NamedTuple):
-    """A call of a script: its arguments by name, and bytes that it takes as they are."""
+    """A call of a script: its arguments by name, and bytes as they are."""
 
     script: str
     args: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Jobs that RQ's own workers left behind when they were killed, so that both kinds can share queues."""
+"""Jobs left behind by killed workers of RQ's own, so that both kinds can share queues."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ _SEEN_TTL_S = 24 * 3600
 
 
 class StockJobs:
-    """Finds them by RQ's own signs, and takes them over one by one, each in one step.
+    """Finds and takes over jobs by RQ's own signs, one by one, each in one step.
 
-    A started job is left behind once its score in rq:wip has passed: its worker has not beaten for a minute.
-    One in an intermediate queue is, if it stays there for a minute without an execution. RQ's own cleanup
-    goes by the same signs; here its lock on a queue is taken first, so that no job is ended twice.
+    A started job is left behind if its score in rq:wip has passed: no heartbeat for a minute. One in an intermediate
+    queue is if it stays there for a minute without an execution. RQ's cleanup lock on the queue is taken first: no
+    job ends twice.
     """
 
     def __init__(self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time) -> None:
         self._client, self._store, self._clock = client, store, clock
 
     def take_over(self, queue_names: Sequence[str], period_s: float) -> list[tuple[ClaimedJob, AbandonedJobError]]:
-        """Take over what was left behind; at most one worker looks at a queue in each period.
+        """Take over jobs left behind; at most one worker looks at a queue in each period.
 
-        Returns the jobs, which this worker holds then, and the reason to fail each with.
+        Returns the jobs, which this worker holds then, and why each fails.
         """
         taken = []
         for name in queue_names:
@@ -77,7 +77,7 @@ class StockJobs:
 
 
 def _seconds(text: Any, otherwise: float) -> float:
-    """Return the moment that a key holds; `otherwise` where a producer has written no number there."""
+    """Return the moment in a key; `otherwise` if a producer has written no number."""
     try:
         return float(text)
     except ValueError:

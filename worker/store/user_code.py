@@ -25,16 +25,13 @@ MAX_WAITING = 1000
 
 
 class Webhooks:
-    """Sends jobs' webhooks in threads of their own, so that a host that answers slowly holds up nothing else.
-
-    hosts: those that an operator allows, see `call_webhook`. What goes wrong is logged, as RQ does.
-    """
+    """Sends webhooks in threads, logging errors as RQ does. hosts: allowed ones, see `call_webhook`."""
 
     def __init__(self, pool: FunctionPool, hosts: Collection[str], log: logging.Logger) -> None:
         self.pool, self._hosts, self._log = pool, hosts, log
 
     def send(self, job: Job, status: str, exc_string: str | None = None) -> None:
-        """Queue the calls that a job wants for this status; return at once. exc_string: why it failed."""
+        """Queue a job's calls for this status; return at once. exc_string: why it failed."""
         for webhook in job.webhooks:
             if webhook.job_status != status:
                 continue
@@ -60,17 +57,14 @@ class Webhooks:
         self._log.warning("job %s: a webhook was not sent: %s", job_id, reason)
 
     def close(self) -> None:
-        """Give the calls under way the time that they may take; those that wait behind them are lost."""
+        """Wait for the calls under way as long as they may take; waiting ones are lost."""
         self.pool.close(DEADLINE_S)
         if self.pool.num_waiting:
             self._log.warning("webhooks: some were not sent, as the worker leaves")
 
 
 class Callbacks:
-    """The user's code around the end of a job, and its webhooks.
-
-    It runs in a pool thread with that thread's client.
-    """
+    """The user's code around the end of a job, in a pool thread with its client, and webhooks."""
 
     def __init__(
         self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis, webhooks: Webhooks
@@ -94,7 +88,7 @@ class Callbacks:
         return bool("failure callback" in callbacks or self._exception_handlers)
 
     def call_back(self, outcome: Outcome, job: Job, exc_info: Any) -> None:
-        """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
+        """Call the user's code for this end; raises its errors. exc_info: as of sys.exc_info()."""
         job.connection = self.user_client
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
@@ -107,7 +101,7 @@ class Callbacks:
             self._handle_failure(job, exc_info)
 
     def _handle_failure(self, job: Job, exc_info: Any) -> None:
-        """Call the failure callback, then the worker's exception handlers, also where the callback raises."""
+        """Call the failure callback, then the worker's exception handlers, even after an error."""
         failure: BaseException | None = None
         try:
             execute_failure_callback(job, ThreadDeathPenalty, *exc_info)
@@ -130,18 +124,18 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """As those of a JobRecord, from the copy in which a job's code may have changed them."""
+    """Return the callbacks in a job's copy, which its code may have changed."""
     named = {role: getattr(job, f"_{field}") for role, field in CALLBACKS.items()}
     return {role: name for role, name in named.items() if name}
 
 
 def import_function(name: str) -> Any:
-    """Import what a dotted name names, as RQ does; raises what that raises."""
+    """Import a dotted name as RQ does; raises any error of that."""
     return import_attribute(name)
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function. Returns a Raised for what the function raises, its interrupts too."""
+    """Call a job's function. Returns a Raised for its errors, its interrupts too."""
     try:
         return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes

@@ -1,4 +1,4 @@
-"""How a worker shows itself in Redis."""
+"""A worker's record in Redis."""
 
 import json
 import time
@@ -24,20 +24,20 @@ _FLEET_KEY = prefixed("tokenmill:fleet:%s")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """Of each queue: its jobs by status, and the workers that have lately told that they serve it."""
+    """The jobs of each queue by status, and the workers that have lately reported that they serve it."""
 
     jobs: Mapping[str, Mapping[str, int]]
     workers: Mapping[str, int]
 
     @property
     def num_started(self) -> int:
-        """Jobs of all these queues that have begun, whichever worker has them."""
+        """The number of begun jobs of all these queues, on any worker."""
         return sum(by_status["started"] for by_status in self.jobs.values())
 
 
 @contextmanager
 def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
-    """Show that a worker loads its model, until `WorkerRecord` shows more of it, or to the end."""
+    """Show that a worker loads its model, until `WorkerRecord` takes over."""
     key, member, began = loading_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
     facts = {"worker": worker_name, "state": LOADING, "model": model, "version": code_version()}
     told = json.dumps({**facts, "queues": list(queue_names), "started_at": began, "updated_at": began})
@@ -54,7 +54,7 @@ def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], m
 
 
 class WorkerRecord:
-    """How the worker shows itself in Redis: RQ's worker hash, our statistics, and their points of an hour."""
+    """The worker's record in Redis: RQ's worker hash, our statistics, and an hour of points."""
 
     def __init__(
         self,

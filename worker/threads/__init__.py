@@ -1,1 +1,1 @@
-"""Threads in which calls are made that may block, and how such a call is interrupted or given up."""
+"""Threads for calls that may block, and how a call is interrupted or given up."""

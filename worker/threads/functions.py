@@ -13,11 +13,11 @@ from worker.threads.interrupts import Interruptible
 
 
 class JobStopped(Exception):
-    """Raised inside a function whose job was stopped, cancelled or taken over."""
+    """Raised inside the function of a job that was stopped, cancelled or taken over."""
 
 
 class ThreadGivenUp(BaseException):
-    """Raised inside a function that did not heed its interrupt: no `except Exception` holds it up."""
+    """Raised inside a function that ignored its interrupt: no `except Exception` holds it up."""
 
 
 class Call(Interruptible):
@@ -38,7 +38,7 @@ class Call(Interruptible):
     def give_up(self, grace_s: float) -> str | None:
         """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
 
-        Returns the place in which it hangs; None for any other call. Its thread is then no good any more.
+        Returns the place in which it hangs, and its thread is lost; None for any other call.
         """
         with self._lock:
             if self._thread_id is None or self._interrupted_at is None or self._given_up:
@@ -70,7 +70,7 @@ class Call(Interruptible):
 
 
 def _place(thread_id: int) -> str:
-    """The line of Python at which a thread is: all that can be told of a C function that does not return."""
+    """Return the line of Python at which a thread is, or is in a C function."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "an unknown place"
@@ -79,10 +79,9 @@ def _place(thread_id: int) -> str:
 
 
 class FunctionPool:
-    """Daemon threads that run calls in the order given: none can hold up the worker's exit for ever.
+    """Daemon threads that run calls in the order given, and never hold up the worker's exit.
 
-    A thread whose call does not heed its interrupt can be given up: another one takes its place, and it
-    ends, whenever its call does, without taking a further one.
+    A thread whose call ignores its interrupt can be given up: another takes its place, and it ends after its call.
     """
 
     def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,12 +98,12 @@ class FunctionPool:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that were given up and have not ended."""
+        """The number of given-up threads that have not ended."""
         return len(self._stuck)
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for a thread."""
+        """The number of calls that wait for a thread."""
         return self._calls.qsize()
 
     def _add_thread(self) -> None:
@@ -125,7 +124,7 @@ class FunctionPool:
                 return
 
     def _was_relieved(self, thread: threading.Thread) -> bool:
-        """Whether another thread has the place of this one already, which ends after its call."""
+        """Whether another thread has this one's place, so that this ends after its call."""
         with self._lock:
             if thread not in self._relieved:
                 return False
@@ -134,9 +133,9 @@ class FunctionPool:
             return True
 
     def relieve(self, slow_s: float, most: int) -> None:
-        """Let another thread take the place of each whose call goes on for more than `slow_s`, up to `most` threads.
+        """Replace each thread whose call goes on for more than `slow_s`, up to `most` threads.
 
-        A read of a mount that hangs blocks in the kernel, and nothing can interrupt it. The thread ends with it.
+        A read of a hanging mount cannot be interrupted. The thread ends with it.
         """
         for thread, call in list(self._running.items()):
             with self._lock:
@@ -163,8 +162,8 @@ class FunctionPool:
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
 
-        raises: False for our own code, which bears no error from outside and asks for it (interrupts.py).
-        discard: takes, in the thread, what the function of a call that was given up returns after all.
+        raises: False for our own code, which asks for errors from outside (interrupts.py).
+        discard: takes, in the thread, the late value of a call that was given up.
         """
         call = Call(function, done, raises, self._clock, discard)
         self._calls.put(call)
@@ -173,7 +172,7 @@ class FunctionPool:
     def give_up_stuck(self, grace_s: float) -> list[str]:
         """Replace the threads whose calls go on more than `grace_s` after their interrupt.
 
-        Each such call is reported as ended by it. Returns where they hang. One thread calls this and `close`.
+        Reports each such call as ended; returns where they hang. One thread calls this and `close`.
         """
         places = []
         for thread, call in list(self._running.items()):
@@ -189,18 +188,18 @@ class FunctionPool:
         return places
 
     def end(self) -> None:
-        """Let the threads end once the calls given so far are done."""
+        """Let the threads end after all calls given so far."""
         for _ in list(self._threads):
             self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads to end, but for stuck ones, at most `timeout_s`."""
+        """Wait for the threads to end, except stuck ones, at most `timeout_s`."""
         until = time.monotonic() + timeout_s
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads once the calls given so far are done; wait for that at most `timeout_s`."""
+        """End the threads after all calls given so far; wait at most `timeout_s`."""
         self.end()
         self.join(timeout_s)
 
@@ -211,5 +210,5 @@ def seconds_since_begin(call: Call, now: float) -> float:
 
 
 def seconds_of_silence(call: Call, now: float) -> float:
-    """Return since when a call has not asked whether it is interrupted; 0 for one that has not begun."""
+    """Return how long a call has not asked whether it is interrupted; 0 before it begins."""
     return 0.0 if call.alive_at is None else now - call.alive_at

@@ -1,4 +1,4 @@
-"""Errors raised into a running thread from outside, and the one place where they wait: an import."""
+"""Errors raised into a running thread from outside, which wait only while it imports."""
 
 import ctypes
 import sys
@@ -24,9 +24,8 @@ def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
 class Interruptible:
     """A stretch of a thread's work into which others may raise an error, but not while it imports.
 
-    The error comes at the thread's next bytecode. There it could leave a module half executed to the threads
-    that wait for its import: while a module is imported the error waits, and comes right after. `raises`
-    False is for our own code, which is not safe from errors between any two bytecodes: it asks, with
+    The error comes at the thread's next bytecode; during an import, which it could leave half done to other threads,
+    it waits for the end. `raises` False is for our own code, which is not safe from that: it asks, with
     `check_interrupted`.
 
     began_at, alive_at: when the work began and last asked, in the clock's seconds; None before.
@@ -44,8 +43,7 @@ class Interruptible:
         self._importing = False  # only the thread itself changes it, under the lock
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; without effect
-        once the work has ended. Code that waits inside a C function sees it when that returns."""
+        """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; void after its end."""
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:
@@ -62,18 +60,18 @@ class Interruptible:
             _raise_in(self._thread_id, error)
 
     def check(self) -> None:
-        """Raise what the work was interrupted with, if it was; else note that it is alive."""
+        """Raise the work's interrupt, if any; else note that it is alive."""
         if self.error is not None:
             raise self.error
         self.alive_at = self._clock()
 
     def heeded(self) -> None:
-        """The last interrupt has ended what it was meant for; what follows in this work may take its time."""
+        """Forget the last interrupt, which has done its work."""
         with self._lock:
             self.error = self._interrupted_at = None
 
     def do(self, function: Callable[[], Any]) -> Any:
-        """Call the function in this thread, once; raises what it raises, and what others raise into it."""
+        """Call the function in this thread, once; raises its errors, and those from outside."""
         _current.work = self
         try:
             with self._lock:
@@ -91,13 +89,13 @@ class Interruptible:
                 _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Return what `load` returns, which imports a module; errors from outside wait for its end."""
+        """Import by `load` and return its value; errors from outside wait for its end."""
         if self._importing:  # a module that this one imports
             return load()
         try:
             with self._lock:
                 self._importing = True
-            # One that was raised before comes now, at the latest with the first bytecode of what is called.
+            # An error raised before comes now, at the latest with the call's first bytecode.
             return _one_at_a_time(load)
         finally:
             with self._lock:
@@ -108,20 +106,19 @@ class Interruptible:
 
 
 def current_work() -> Interruptible | None:
-    """What this thread does for a job, None in a thread that nobody interrupts."""
+    """Return this thread's work for a job, None in a thread that nobody interrupts."""
     return getattr(_current, "work", None)
 
 
 def check_interrupted() -> None:
-    """Raise what this thread's work was interrupted with, if it was."""
+    """Raise the interrupt of this thread's work, if any."""
     work = current_work()
     if work is not None:
         work.check()
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Import while no other interruptible thread does: where two modules import each other and two threads
-    come from both ends, Python breaks the deadlock by handing one of them a module half executed."""
+    """Import in one interruptible thread at a time: breaking deadlocks, Python hands out half a module."""
     is_ours = _one_import.acquire(timeout=_IMPORT_WAIT_S)
     try:
         return load()
@@ -133,10 +130,9 @@ def _one_at_a_time(load: Callable[[], Any]) -> Any:
 def shield_imports() -> None:
     """Let errors from outside wait while an interruptible thread imports. For the whole process, once.
 
-    Replaced are the two functions of importlib that CPython looks up for every import whose module is not
-    loaded, or not yet whole, be it by statement or by `import_module`. A finder or loader of our own would
-    come too late and leave too soon: importlib takes its locks before it asks one, and ties a module to its
-    package after.
+    It replaces the two functions of importlib that CPython looks up for every import of a module that is not whole. A
+    finder or loader would come too late and leave too soon: importlib locks before it asks one, and ties a module to
+    its package after.
     """
     for name in ("_find_and_load", "_lock_unlock_module"):
         import_ = getattr(_importlib, name)
@@ -156,6 +152,6 @@ def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether a module is loaded and executed to its end; as importlib itself looks."""
+    """Whether a module is loaded and executed to its end; importlib looks the same way."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)

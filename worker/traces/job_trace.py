@@ -1,4 +1,4 @@
-"""What is noted of a job that is traced; where none is, nothing."""
+"""A job's trace while it runs, and a tracer that does nothing."""
 
 import time
 from collections.abc import Mapping
@@ -13,8 +13,10 @@ NO_CARRIER: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class TraceIds:
-    """Which span is a job's. trace, span, parent: numbers of W3C's trace context; parent is None where it
-    begins the trace. state: the trace's `tracestate`. carrier: for the meta of jobs that are its children."""
+    """A job's span. trace, span, parent: numbers of W3C's trace context; parent is None at the trace's begin.
+
+    state: the trace's `tracestate`. carrier: for the meta of child jobs.
+    """
 
     trace: int
     span: int
@@ -25,10 +27,10 @@ class TraceIds:
 
 @dataclass
 class JobTrace:
-    """A job that is traced, while this worker holds it. The I/O thread's. Times are Unix seconds.
+    """The notes on a traced job, while this worker holds it. Times are Unix seconds.
 
-    first_token_at: of the first of its completions; finished_at: of the last; None where there was none.
-    prompt_tokens: of each request once, also where it has several samples.
+    first_token_at: of the first of its completions; finished_at: of the last; None if there was none.
+    prompt_tokens: of each request once, also if it has several samples.
     """
 
     ids: TraceIds
@@ -41,7 +43,7 @@ class JobTrace:
     finish_reasons: set[str] = field(default_factory=set)
 
     def completed(self, completion: Completion) -> None:
-        """The engine has finished a sample of a request of this job."""
+        """Note a finished sample of one of this job's requests."""
         self.finish_reasons.add(completion.finish_reason)
         self.completion_tokens += len(completion.token_ids) - completion.num_continued
         if completion.index == 0:
@@ -54,15 +56,15 @@ class JobTrace:
 
 
 class Traces:
-    """Told of jobs; traces none. For a worker that is not to."""
+    """Traces no job: for a worker without traces."""
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
-        """Trace a job that was claimed, perhaps. meta: the job's, as anybody may have written it."""
+        """Begin the trace of a claimed job, if it has one. meta: the job's, written by anybody."""
         return None
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """What a job passes on to those that it enqueues."""
+        """Return the trace context for the jobs that a job enqueues."""
         return NO_CARRIER
 
     def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
-        """A job that is traced has ended, and Redis has taken its end at `written_at`, in Unix seconds."""
+        """Note that Redis has taken a traced job's end at `written_at`, in Unix seconds."""

@@ -1,8 +1,7 @@
-"""Spans of jobs for OpenTelemetry, sent by OTLP over HTTP; the variables of OpenTelemetry's SDK say where to.
+"""Sends spans of jobs by OTLP over HTTP; the variables of OpenTelemetry's SDK say where to.
 
-Attributes follow its semantic conventions for generative AI and for messaging. None holds a prompt, an answer
-or an error's text. Names that others chose are sent as messages show them: a lone surrogate in one would have
-the exporter throw away every span of its batch.
+Attributes follow its semantic conventions for generative AI and for messaging. None holds a prompt, an answer or an
+error's text. Names are sent printable: a lone surrogate would cost every span of its batch.
 """
 
 import threading
@@ -40,8 +39,8 @@ Attributes = Mapping[str, str | int | tuple[str, ...]]
 class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all. `close` ends its thread.
 
-    begins: whether a job without one begins a trace; OTEL_TRACES_SAMPLER says which of them do. Of others the
-    producer's word counts. exporter: sends spans, in a thread of its own; what it is too slow for is dropped.
+    begins: a job without one begins a trace, if OTEL_TRACES_SAMPLER takes it. exporter: sends spans, in a thread of its
+    own, and drops those that it is too slow for.
     """
 
     def __init__(
@@ -69,13 +68,13 @@ class OtelTraces(Traces):
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_S at most."""
+        """Send the remaining spans, for FLUSH_S at most."""
         sending = threading.Thread(target=self._processor.shutdown, name="tokenmill-traces", daemon=True)
         sending.start()
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> TraceIds | None:
-        """None for a job that is not traced. Always the same of an execution: they follow from its id."""
+        """Return the same ids for an execution each time; None for a job without a trace."""
         given = meta if isinstance(meta, dict) else {}
         carrier = {
             name: value
@@ -100,7 +99,7 @@ class OtelTraces(Traces):
         )
 
     def _spans(self, told: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
-        """A job's span, and below it what it went through."""
+        """Make a job's span, and below it one for each of its stages."""
         ids = told.ids
         root = self._context(ids, ids.span)
         parent = None if ids.parent is None else self._context(ids, ids.parent, is_remote=True)
@@ -191,7 +190,7 @@ def _of_model(told: JobTrace, operation: str, model: str) -> Attributes:
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Each no later than the next one that is known; the last is. One that is not known is the next one."""
+    """Limit each known moment to the next known one; an unknown one is the next."""
     found: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):
@@ -201,5 +200,5 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 
 def _number(text: str, num_bytes: int) -> int:
-    """A number that follows from a text, other than 0, which stands for none."""
+    """Derive a number from a text, other than 0, which stands for none."""
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()) or 1

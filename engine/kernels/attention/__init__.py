@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache, and what writes into it."""
+"""Attention over the paged KV cache, and the kernels that write into it."""

@@ -1,9 +1,9 @@
 """Attention of one new token per sequence over the paged cache, each context cut into splits.
 
 A program takes splits of one sequence for all query heads of one KV head, so that keys and values are read
-once; the program of a sequence and KV head that ends last merges them. Where a context is cut follows from
-its own length alone, and splits are merged in their order: a row has the same bits in every batch. Sources:
-arXiv:2309.06180; Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+once; the program that ends last merges them. Splits depend on the context's own length and are merged in order:
+a row has the same bits in every batch. Sources: arXiv:2309.06180; Flash-Decoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DecodeRows:
 
 @triton.jit
 def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of each split of what a query sees of its context: whole tiles."""
+    """Return the tokens of each split of the seen context: whole tiles."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_seen, MAX_SPLITS), TILE) * TILE, SPLIT)
 
 
@@ -72,7 +72,7 @@ def decode_kernel(
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, sequence, first split), which takes every so many splits as the grid has of them."""
+    """Program (KV head, sequence, first split): takes every n-th split, n splits being in the grid."""
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     first_split = tl.program_id(2)
@@ -156,10 +156,7 @@ def merge_splits(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     MAX_SPLITS: tl.constexpr, HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the results of one sequence's splits by their share of the whole softmax sum, for one group.
-
-    first_part: the place of the group's first head in split 0; a split further is HEADS further.
-    """
+    """Weigh one group's splits by their softmax sums. first_part: its first head in split 0."""
     head = tl.arange(0, HEADS_PAD)
     every, all_used = locate_parts(tl.arange(0, MAX_SPLITS), head, first_part, num_splits, HEADS, GROUP)
     # ".cg" reads past the multiprocessor's own cache, which knows nothing of what others stored
@@ -184,13 +181,13 @@ def merge_splits(
 
 @triton.jit
 def locate_parts(split, head, first_part, num_splits, HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """Where the results of these splits and heads are, and which of them there are: [splits, heads] both."""
+    """Return where the results of these splits and heads are, and which exist: [splits, heads] both."""
     used = (split < num_splits)[:, None] & (head < GROUP)[None, :]
     return first_part + split[:, None] * HEADS + head[None, :], used
 
 
 def choose_num_programs(num_pairs: int, num_processors: int) -> int:
-    """How many programs share the splits of each of num_pairs sequences and KV heads."""
+    """Return how many programs share the splits of each of num_pairs sequences and KV heads."""
     return min(-(-PROGRAMS_PER_PROCESSOR * num_processors // num_pairs), MAX_SPLITS)
 
 
@@ -212,12 +209,10 @@ def decode_attention(
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    arrived: at least decodes * kv_heads int32, all zero, and zero again afterwards; no other launch that may
-    run at the same time may have it.
+    arrived: at least decodes * kv_heads int32, zero before and after; no other running launch may have it.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
-    num_programs: of each sequence and KV head, see choose_num_programs; the result is the same with any.
-    split_tokens: least tokens of a split.
-    Sums are float32; the splits' results take decodes * splits * heads * head_dim * 4 bytes meanwhile.
+    num_programs: of each sequence and KV head; the result is the same with any.  split_tokens: least of a split.
+    The splits' results take decodes * splits * heads * head_dim * 4 bytes, in float32.
     """
     key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]

@@ -12,9 +12,9 @@ from engine.kernels.attention.kv_tile import Cache
 
 @triton.jit
 def as_stored(x, scales_ptr, head, inside, dtype: tl.constexpr):
-    """x in the cache's dtype: x itself, or with scales the nearest FP8 numbers, at most the largest one.
+    """Convert x to the cache's dtype, with scales to the nearest FP8 numbers. NaN stays.
 
-    head: each number's, where it is `inside`.  NaN stays.  See `quantize` of kv_cache.py.
+    head: each number's, where it is `inside`.
     """
     if scales_ptr is not None:
         x = x.to(tl.float32) / tl.load(scales_ptr + head, mask=inside, other=1.0)

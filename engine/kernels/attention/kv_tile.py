@@ -1,8 +1,6 @@
-"""One tile of paged keys and values, folded into a running softmax: what both attention kernels loop over.
+"""One tile of paged keys and values, folded into a running softmax by both attention kernels.
 
-What a layer's attention has besides is compiled in, so that plain attention carries none of it, and is None
-without. WINDOW: tokens that a query sees, itself included.  CHUNK: a query sees none before its own chunk of
-so many.  SOFT_CAP: the bound of scores in base 2.  engine/attention/features.py says what they are for.
+WINDOW, CHUNK and SOFT_CAP (in base 2) are AttentionFeatures': compiled in, None without.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ MAX_HEAD_DIM = 256
 NUM_STAGES = 3
 # FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers.
 FP8_STAGES = 5
-# Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
-# Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.
+# Bytes of a tile's keys or values. Decode: both with two buffers are 32 KiB, so that five programs share a Hopper
+# multiprocessor's 228 KiB, with 160 KiB on their way. Prefill: two programs beside their queries.
 DECODE_TILE_BYTES = 8 * 1024
 PREFILL_TILE_BYTES = 16 * 1024
 DOT_MIN = 16  # the smallest side of a tl.dot operand
@@ -36,7 +34,7 @@ LOWEST = tl.constexpr(-1e38)
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first token that the query at `position` sees; 0 for the -1 of an empty context."""
+    """Return the first token that the query at `position` sees; 0 for the -1 of an empty context."""
     first = position * 0
     if WINDOW is not None:
         first = tl.maximum(first, position - (WINDOW - 1))
@@ -47,7 +45,7 @@ def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def cap_scores(scores, SOFT_CAP: tl.constexpr):
-    """SOFT_CAP * tanh(scores / SOFT_CAP), tanh to 1e-7 and to 5e-7 of itself, 1 at infinity.
+    """Return SOFT_CAP * tanh(scores / SOFT_CAP), tanh to 5e-7 of itself, 1 at infinity.
 
     Near 0, where the quotient of exponentials cancels, Taylor's series stands in.
     """
@@ -62,7 +60,7 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """The block of each of `tokens` that is before `end`, 0 for the others."""
+    """Load the block of each of `tokens` that is before `end`, 0 for the others."""
     return tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
@@ -98,7 +96,7 @@ def fold_tile(
     else:
         keys = tl.load(keys_ptr + places)
         values = tl.load(values_ptr + places)
-    # of an FP8 cache: exact in every dtype of queries, as the scales are applied to sums
+    # FP8 numbers are exact in every dtype of queries, as the scales are applied to sums
     keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     if WIDEN:
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
@@ -123,15 +121,12 @@ def fold_tile(
 
 
 def base2_cap(soft_cap: float | None) -> float | None:
-    """A layer's soft cap as the kernels' SOFT_CAP."""
+    """Convert a layer's soft cap to the kernels' SOFT_CAP."""
     return None if soft_cap is None else soft_cap * LOG2_E.value
 
 
 def tile_tokens(dim_pad: int, itemsize: int, tile_bytes: int) -> int:
-    """Tokens of one tile, 16 to 128: as many keys as take tile_bytes.
-
-    float32 takes 16: its products are made in registers, and larger tiles spill (seen in code for sm_90).
-    """
+    """Return a tile's tokens, 16 to 128: tile_bytes of keys; 16 for float32, whose larger tiles spill on sm_90."""
     if INTERPRETED:
         return 128  # it pays by the operation, not by the byte
     if itemsize == 4:
@@ -140,5 +135,5 @@ def tile_tokens(dim_pad: int, itemsize: int, tile_bytes: int) -> int:
 
 
 def pad_head_dim(head_dim: int) -> int:
-    """The power of two that a head is padded to; masked columns are neither read nor written."""
+    """Return the power of two that a head is padded to; padding is neither read nor written."""
     return max(int(triton.next_power_of_2(head_dim)), DOT_MIN)

@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts and of chunks of them, the ends of their contexts, over the paged cache.
+"""Causal attention of prompts, and of chunks at the ends of their contexts, over the paged cache.
 
 Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """

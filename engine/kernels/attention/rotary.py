@@ -1,5 +1,4 @@
-"""What lies between the merged projection and attention, in one launch: norms of the heads where a model has
-them, rotary position embedding, and storing keys and values in the paged cache.
+"""Norms of heads, rotary position embedding, and the paged cache's new keys and values, in one launch.
 
 Sources: arXiv:2104.09864; per-head norms as in Qwen3; PagedAttention, arXiv:2309.06180, section 4.
 """
@@ -21,11 +20,10 @@ def rotate_heads(
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the heads of some tokens; pairs are (i, i + HALF), what lies behind them stays.
+    """Norm and rotate the heads of some tokens; pairs are (i, i + HALF), numbers behind them stay.
 
-    token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], no other row is read
-    or written.  cos, sin: [tokens, 1, HALF_PAD].
-    scales_ptr: of the heads, where the output holds FP8 numbers.
+    token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], no other row is touched.
+    cos, sin: [tokens, 1, HALF_PAD].  scales_ptr: of the heads, where the output holds FP8 numbers.
     """
     head = tl.arange(0, HEADS_PAD)[None, :, None]
     column = tl.arange(0, HALF_PAD)[None, None, :]
@@ -112,8 +110,7 @@ def norm_rotate_and_store(
     """Normalise and rotate heads, store keys and values: see NormRotateAndStore of layer_kernels.py.
 
     Rows of query, key and value may lie apart. rotation: cosines and sines, [tokens, 1, width], both halves
-    alike. norms: weights, contiguous, in the queries' dtype or in float32.
-    All sums and products are float32, each result is rounded to the queries' dtype once.
+    alike. norms: contiguous, in the queries' dtype or float32. Results are rounded from float32 once.
     """
     key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]

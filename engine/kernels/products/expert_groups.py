@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and the rows of all tokens sorted by expert: one launch each."""
+"""Chooses each token's experts, and sorts the rows of all tokens by expert: one launch each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def group_kernel(
     tokens_ptr, places_ptr, ends_ptr, chosen_ptr, num_choices,
     CHOSEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert): it counts the rows of those before, then numbers its own."""
+    """Program (expert): count the rows of the experts before, then number its own."""
     expert = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, TILE)
     row = tl.zeros([], tl.int32)
@@ -68,10 +68,9 @@ def group_kernel(
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The weights, float32, and ids, int64, of each token's highest scores: [tokens, chosen], highest first.
+    """Return the weights, float32, and ids, int64, of each token's highest scores: [tokens, chosen].
 
-    scores: [tokens, experts], contiguous. The weights are their softmax, over the chosen if `normalised`,
-    over all experts if not; float32 inside.
+    scores: [tokens, experts], contiguous. The weights are their softmax, over the chosen if `normalised`.
     """
     assert scores.is_contiguous()
     num_tokens, num_experts = scores.shape
@@ -86,7 +85,7 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
 
 
 def group_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of ExpertGroups, engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
+    """Make the fields of ExpertGroups, engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
     tokens, places = torch.empty_like(chosen), torch.empty_like(chosen)
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     group_kernel[(num_experts,)](

@@ -1,12 +1,10 @@
-"""Linear layers of a decode step with what stands around them in the same launch.
+"""Linear layers of a decode step fused with the norms and additions around them.
 
 The norm before a product is a scale of its rows: norm(x) W^T is x (w * W)^T, each row divided by the root of
 its mean square. So the norm's weight w is folded into W when the model is loaded, and the squares of a row
-are summed by the product that wrote it, one sum for each of its programs. All of it is float32, and what is
-stored is rounded once.
+are summed by the product that wrote it, one sum for each program. All in float32, rounded once.
 
-The squares are not summed in the loop of the product that needs them: of a tile that registers and wgmma both
-read, Triton 3.7 keeps a buffer too few (seen in the code for sm_90).
+Summing them in the loop of the next product makes Triton 3.7 keep a buffer too few (seen for sm_90).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200
 
 
 class Tile(NamedTuple):
-    """What one program computes, and how: columns are of each product where there are two."""
+    """The size of a program's part; columns are of each product if there are two."""
 
     rows: int
     columns: int
@@ -42,7 +40,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def load_squares(squares_ptr, row, is_row, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
-    """The parts of each row's squares, [rows, PARTS_PAD]: asked for before a product's loop."""
+    """Load the parts of each row's squares, [rows, PARTS_PAD], ahead of a product's loop."""
     part = tl.arange(0, PARTS_PAD)[None, :]
     is_part = is_row[:, None] & (part < PARTS)
     return tl.load(squares_ptr + row[:, None] * PARTS + part, mask=is_part, other=0.0)
@@ -53,7 +51,7 @@ def multiply(
     x_ptr, weight_ptr, row, is_row, column, is_column, x_stride,
     IN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of x by rows `column` of the weight, and, unless it is None, by those SECOND rows after.
+    """Multiply rows of x by rows `column` of the weight and, unless it is None, by those SECOND rows after.
 
     Returns two tiles [ROWS, COLUMNS] float32, the second of zeros if there is none.
     """
@@ -121,7 +119,7 @@ def fused_product_kernel(
     inside = is_row[:, None] & is_column[None, :]
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        # of the sum as it is stored, and of zeros outside
+        # squares of the sum as it is stored, and of zeros outside
         stored = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         part_of_row = squares_out_ptr + row * tl.num_programs(1) + tl.program_id(1)
         tl.store(part_of_row, tl.sum(stored * stored, 1), mask=is_row)
@@ -129,23 +127,23 @@ def fused_product_kernel(
 
 
 def serves(num_rows: int, weight: Tensor) -> bool:
-    """Whether the products here are the faster ones for that many rows and a weight [out, in]."""
+    """Return whether these products are faster for that many rows and a weight [out, in]."""
     return num_rows <= (MAX_ROWS_OF_LARGE if weight.numel() > LARGE_WEIGHT else MAX_ROWS)
 
 
 def norm_linear(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """norm(x) W^T + b, [rows, out], the norm's weight folded into W.
+    """Return norm(x) W^T + b, [rows, out], the norm's weight folded into W.
 
     x: [rows, in], contiguous in the last dimension, at most MAX_ROWS rows.  squares: [rows, parts] float32,
-    contiguous, whose sums are those of the rows' squares.  weight: [out, in] and bias: [out], in x's dtype.
+    contiguous, parts of the rows' sums of squares.  weight: [out, in] and bias: [out], in x's dtype.
     """
     return _product(x, weight, bias, norm=(squares, eps))
 
 
 def norm_gate(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
-    """silu(gate) * up, or gelu by tanh, of (gate, up) = norm(x) W^T + b.
+    """Return silu(gate) * up, or gelu by tanh, [rows, out], of (gate, up) = norm(x) W^T + b.
 
-    weight: [2 * out, in], the gate's rows first; the rest as for norm_linear. Returns [rows, out].
+    weight: [2 * out, in], the gate's rows first; the rest as for norm_linear.
     """
     return _product(x, weight, bias, norm=(squares, eps), gated=True, gelu=gelu)
 
@@ -211,7 +209,6 @@ def _choose_tile(num_rows: int, out_features: int, gated: bool) -> Tile:
         candidates += [Tile(128, columns, 64, 8, 4) for columns in (128, 64, 32)]
 
     def read(tile: Tile) -> int:
-        """By the busiest multiprocessor, in rows of x and of weights."""
         programs = -(-num_rows // tile.rows) * -(-out_features // tile.columns)
         return -(-programs // PROCESSORS) * (tile.rows + tile.columns * (2 if gated else 1))
 

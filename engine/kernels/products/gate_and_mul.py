@@ -1,4 +1,4 @@
-"""An activation of the gate times up, over the output of a merged gate and up projection."""
+"""Activation of the gate times up, over the output of a merged gate and up projection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ def gate_and_mul_kernel(
     out_ptr, gate_up_ptr, num_rows, row_stride, alpha, limit,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns). GELU: its approximation by tanh, in place of silu.
-
-    CLAMPED: swiglu with alpha and limit, which the others do not look at.
-    """
+    """Program (rows, columns). GELU: by tanh, in place of silu. CLAMPED: swiglu with alpha and limit."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < DIM)[None, :]

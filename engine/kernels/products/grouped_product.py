@@ -16,9 +16,10 @@ def grouped_product_kernel(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one expert's rows, columns); tiles of one expert follow each other, for its weights
-    to be in the cache. How many rows an expert has is known on the device alone: each program finds its
-    tile from all of them, and those of the grid that are left over have none.
+    """Program (tile of one expert's rows, columns).
+
+    Tiles of one expert follow each other, so that its weights are in the cache. Only the device knows how many rows
+    an expert has: each program finds its tile, and surplus ones have none.
     """
     tile = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PAD)
@@ -59,7 +60,7 @@ def grouped_product_kernel(
 
 
 def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Row r of x times the transposed weight of its expert, plus its bias. The host waits for nothing.
+    """Multiply row r of x by its expert's transposed weight, and add its bias, without waiting.
 
     x: [rows, in], sorted by expert, contiguous in the last dimension.  weight: [experts, out, in] and bias:
     [experts, out], contiguous.  ends: [experts] int32, where each expert's rows end; those of expert e begin
@@ -83,10 +84,7 @@ def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
 
 
 def choose_tile(rows_per_expert: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Rows, columns and depth of a program's tiles, and its warps, for experts with that many rows.
-
-    With few rows, as in decodes, the weights' way from memory is what takes the time: wide tiles of them.
-    """
+    """Return a program's rows, columns, depth and warps. Few rows get wide tiles of weights, as memory limits."""
     few = rows_per_expert <= DOT_MIN
     if INTERPRETED:
         return DOT_MIN if few else 64, 64, 64, 4

@@ -33,23 +33,19 @@ Choose = Callable[[Tensor, SamplingRows, LogitEdits | None, Tensor], None]
 
 
 class CudaCapture:
-    """Records what a callable launches; all graphs share one memory pool, so only the largest one takes any.
+    """Records what a callable launches; all graphs share one memory pool, as they never run at the same time.
 
-    They may share it because they never run at the same time and nothing in it outlives a replay. Make a new
-    one for another set of graphs: the pool is gone with the last graph in it.
+    Make a new one for another set of graphs: the pool is gone with the last graph in it.
     """
 
     def __init__(self, device: torch.device, *, may_wait: bool = False) -> None:
-        """may_wait: what is captured may wait for the device, which is found out before it is recorded."""
+        """may_wait: the captured calls may wait for the device, which is checked before recording."""
         self._may_wait = may_wait
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Run once, so that kernels are compiled and loaded and libraries set up, then record.
-
-        Raises RuntimeError for what waits for the device.
-        """
+        """Run once, to compile and set up, then record. Raises RuntimeError if it waits for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             run()
@@ -69,16 +65,16 @@ class CudaCapture:
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Ladder of sizes to capture: 1, 2, 4, then by 8 to 128, by 16 to 256, by 32, and max_num_seqs itself.
+    """List the sizes to capture: 1, 2, 4, then by 8 to 128, by 16 to 256, by 32, and max_num_seqs itself.
 
-    Padding costs nothing where a step is bound by reading the weights; above 64 rows it is at most an eighth.
+    Padding costs little: steps are bound by reading weights, and above 64 rows it is an eighth at most.
     """
     ladder = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_seqs, 32)]
     return [size for size in ladder if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
-    """Owner of the graphs and of their rows. They read the weights and the KV pool where those are now."""
+    """Owns the graphs and their rows, which hold the addresses of the weights and the KV pool."""
 
     def __init__(
         self,
@@ -89,11 +85,11 @@ class DecodeGraphs:
         static: StaticRows,
         max_model_len: int,
     ) -> None:
-        """All calls of both are captured, each graph is run once with padding.
+        """Capture all sizes, and run each graph once with padding.
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
-        choose: hidden states [rows, hidden_size], their sampling values, edits of their logits, and token ids
-        [rows] int64, which it replaces by the chosen ones; the edits' pending tokens are those from before.
+        choose: hidden states [rows, hidden_size], sampling values, edits, and the token ids [rows] int64, which it
+        replaces by the chosen ones.
         """
         self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
         max_num_seqs = len(static.indices)
@@ -112,18 +108,18 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Two for each size."""
+        """The number of graphs: two for each size."""
         return 2 * len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
-        """Whether `run` can take this step: one token of each sequence, each samples the next, no more."""
+        """Return whether `run` can take this step: one token of each sequence, all of which sample."""
         num_seqs = len(step.slots)
         if not step.gives_tokens_alone:
             return False
         return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
-        """Compute the step without waiting for it. last: what `to_device` calls sampled."""
+        """Compute the step without waiting for it. last: the tokens of the step launched before."""
         graph = bisect_left(self._sizes, len(step.slots))
         compute, choose_tokens = self._replays[graph]
         try:
@@ -143,7 +139,7 @@ class DecodeGraphs:
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
     def _bind_forward(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """What to capture: a decode step of `size` rows out of the static ones, up to hidden states."""
+        """Make the call to capture: a decode step of `size` static rows, up to hidden states."""
         forward, advance = self._forward, self._backend.advance
         state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(
@@ -167,7 +163,7 @@ class DecodeGraphs:
         return run
 
     def _bind_choose(self, size: int) -> Callable[[], None]:
-        """What to capture: the next tokens of the rows, with nothing changed of their logits."""
+        """Make the call to capture: the next tokens of the rows, without edits."""
         choose, outputs, state = self._choose, self._hidden, self._static.state.first(size)
         return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
 

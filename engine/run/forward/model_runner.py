@@ -1,4 +1,4 @@
-"""ModelRunner: owner of the model, the KV pool's tensors and the device they are on."""
+"""ModelRunner: owns the model, the KV pool's tensors and their device."""
 
 import logging
 from dataclasses import replace
@@ -89,9 +89,8 @@ class ModelRunner:
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Start the step on the device, up to a token for each row that samples, which rank 0 chooses.
 
-        Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
-        order of their launches, so that a step can read what the one before has sampled. On a CPU the step
-        has run when this returns. Any thread may call this, one at a time.
+        Nothing waits for the device; steps run in the order of their launches, so a step can read the tokens of the one
+        before. On a CPU the step has run when this returns. Any thread may call this, one at a time.
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
@@ -116,7 +115,7 @@ class ModelRunner:
         return self.backend.name
 
     def close(self) -> None:
-        """Let go of the graphs once what was launched has run; model and pool are freed with this object.
+        """Free the graphs once all steps have run; model and pool are freed with this object.
 
         Before the process group ends: NCCL waits for graphs that hold its communicators.
         """
@@ -132,16 +131,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
-        """Logits of the rows that sample, as from `forward`."""
+        """Return the logits of the rows that sample, as from `forward`."""
         batch, _ = to_device(step, self.backend, self.device, self._sampled)
         return self.forward(batch)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the batch and store its keys and values; returns logits [samples, vocabulary].
-
-        On ranks other than 0 they are a part of the vocabulary's.
-        """
+        """Compute the batch, store keys and values; return logits [samples, vocabulary], on rank 0."""
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
@@ -175,7 +171,7 @@ class ModelRunner:
         return DeviceTokens(self._sampled, logprobs, vectors)
 
     def _load(self, folder: Path) -> CausalModel:
-        """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
+        """Load the model for the configured backend, or for torch if "auto" took one that cannot serve it."""
         try:
             return self._load_for_backend(folder)
         except AttentionRefused as error:
@@ -199,7 +195,7 @@ class ModelRunner:
 
     @property
     def _longest(self) -> int:
-        """Tokens no sequence exceeds, however large the pool will be."""
+        """Return the most tokens of a sequence, however large the pool."""
         model_len = self._model_config.max_position_embeddings
         return min(self._config.max_model_len or model_len, model_len)
 
@@ -222,7 +218,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _measure_kv_scales(self) -> list[Scales]:
-        """Take scales by the keys and values of some tokens, the same on every rank. Raises ConfigError."""
+        """Measure scales on some tokens, the same on every rank. Raises ConfigError."""
         num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
@@ -235,7 +231,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise UnsupportedModel for what mixes sequences, ConfigError for what FP8 numbers alone break."""
+        """Raise UnsupportedModel if the model mixes sequences, ConfigError if FP8 alone breaks it."""
         probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
         self.cache = self._make_cache(probe.num_blocks)
         problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
@@ -260,10 +256,7 @@ class ModelRunner:
             logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
 
     def _size_pool(self, room: int | None) -> PoolSize:
-        """How many blocks there will be, and how long a sequence may be. Raises ConfigError.
-
-        room: bytes that were measured on a GPU, None on a CPU.
-        """
+        """Return the number of blocks and the longest sequence. room: bytes measured on a GPU, None on a CPU."""
         wanted = self._config.kv_cache_bytes
         if room is not None:
             most = default = max(0, room)
@@ -281,7 +274,7 @@ class ModelRunner:
         return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
 
     def _measure_room(self) -> int:
-        """Run the largest steps and capture the graphs once over a small pool; see what they leave."""
+        """Run the largest steps and capture the graphs over a small pool; return the memory left."""
         assert self._memory is not None
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
@@ -308,7 +301,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        # not self: with this object the graphs shall go
+        # not self: the graphs shall go with this object
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed:
@@ -350,8 +343,8 @@ def choose(
 ) -> None:
     """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
 
-    Rank 0 alone has all of the vocabulary's.  edits: of the logits, which are changed.  sampled: [any] int64,
-    where the edits' pending tokens lie; it may be `chosen`.
+    Rank 0 alone has all of the vocabulary's logits, which the edits change.  sampled: [any] int64, with the edits'
+    pending tokens; it may be `chosen`.
     """
     if tp.rank == 0:
         if edits is not None:
@@ -363,12 +356,12 @@ def choose(
 def choose_capture(
     config: EngineConfig, backend: KernelBackend, device: torch.device, *, may_wait: bool = False
 ) -> Capture | None:
-    """How decode steps are captured; None on a CPU, with enforce_eager, and for backends that cannot be."""
+    """Return how to capture decode steps; None on a CPU, with enforce_eager, or if the backend cannot."""
     if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
         return None
     return CudaCapture(device, may_wait=may_wait)
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
-    """The device's memory to measure; None on a CPU, where the pool has a stated size."""
+    """Return the device's memory to measure; None on a CPU, where the pool has a stated size."""
     return GpuMemory(device) if device.type == "cuda" else None

@@ -1,10 +1,8 @@
-"""The probe: does a model keep the sequences of a batch apart, and remember a sequence's earlier chunks?
+"""The probe: checks that a model keeps a batch's sequences apart and remembers a sequence's earlier chunks.
 
-A model that looks from one row at the next (a convolution, a recurrence, an attention of its own) or keeps a
-state beside the cache gives other answers in an engine, and nothing in its configuration need say so. So two
-short sequences are computed alone, in one batch, and one of them in two chunks, and their logits compared; a
-model of transformers is also compared with itself as transformers runs it. All that happens once more over a
-cache of FP8 numbers, where there shall be one.
+A convolution, a recurrence or a state beside the cache gives other answers in an engine, and configurations need
+not say so. So two short sequences are computed alone, in one batch, and one of them in two chunks, and their
+logits compared; a model of transformers is also compared with transformers. All of it is repeated for FP8.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ NUM_PLACES = 5  # one for each sequence of each run, so that none finds what ano
 #: A row differs when its differences (root mean square, over the spread of its logits) are above this.
 #: Measured on 80 tiny models: rounding up to 4e-5 in float32 and 0.2 in bfloat16, the first rows after a
 #: boundary that a state has crossed 0.4 to 1.8. Keys and values of FP8 alone move logits by up to 0.9 in
-#: those models; what has nothing to do with each other differs by 1.4.
+#: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
 
@@ -42,10 +40,10 @@ class Probe:
         self.num_blocks = NUM_PLACES * self._place_blocks
 
     def find(self, run: Run, dtype: torch.dtype, reference: Callable[[Tensor], Tensor | None]) -> str | None:
-        """What the model mixes, as the end of a sentence about it; None if nothing.
+        """Say what the model mixes, as the end of a sentence about it; None if nothing.
 
         run: computes a step; logits [samples, vocabulary].  dtype: of the cache's numbers.
-        reference: token ids [tokens] -> logits of all rows by other code, None if there is none.
+        reference: token ids [tokens] -> logits of all rows by other code, or None.
         """
         first, second = self._first, self._second
         half = len(first) // 2
@@ -63,7 +61,7 @@ class Probe:
         return None
 
     def _step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:
-        """A step of these parts, each (tokens, how many of its sequence came before, its place)."""
+        """Make a step of these parts, each (tokens, how many came before, its place)."""
         width = self._place_blocks
         lens = np.array([len(tokens) for tokens, _, _ in parts], np.int64)
         positions = [np.arange(start, start + len(tokens)) for tokens, start, _ in parts]
@@ -80,10 +78,7 @@ class Probe:
 
 
 def _differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
-    """Whether most rows differ, or most of the first. Both [rows, vocabulary].
-
-    Not a row here and there: a router's near tie goes the other way for one now and then.
-    """
+    """Return whether most rows differ, or most of the first; a router's near tie may change a row now and then."""
     expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (found - expected).square().mean(-1).sqrt() / spread

@@ -1,4 +1,4 @@
-"""Log probabilities of a step, computed where its logits are, in pieces: those of a chunk would not fit."""
+"""Log probabilities of a step, computed in pieces: those of a whole chunk would not fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
 
 @dataclass(frozen=True)
 class DeviceLogprobs:
-    """What the rows of a step say, as tensors on its device: see RowLogprobs."""
+    """The log probabilities of a step's rows, as tensors on its device: see RowLogprobs."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -32,11 +32,11 @@ class DeviceLogprobs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is to be copied to the host."""
+        """The tensors to copy to the host."""
         return [self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
 
     def on_host(self, tensors: list[Tensor]) -> RowLogprobs:
-        """tensors: copies of `tensors`, on the CPU."""
+        """Make RowLogprobs of copies of `tensors` on the CPU."""
         logprobs, ranks, top_ids, top_logprobs = (tensor.numpy() for tensor in tensors)
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
 
@@ -45,7 +45,7 @@ class DeviceLogprobs:
 class LogprobPieces:
     """Collects the rows of a step piece by piece.
 
-    by_row: what a row says has the same bits in a piece of any size and width.
+    by_row: a row's result has the same bits in a piece of any size and width.
     """
 
     by_row: bool = False
@@ -58,8 +58,8 @@ class LogprobPieces:
     def add(self, logits: Tensor, token_ids: Tensor, width: int) -> None:
         """Add rows with their most likely tokens, `width` of each.
 
-        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, the tokens whose log
-        probability is wanted; a negative one stands for any.
+        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, whose log probability is wanted;
+        a negative one stands for any.
         """
         logits = logits.float()
         total = each_row(log_sum_exp, logits) if self.by_row else log_sum_exp(logits)
@@ -76,7 +76,7 @@ class LogprobPieces:
             self._top_logprobs.append((highest - total).flatten())
 
     def all(self) -> DeviceLogprobs:
-        """What was added; some were."""
+        """Join all rows that were added."""
         device = self._ranks[0].device
         no_ids, no_logprobs = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
         return DeviceLogprobs(
@@ -94,10 +94,9 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The highest logits of each row, float32, and their ids; of equal ones the first, whatever the width.
+    """Return the highest logits of each row, float32, and their ids; of equal ones the first.
 
-    topk takes other ones of equal numbers when it is asked for more. So it is given integers that all differ:
-    a float's bits, turned so that they are in the numbers' order, before those of its id.
+    topk orders equal numbers by the width, so it gets integers that differ: a float's bits in order, then its id.
     """
     bits = logits.view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
@@ -107,10 +106,7 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
-    """Pieces of rows that are looked at together, and how many of the most likely tokens of each.
-
-    tops: [rows] int64, how many each wants; rows of few stand in no piece with those of many.
-    """
+    """Cut rows into pieces, each with its number of likely tokens. tops: [rows] int64, wanted by each."""
     most = max(1, PIECE_NUMBERS // vocab_size)
     is_wide = tops > MAX_LOGPROBS
     edges = [0] if not len(tops) else [0, *(np.flatnonzero(np.diff(is_wide)) + 1).tolist(), len(tops)]
@@ -121,15 +117,11 @@ def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]
 
 
 class StepLogprobs:
-    """The log probabilities that one step gives. A rank other than 0 takes part, and has none in the end.
-
-    scored_rows: [rows] int64, on the device, the rows that score.
-    """
+    """The log probabilities of one step, on rank 0; others take part. scored_rows: [rows] int64, on the device."""
 
     def __init__(
         self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device, *, by_row: bool = False
     ) -> None:
-        """by_row: as LogprobPieces has it."""
         self._model, self._tp, self._by_row = model, tp, by_row
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
@@ -141,14 +133,14 @@ class StepLogprobs:
         self._raw = torch.zeros((0, 1), device=device)
 
     def keep(self, logits: Tensor) -> None:
-        """Keep what is wanted of the rows that sample, [samples, vocabulary], before they are changed."""
+        """Keep the wanted logits of rows that sample, [samples, vocabulary], before they are changed."""
         if self._tp.rank == 0 and len(self._wanted):
             self._raw = logits[self._wanted]
 
     def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
         """Compute all log probabilities, the samples' first; None on ranks other than 0.
 
-        sampled: [samples] int64, the tokens.  hidden: [rows, hidden_size], of the rows that score.
+        sampled: [samples] int64.  hidden: [rows, hidden_size], of the rows that score.
         """
         pieces = LogprobPieces(self._by_row)
         if self._tp.rank == 0 and len(self._wanted):

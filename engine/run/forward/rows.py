@@ -18,13 +18,12 @@ from engine.schedule.step_batch import StepBatch
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What to write before a step.
+    """The host's changes to the rows before a step.
 
-    seqs: [written] int64, which sequences of the step are written, each to its row of `rows`.
+    seqs: [written] int64, sequences of the step that are written, each to its row of `rows`.
     padding: [left] int64, rows that belong to no sequence from now on.
     table_rows, table_columns: [new] int64 and block_ids: [new] int32, entries of the block tables.
-    order: [max_num_seqs] int32, all rows, the longest contexts first and padding last; None where it is as it
-    was, since rows that advance together keep their order.
+    order: [max_num_seqs] int32, all rows, the longest contexts first, padding last; None if unchanged.
     """
 
     seqs: NDArray[np.int64]
@@ -37,7 +36,7 @@ class RowChanges:
 
 
 class BatchRows:
-    """What the device's rows hold, as far as the host knows: those of the last step first, then padding."""
+    """The host's knowledge of the device's rows: those of the last step first, then padding."""
 
     def __init__(self, max_num_seqs: int, block_size: int) -> None:
         self._block_size = block_size
@@ -48,12 +47,12 @@ class BatchRows:
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing of the rows: the next step writes them all."""
+        """Forget the rows: the next step writes them all."""
         self._generations.fill(-1)
         self._num_filled = len(self._generations)
 
     def update(self, step: StepBatch) -> tuple[NDArray[np.int64], RowChanges]:
-        """The row of each of the step's sequences, [seqs] int64, and what to write; it counts as computed.
+        """Return the row of each sequence, [seqs] int64, and the changes; the step counts as computed.
 
         They are the first rows, in any order: a sequence stays where it is while it can.
         """
@@ -80,7 +79,7 @@ class BatchRows:
         return rows, changes
 
     def _place(self, step: StepBatch) -> NDArray[np.int64]:
-        """A row below the number of sequences for each: its own, or one that nobody has."""
+        """Give each sequence a row below the number of sequences: its own, or a free one."""
         rows: NDArray[np.int64] = self._row_of_slot[step.slots]
         stays = (self._generations[rows] == step.generations) & (rows < len(rows))
         if not stays.all():
@@ -96,7 +95,7 @@ class BatchRows:
         return order
 
     def _new_blocks(self, step: StepBatch, num_known: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sequence and column of each block that the device does not know. num_known: [seqs] int64."""
+        """Return sequence and column of each block new to the device. num_known: [seqs] int64."""
         num_new = np.maximum(self._blocks_of(step) - num_known, 0)
         seqs = np.repeat(np.arange(len(num_new)), num_new)
         firsts = np.cumsum(num_new) - num_new
@@ -114,10 +113,7 @@ NO_BLOCKS = NO_ORDER = np.zeros(0, np.int32)
 
 
 class StaticRows:
-    """max_num_seqs rows, all padding at first. What the host writes of a row lies in two tensors.
-
-    indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, as of RowChanges.
-    """
+    """max_num_seqs rows, all padding at first. indices: [rows] int32, 0, 1, 2, ...  order: as of RowChanges."""
 
     def __init__(
         self,
@@ -162,10 +158,7 @@ class StaticRows:
         self._write_rows(self._memory, RowWrites(rows, wide, narrow, none_sampled, NONE, NO_BLOCKS, order), None)
 
     def write(self, changes: RowChanges, step: StepBatch, sampling: SamplingBatch, last: Sampled | None) -> None:
-        """Write what has changed, in one transfer; nothing where nothing has.
-
-        last: what the step launched before has sampled, for the pending tokens among it.
-        """
+        """Write the changes in one transfer. last: the tokens of the step launched before."""
         if changes.order is None and not len(changes.block_ids):
             return
         wide, narrow = _values(changes, step, sampling)
@@ -182,7 +175,7 @@ class StaticRows:
 
 
 def _sampled_at(changes: RowChanges, step: StepBatch, last: Sampled | None) -> NDArray[np.int64]:
-    """Where the step before has sampled the token of each row that is written; -1 where it is known."""
+    """Return where the step before sampled the token of each written row; -1 if it is known."""
     places = np.full(len(changes.seqs) + len(changes.padding), -1)
     if len(step.pending_rows) and len(changes.seqs):
         assert last is not None, "only a step that follows another has pending rows"
@@ -193,7 +186,7 @@ def _sampled_at(changes: RowChanges, step: StepBatch, last: Sampled | None) -> N
 
 
 def _padding(num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The wide and the narrow columns of rows that belong to no sequence."""
+    """Return the wide and the narrow columns of rows that belong to no sequence."""
     wide = np.zeros((NUM_WIDE, num_rows), np.int64)
     wide[1] = PADDING
     return wide, np.zeros((NUM_NARROW, num_rows), np.int32)
@@ -202,7 +195,7 @@ def _padding(num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
 def _values(
     changes: RowChanges, step: StepBatch, sampling: SamplingBatch
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """What to write of each row, those of padding last: the wide columns, and the narrow ones."""
+    """Return the values of each row, padding last: the wide columns, and the narrow ones."""
     seqs = changes.seqs
     values = sampling.values[seqs]
     wide, narrow = _padding(len(seqs) + len(changes.padding))

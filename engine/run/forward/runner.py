@@ -1,4 +1,4 @@
-"""Runner: the seam between the stepper and whatever computes its steps, and the tokens it gives at once."""
+"""Runner: the interface between the stepper and whatever computes steps, and a step's tokens."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from engine.schedule.step_batch import StepBatch
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the step launched last has sampled, on its device, until the next one is launched.
+    """The tokens of the last launched step, on its device, until the next one is launched.
 
     token_ids: [rows] int64.  places: [samples] int64, the row of each sample.
     """
@@ -27,11 +27,10 @@ class Sampled:
 
 
 class PendingTokens(ABC):
-    """The tokens of a launched step; steps are launched in order and waited for in the same order.
+    """The tokens of a launched step; steps are waited for in the order of their launches.
 
-    Known when the tokens have been waited for:
-    logprobs: what it says of tokens, if any of that was wanted.
-    pooled: [pooled seqs, modes * hidden] float32, what it adds to their vectors, if it has rows of any.
+    After `wait`: logprobs, if any were wanted; pooled: [pooled seqs, modes * hidden] float32, to be added to the
+    sequences' vectors.
     """
 
     logprobs: RowLogprobs | None = None
@@ -39,11 +38,11 @@ class PendingTokens(ABC):
 
     @abstractmethod
     def wait(self) -> NDArray[np.int64]:
-        """Wait until they are here: [samples] int64. Raises what the step raised on its device."""
+        """Wait for the tokens: [samples] int64. Raises an error of the step on its device."""
 
 
 class DeviceTokens(PendingTokens):
-    """On their way from the device: copies into pinned memory, queued behind the step that samples them."""
+    """Tokens on their way from the device, copied into pinned memory behind their step."""
 
     def __init__(self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None) -> None:
         token_ids, self._places = sampled.token_ids, sampled.places
@@ -82,9 +81,9 @@ class PoolSize:
 
 
 class Runner(Protocol):
-    """What an engine steps: a ModelRunner, a RankGroup, or what a test or benchmark puts in their place.
+    """Computes an engine's steps: a ModelRunner, a RankGroup, or a stand-in.
 
-    has_graphs: steps that decode alone run from recorded graphs, so that others are dearer by far.
+    has_graphs: steps that decode alone run from recorded graphs, so that others cost far more.
     """
 
     @property
@@ -100,4 +99,4 @@ class Runner(Protocol):
         """Start the step, up to a token for each row that samples; steps run in the order of launches."""
 
     def close(self) -> None:
-        """Free what the runner holds. A second call does nothing."""
+        """Free the runner's memory. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""A step on its way to the device, and the pooling of its hidden states there."""
+"""Copies a step to the device, and pools its hidden states there."""
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ def to_device(
     sampled: Sampled | None = None,
     sampling: SamplingBatch | None = None,
 ) -> tuple[ForwardBatch, SamplingRows | None]:
-    """Copy a step's arrays to the model's device, with those that the backend needs and its sampling values.
+    """Copy a step's arrays to the model's device, with the backend's metadata and sampling values.
 
-    sampled: what the step launched before has chosen, for the pending rows.
+    sampled: the tokens of the step launched before, for the pending rows.
     """
     pending, places = step.pending_rows, step.pending_samples
     if len(pending):
@@ -41,10 +41,10 @@ def to_device(
 
 
 def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]) -> Tensor:
-    """[seqs, modes * hidden] float32: what the rows of each sequence add to its vectors.
+    """Return [seqs, modes * hidden] float32, each sequence's rows pooled, to be added to its vector.
 
-    hidden: [rows, hidden], final states, those of a sequence one after another.  counts: [seqs] int64, how
-    many of each.  positions: [rows] int64, each row's place in its sequence.
+    hidden: [rows, hidden], final states, sequence after sequence.  counts: [seqs] int64, rows of each.
+    positions: [rows] int64, each row's place in its sequence.
     """
     ends = np.cumsum(counts)
     firsts, lasts, weights = upload([ends - counts, ends - 1, positions + 1], hidden.device)

@@ -1,4 +1,4 @@
-"""Steps that take the most memory a step can take, and have every kernel compiled that steps will use."""
+"""Steps that take the most memory, and have every kernel compiled."""
 
 from dataclasses import replace
 
@@ -15,12 +15,11 @@ SHORT_PROMPTS = (64, 256)  # no backend tiles otherwise for shorter ones, down t
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
-    """The largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
+    """Return the largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
-    As many prompts as may run, sharing the token budget; one chunk of the whole budget at the end of the
-    longest context, both with log probabilities of all; as many decodes as may run, at the longest context;
-    single decodes at doubling contexts, because a backend may cut longer ones into more pieces; and short
-    prompts, because products of few rows may have tiles of their own.
+    As many prompts as may run; one chunk of the whole token budget at the end of the longest context, both with all
+    log probabilities; as many decodes as may run, at the longest context; single decodes at doubling contexts, which
+    a backend may cut into more pieces; and short prompts, whose products may have tiles of their own.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     share, rest = divmod(num_tokens, num_seqs)
@@ -43,7 +42,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
 
 
 def with_logprobs(step: StepBatch) -> StepBatch:
-    """The step with log probabilities of all its tokens, short of the whole vocabulary's."""
+    """Add log probabilities of all tokens to the step, short of the whole vocabulary's."""
     rows = np.arange(len(step.token_ids))
     return replace(
         step,
@@ -55,7 +54,7 @@ def with_logprobs(step: StepBatch) -> StepBatch:
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
-    """A step of the last query_lens[i] of context_lens[i] tokens, all sampling; sequences share blocks."""
+    """Make a step of the last query_lens[i] of context_lens[i] tokens, all sampling; blocks are shared."""
     lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
     ends, tokens = np.cumsum(lens), np.arange(lens.sum())
     shape = len(lens), -(-int(contexts.max()) // block_size)
@@ -71,7 +70,7 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
 
 
 def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
-    """The same with a ban, which changes logits where they are, and with all kinds of edits of each row."""
+    """Return the step with a ban, which changes logits in place, and with all kinds of edits of each row."""
     parts, num_rows = EditParts(), len(sampling.values)
     ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
     mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)
@@ -85,7 +84,7 @@ def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
 
 
 def nucleus_sampling(num_rows: int) -> SamplingBatch:
-    """Sampling values that take the sampler's longest way."""
+    """Return sampling values that take the sampler's longest way."""
     values = neutral_rows(num_rows)
     for name in ("temperature", "top_p", "min_p"):
         values[name] = 0.5

@@ -1,1 +1,1 @@
-"""The jobs that this worker holds, each with its state."""
+"""The held jobs of this worker, each with its state."""

@@ -1,4 +1,4 @@
-"""What may run on this worker: JSON payloads that call functions on an exact list."""
+"""Admits jobs: JSON payloads that call functions on an exact list."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -15,15 +15,15 @@ MAX_ID_CHARS = 255
 class Admission:
     """Decides by exact name, before any import.
 
-    A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by
-    attribute. Callbacks are held to the same list, and a job may not carry an object to call.
+    A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by attribute.
+    Callbacks need the same list, and a job may not carry an object to call.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
 
     def admit(self, claimed: ClaimedJob, payload: bytes) -> FunctionCall:
-        """Return what the job calls. payload: its own. Raises BadPayload, TooLarge or NotAllowed."""
+        """Return the job's call. payload: its own. Raises BadPayload, TooLarge or NotAllowed."""
         if len(claimed.job_id) > MAX_ID_CHARS:
             raise TooLarge(
                 f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
@@ -38,7 +38,7 @@ class Admission:
         return call
 
     def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
-        """The record less callbacks, if one of them may not run here."""
+        """Return the record, without callbacks if one of them may not run here."""
         if any(name not in self._allowed for name in record.callbacks.values()):
             return record.without_callbacks()
         return record

@@ -1,4 +1,4 @@
-"""Writes the ends of jobs: in batches, and one by one what was in a batch that did not come through."""
+"""Writes the ends of jobs: in batches, then one by one those of a batch that failed."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ _SMALL_BYTES = 1 << 16
 
 @dataclass
 class _Alone:
-    """An end that is written by itself. tries: how often it was not taken by a server that takes others."""
+    """An end that is written by itself. tries: how often a server that takes others refused it."""
 
     tries: int = 0
     not_before: float = float("-inf")
@@ -36,10 +36,10 @@ Written = Callable[[HeldJob, Outcome, FinishReply], None]
 
 
 class EndWriter:
-    """Holds ends until the server has taken them. The I/O thread's.
+    """Holds ends until the server has taken them. Used by the I/O thread only.
 
-    One that a server does not take which takes others, because it is too large for it or worse, holds up no
-    other: after a few tries by itself the job ends as failed with that reason instead.
+    An end that the server refuses while it takes others, perhaps as too large, holds up no other: after a few tries by
+    itself the job ends as failed with that reason instead.
     """
 
     def __init__(self, written: Written, log: logging.Logger, clock: Callable[[], float] = time.monotonic):

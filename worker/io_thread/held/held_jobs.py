@@ -1,4 +1,4 @@
-"""The jobs that a worker holds."""
+"""The held jobs of a worker, and what has begun."""
 
 import enum
 import time
@@ -25,12 +25,11 @@ from worker.traces.job_trace import JobTrace, Traces
 
 
 class JobState(enum.Enum):
-    """How far a held job is.
+    """The state of a held job.
 
     CLAIMED -> OPENING -> STREAMING -> SENT -> COLLECTING -> ENDING is the way of prompts and files, and
-    CLAIMED -> FUNCTION -> ENDING that of a function. What is SENT is STREAMING again where answers lead
-    to further requests. A job that goes back to its queue or is lost to another worker is WITHDRAWN; so is
-    one that is stopped or over its time, and then becomes ENDING.
+    CLAIMED -> FUNCTION -> ENDING that of a function. SENT is STREAMING again if answers lead to further requests.
+    A job that leaves this worker is WITHDRAWN; a stopped or overdue one too, and then ENDING.
     """
 
     CLAIMED = "claimed"  # nobody has looked into its payload
@@ -45,30 +44,29 @@ class JobState(enum.Enum):
 
 @dataclass(eq=False)
 class HeldJob:
-    """Written by the I/O thread alone.
+    """A claimed job and its state. Written by the I/O thread only.
 
     number: names it in request ids, `<number>.<index>`.
     lane: place of its queue on the command line; 0 is the most urgent.
-    is_ours: whether Tokenmill's own code runs it, and no function of the user's.
-    is_file: whether opening its task, and asking for its result, takes time.
-    is_function: whether a thread runs it, and it has no task.
-    open_task: what yields its requests and takes their completions; None before it is open and after its end.
-    requests: what is left of them to send to the engine.
-    error: what its stream of requests, or the delivery of a completion, raised.
-    call: what a thread does for it now.
+    is_ours: Tokenmill's own code runs it, and no function of the user's.
+    is_file: opening its task, and asking for its result, takes time.
+    is_function: a thread runs it, and it has no task.
+    open_task: yields its requests and takes their completions; None before it is open and after its end.
+    requests: still to be sent to the engine.
+    error: raised by its stream of requests, or by the delivery of a completion.
+    call: its call in a thread now.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
     limit_s: the job's timeout at that moment; 0 or less for none.
-    payload_bytes: of its payload, once that was unpacked.
-    function_name: what it calls, once that was read.
-    user_job: the copy that the user's code got, or gets, and may leave anything in.
-    reason: name of what it failed with, "" where it did not.
-    is_overdue: whether its function was interrupted because of a limit of time.
-    inspected: requests whose answers the task looks at in a thread, before it gets them.
+    payload_bytes, function_name: known once its payload was unpacked and read.
+    user_job: the copy for the user's code, which may leave anything in it.
+    reason: name of its error, "" if it did not fail.
+    is_overdue: its function was interrupted because of a limit of time.
+    inspected: requests whose answers the task looks at in a thread.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
-    trace: what is noted for its trace; None where it is not traced.
-    begun: how far its requests are that the engine is at, as it last told.
-    told_progress: what its task said last of its progress; shown_progress: what job.meta shows of it.
+    trace: None if it is not traced.
+    begun: the progress of its requests in the engine.
+    told_progress: the task's last word on its progress; shown_progress: the one in job.meta.
     """
 
     number: int
@@ -105,20 +103,20 @@ class HeldJob:
     # Transitions
 
     def open(self, is_file: bool) -> None:
-        """Its task is being opened."""
+        """Note that its task is being opened."""
         self.state, self.is_file = JobState.OPENING, is_file
 
     def stream(self) -> None:
-        """Its task is open, or has more requests after all."""
+        """Note that its task is open, or has more requests after all."""
         assert self.open_task is not None
         self.state, self.requests = JobState.STREAMING, self.open_task.requests()
 
     def run_function(self) -> None:
-        """It is a function, and has a thread."""
+        """Note that it is a function, and has a thread."""
         self.state, self.is_function = JobState.FUNCTION, True
 
     def withdraw(self, reason: type[BaseException]) -> None:
-        """Nothing more is awaited of the engine or of a thread, which is interrupted with `reason`."""
+        """Await nothing more of the engine or a thread, which is interrupted with `reason`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
         self.inspected.clear()
@@ -129,12 +127,12 @@ class HeldJob:
     # What is held of it
 
     def hold(self, record: JobRecord) -> None:
-        """Hold this of its hash from now on."""
+        """Hold this part of its hash from now on."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
     def for_user_code(self, client: Redis) -> StoredJob:
-        """Its copy for the user's code, the same one each time; built when it is first asked for."""
+        """Return its copy for the user's code, the same one each time."""
         if self.user_job is None:
             self.user_job = job_of(self.claimed, client, self.function_name)
             if self.began_at is not None:
@@ -144,16 +142,16 @@ class HeldJob:
     # A thread's call
 
     def await_call(self) -> object:
-        """A call is given to a thread. Returns what `awaits` takes when the call comes back."""
+        """Note that a thread got a call; return the call's key for `awaits`."""
         self._awaited = object()
         return self._awaited
 
     def awaits(self, call: object) -> bool:
-        """Whether nothing has come in between since `await_call` returned this."""
+        """Whether the call with this key of `await_call` is still the last."""
         return self._awaited is call
 
     def interrupt_function(self, reason: type[BaseException]) -> None:
-        """Its time is over; the thread reports its end."""
+        """Interrupt an overdue function; the thread reports its end."""
         assert self.call is not None
         self.is_overdue = True
         self.call.interrupt(reason)
@@ -162,7 +160,7 @@ class HeldJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its value or its end is being worked out: nothing may stop that."""
+        """Whether its value or its end is in work, which nothing may stop."""
         return self.state in (JobState.COLLECTING, JobState.ENDING)
 
     @property
@@ -177,23 +175,23 @@ class HeldJob:
 
     @property
     def needs_payload(self) -> bool:
-        """Whether anything of its payload is still on its way to the batch."""
+        """Whether any of its payload is still on its way to the batch."""
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
     def unread(self) -> float:
-        """Requests left in the stream; infinite where the task does not say."""
+        """The number of requests left in the stream; infinite if the task does not say."""
         num_requests = self.open_task.num_requests if self.open_task is not None else None
         return float("inf") if num_requests is None else num_requests - self.next_index
 
     @property
     def num_rows_done(self) -> int:
-        """Rows of its file that are answered; 0 of a job without one, or that is closed."""
+        """The number of answered rows of its file; 0 without one, or once closed."""
         progress = self.open_task.progress() if self.is_file and self.open_task is not None else None
         return 0 if progress is None else int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """Tokens of its requests that are on their way: of prompts, computed and not yet, and of answers."""
+        """The tokens of its open requests: of prompts, computed and not yet, and of answers."""
         on_their_way = [each for index, each in self.begun.items() if index in self.open_requests]
         return {
             "prompt_tokens_open": sum(each.prompt_tokens for each in on_their_way),
@@ -203,17 +201,17 @@ class HeldJob:
 
     @property
     def request_ids(self) -> list[str]:
-        """The engine's names of all requests that are on their way."""
+        """The engine's names of all open requests."""
         return [self.request_id(index) for index in self.open_requests]
 
     def request_id(self, index: int) -> str:
-        """The engine's name of one of this job's requests."""
+        """Return the engine's name of one of this job's requests."""
         return f"{self.number}.{index}"
 
 
 @dataclass
 class JobCounts:
-    """Jobs this worker has brought to an end, and the rows of files that those had."""
+    """Counts the jobs this worker has brought to an end, and the rows of their files."""
 
     tally: Tally = field(default_factory=Tally)
     traces: Traces = field(default_factory=Traces)
@@ -222,7 +220,7 @@ class JobCounts:
     rows: int = 0
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
-        """Count one that has ended so."""
+        """Count a job that has ended so."""
         ended = _ended(job, outcome)
         self.tally.job_ended(ended)
         if job.trace is not None:
@@ -234,12 +232,12 @@ class JobCounts:
 
     @property
     def ended(self) -> int:
-        """All jobs that need no more work here."""
+        """The number of jobs that need no more work here."""
         return self.finished + self.failed
 
 
 class HeldJobs:
-    """Those that were claimed and have not ended, oldest first. The I/O thread's."""
+    """The claimed jobs that have not ended, oldest first. Used by the I/O thread only."""
 
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
@@ -248,7 +246,6 @@ class HeldJobs:
         self._by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
-        """Hold one more."""
         trace = self._traces.begin(claimed.execution_id, claimed.record.meta)
         job = HeldJob(next(self._numbers), claimed, lane, trace=trace)
         self._jobs[job.number] = job
@@ -256,51 +253,47 @@ class HeldJobs:
         return job
 
     def remove(self, job: HeldJob) -> None:
-        """Hold it no longer."""
         del self._jobs[job.number]
         self._by_lane[job.lane] -= 1
 
     def num_of(self, lane: int) -> int:
-        """How many of them are of this lane."""
+        """Return how many jobs of this lane are held."""
         return self._by_lane[lane]
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[HeldJob]:
-        """Over a copy: whoever looks at them may let go of some."""
+        """Iterate over a copy, so that jobs may be removed meanwhile."""
         return iter(list(self._jobs.values()))
 
     def __contains__(self, job: HeldJob) -> bool:
         return job.number in self._jobs
 
     def of_request(self, request_id: str) -> tuple[HeldJob | None, int]:
-        """Whose request it is, None where that is held no longer; and the request's index."""
+        """Return the job of a request, None if it is no longer held, and the request's index."""
         number, _, index = request_id.partition(".")
         return self._jobs.get(int(number)), int(index)
 
     def find(self, job_id: str, execution_id: str | None) -> HeldJob | None:
-        """A job of this id. Of one that was enqueued again while it ran here there may be two.
-
-        execution_id: the one execution that is meant; None for whichever is held.
-        """
+        """Find a job of this id, of which there may be two; by execution_id unless that is None."""
         found = (job for job in self._jobs.values() if job.claimed.job_id == job_id)
         return next((job for job in found if execution_id in (None, job.claimed.execution_id)), None)
 
     def of_executions(self, execution_ids: Collection[str]) -> list[HeldJob]:
-        """The jobs that these executions hold."""
+        """Return the jobs of these executions."""
         return [job for job in self._jobs.values() if job.claimed.execution_id in execution_ids]
 
     def unstarted(self) -> list[HeldJob]:
-        """Those of which nothing has run yet."""
+        """The jobs that have run no code yet."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
     def num_rows_done(self) -> int:
-        """Rows of files that the jobs which are held have answered by now."""
+        """The number of rows that held jobs have answered by now."""
         return sum(job.num_rows_done for job in self._jobs.values())
 
     def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
-        """Note how far these requests are, by their ids; all others in the engine have not begun."""
+        """Note these requests' progress, by their ids; all others in the engine have not begun."""
         for job in self._jobs.values():
             job.begun = {}
         for request_id, progress in requests.items():
@@ -309,7 +302,7 @@ class HeldJobs:
                 whose.begun[index] = progress
 
     def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
-        """`job.meta` of the running tasks that have moved since the last call."""
+        """Return `job.meta` of the running tasks that have moved since the last call."""
         changed = []
         for job in self._jobs.values():
             told = job.open_task.progress() if job.open_task is not None else None
@@ -343,7 +336,7 @@ def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
 
 
 def _moment(stored: bytes) -> float | None:
-    """Unix seconds of a date as RQ writes it; None for anything else, and for what is before 1970."""
+    """Return the Unix seconds of RQ's date; None for anything else, or before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:
@@ -352,7 +345,7 @@ def _moment(stored: bytes) -> float | None:
 
 
 class Beginnings:
-    """Notes which jobs have begun and shows it in Redis, in one call for all of a turn. The I/O thread's."""
+    """Shows in Redis which jobs have begun, in one call for all of a turn. Used by the I/O thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -360,7 +353,7 @@ class Beginnings:
         self._functions: dict[int, tuple[HeldJob, Callable[[], None]]] = {}
 
     def began(self, job: HeldJob, moment: float) -> None:
-        """A job has begun at `moment` (monotonic seconds), unless it had before."""
+        """Note that a job has begun at `moment` (monotonic seconds), unless it had before."""
         if job.started_at is not None:
             return
         _start_clock(job, moment, self._clock())
@@ -371,15 +364,12 @@ class Beginnings:
         self._functions[job.number] = (job, function)
 
     def forget(self, job: HeldJob) -> bool:
-        """Drop what is not shown yet of a job. Returns whether its function was not handed over."""
+        """Drop a job that is not shown yet. Returns whether its function was not handed over."""
         self._news.pop(job.number, None)
         return self._functions.pop(job.number, None) is not None
 
     def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write what began since the last call, then hand functions over. After a RedisError call it again.
-
-        Returns the jobs that are no longer this worker's; their functions are not handed over.
-        """
+        """Write new beginnings, then hand functions over; return lost jobs. After a RedisError call it again."""
         functions = list(self._functions.values())
         begun = [(job.claimed, job.began_at or datetime.now(UTC)) for job in self._news.values()]
         begun += [(job.claimed, datetime.now(UTC)) for job, _ in functions]

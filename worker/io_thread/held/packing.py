@@ -1,4 +1,4 @@
-"""Which job's prompt goes to the engine next, and when a lane should claim and open more jobs."""
+"""Chooses the next job's prompt for the engine, and when a lane should claim and open more jobs."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from worker.io_thread.held.held_jobs import HeldJob, JobState
 
 
 def samples_of(request: Request) -> int:
-    """Sequences that a request takes in the batch; a value the engine will refuse counts as one."""
+    """Return a request's sequences in the batch; a value the engine will refuse counts as one."""
     n = request.sampling.get("n", 1)
     return n if type(n) is int and n > 0 else 1
 
@@ -32,17 +32,16 @@ _BURSTS_REMEMBERED = 16
 class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
-    The engine gets a little more than it can run, so that a freed slot is filled in the next step; the rest
-    stays in the jobs' lazy streams, where it costs nothing. That reserve is `prefetch` sequences, or twice
-    what lately left the engine from one refill to the next, where that is more: completions of equal length
-    end together. It is refilled when half of it is gone. Within a lane jobs are served in the order in which
-    their tasks were open. A lane counts only itself and more urgent lanes: a full bulk batch never holds back
-    a high prompt. Every lane may keep `prefetch` sequences in the engine whatever the others do; its
-    scheduler then gives a waiting lower lane its share.
+    The engine gets a little more than it can run, so that a freed slot is filled in the next step; the rest stays in
+    the jobs' lazy streams. That reserve is `prefetch` sequences, or twice what lately left the engine between refills,
+    since completions of equal length end together. It is refilled when half of it is gone. Within a lane jobs are
+    served in the order in which their tasks were open. A lane counts only itself and more urgent lanes: a full bulk
+    batch never holds back a high prompt. Every lane may keep `prefetch` sequences in the engine; its scheduler gives a
+    waiting lower lane its share.
     """
 
     def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int) -> None:
-        """max_functions, max_files: that run, and that are opened, at the same time at most."""
+        """max_functions, max_files: run and opened at the same time, at most."""
         self.slots = slots
         self._floor = self._reserve = max(1, prefetch)
         self._max_functions, self._max_files = max_functions, max_files
@@ -57,16 +56,16 @@ class Packer:
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
 
     def opening(self, job: HeldJob) -> None:
-        """A file is being opened: how many prompts it holds is not known yet."""
+        """Note that a file of unknown size is being opened."""
         self._opening[job.lane].add(job)
 
     def opens_slowly(self, job: HeldJob) -> None:
-        """The lane waits for this file no longer: it may take the next one."""
+        """Let the lane take the next file, and wait for this one no longer."""
         self._opening[job.lane].discard(job)
         self._slow.add(job)
 
     def opened(self, job: HeldJob) -> None:
-        """The file is open, or could not be opened."""
+        """Note that the file is open, or could not be opened."""
         self._opening[job.lane].discard(job)
         self._slow.discard(job)
 
@@ -76,35 +75,32 @@ class Packer:
 
     @property
     def num_opening(self) -> int:
-        """Files that are being opened, of all lanes."""
+        """The number of files that are being opened, of all lanes."""
         return len(self._slow) + sum(map(len, self._opening))
 
     @property
     def free_files(self) -> int:
-        """How many more files the worker can open at the same time."""
+        """The number of files that the worker can still open at the same time."""
         return self._max_files - self.num_opening
 
     def finishing(self, job: HeldJob) -> None:
-        """All answers of this file are in: they are held until its part is written."""
+        """Note that all answers of this file are held until its part is written."""
         self._finishing.add(job)
 
     def finished(self, job: HeldJob) -> None:
-        """The part is written, or could not be."""
+        """Note that the part is written, or could not be."""
         self._finishing.discard(job)
 
     @property
     def _is_behind(self) -> bool:
-        """Whether parts are written more slowly than they are answered: as many wait as files may be opened
-        at once, and one batch of requests at least. Further ones would fill the memory, and are for workers
-        whose disk is faster. A file counts as one request where none of its rows needed any."""
+        """Return whether parts are written more slowly than they are answered, which would fill the memory."""
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
     def claimable_files(self, lane: int) -> int:
-        """How many files the lane may claim now: none while one opens whose size is not known.
+        """Return how many files the lane may claim: none while a file of unknown size opens, which may fill the batch.
 
-        It may fill the batch; the next ones are for other workers to take. None either while those that were
-        answered wait to be written.
+        None either while answered ones wait to be written.
         """
         return 0 if self._opening[lane] or self._is_behind else max(0, self.free_files)
 
@@ -113,42 +109,40 @@ class Packer:
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Serve what has come to a job whose stream had ended, before the others of its lane: it is older
-        than they are, and the prefixes of its requests are in the cache."""
+        """Serve a job whose stream had ended, before the others of its lane: its prefixes are cached."""
         self._streams[job.lane].appendleft(job)
 
     @property
     def free_functions(self) -> int:
-        """How many more functions the worker may take, of any lane: no more than begin at once."""
+        """The number of functions that the worker may still take, of any lane."""
         return self._max_functions - self._functions
 
     def function_started(self, job: HeldJob) -> None:
-        """A plain function takes a thread, not a slot of the engine."""
+        """Count a function: it takes a thread, not a slot of the engine."""
         self._functions += 1
 
     def function_ended(self, job: HeldJob) -> None:
-        """The thread is free again."""
+        """Free the thread."""
         self._functions -= 1
 
     def forget(self, job: HeldJob) -> None:
-        """Drop a job's stream and what it has in the engine, because it was stopped or lost."""
+        """Drop a stopped or lost job's stream and its sequences in the engine."""
         if job in self._streams[job.lane]:
             self._streams[job.lane].remove(job)
         self._in_engine[job.lane] -= job.in_engine
         job.in_engine = 0
 
     def delivered(self, job: HeldJob, sequences: int) -> None:
-        """Sequences of a job have left the engine."""
+        """Count sequences of a job that have left the engine."""
         self._left += sequences
         self._in_engine[job.lane] -= sequences
         job.in_engine -= sequences
 
     def claim_room(self, lane: int) -> int:
-        """How many more sequences' worth of jobs the lane should claim now.
+        """Return how many more sequences' worth of jobs the lane should claim now.
 
-        After a file the next one is claimed before the last row is read, when less than one batch is left:
-        it takes many steps to open. Functions neither take room nor wait for it, and a file takes none before
-        it is open: prompts behind it are claimed (see `claimable_files`).
+        Opening a file takes many steps, so the next one is claimed when less than one batch is left. Functions and
+        unopened files take no room.
         """
         unread = sum(job.unread for job in self._streams[lane])
         if unread == 0:
@@ -164,7 +158,7 @@ class Packer:
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill(self, lane: int) -> int:
-        """The lane's room, once half of the reserve, or of the lane's own places, is free."""
+        """Return the lane's room, once half of the reserve, or of its own places, is free."""
         if 2 * self._shared_room(lane) >= self._reserve or 2 * self._in_engine[lane] <= self._floor:
             return self._room(lane)
         return 0
@@ -172,8 +166,7 @@ class Packer:
     def pull(self) -> Iterator[tuple[HeldJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
 
-        A job whose stream ends here is told so; it may then be complete already. Call it after
-        every delivery: what was delivered since the last call is what the reserve has to bridge.
+        Call it after every delivery. A job whose stream ends here is told so, and may then be complete.
         """
         self._adapt_reserve()
         for lane, streams in enumerate(self._streams):
@@ -192,7 +185,7 @@ class Packer:
                 yield job, index, request
 
     def take_dry(self) -> list[HeldJob]:
-        """Jobs whose streams have ended since the last call, well or not."""
+        """Return jobs whose streams have ended since the last call, well or not."""
         dry, self._dry = self._dry, []
         return dry
 
@@ -207,7 +200,7 @@ class Packer:
 
     @property
     def in_engine(self) -> Sequence[int]:
-        """Sequences in the engine, by lane."""
+        """The number of sequences in the engine, by lane."""
         return tuple(self._in_engine)
 
 
@@ -216,11 +209,10 @@ _TURN_BYTES = 1 << 20
 
 
 class PayloadBudget:
-    """Decides when a claimed job's payload is unpacked. The I/O thread's.
+    """Decides when a claimed job's payload is unpacked. Used by the I/O thread only.
 
-    max_held_bytes: of hashes and unpacked payloads that the open jobs of a lane hold, most of them until
-    all of it is in the batch; the next one waits as it came, packed, until there is room. Each lane has a
-    budget of its own, so none waits for another, and opens a job whenever it has none.
+    max_held_bytes: of hashes and unpacked payloads that the open jobs of a lane hold; the next one waits, packed, for
+    room. A lane without open jobs always opens one.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
@@ -230,17 +222,17 @@ class PayloadBudget:
         self._bytes: dict[int, int] = {}
 
     def add(self, job: HeldJob) -> None:
-        """A job was claimed."""
+        """Count a claimed job."""
         self._waiting[job.lane].append(job)
 
     def forget(self, job: HeldJob) -> None:
-        """A job has ended, or is not this worker's any more."""
+        """Drop a job that has ended or left this worker."""
         self._held[job.lane] -= self._bytes.pop(job.number, 0)
         if job in self._waiting[job.lane]:
             self._waiting[job.lane].remove(job)
 
     def keep(self, job: HeldJob, num_bytes: int) -> None:
-        """An open job has let go of all but so many bytes."""
+        """Count only so many bytes of an open job."""
         if job.number in self._bytes:
             self._count(job, num_bytes - self._bytes[job.number])
 

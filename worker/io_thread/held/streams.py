@@ -20,7 +20,7 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class _Inspection:
-    """What `Inspections.submit` was given."""
+    """The arguments of `Inspections.submit`."""
 
     index: int
     completions: Sequence[Completion]
@@ -31,9 +31,8 @@ class _Inspection:
 class Inspections:
     """Calls `OpenTask.inspect`. All methods belong to the I/O thread, to which `post` queues calls.
 
-    Tasks take turns: one whose checks take long holds up another's for one check, not for all that it has.
-    checks: what tasks look with; each call of it ends within its limit of time. num_running: answers that are
-    looked at just now.
+    Tasks take turns, so that long checks of one delay another's by one check only. checks: given to tasks; each call
+    ends within its limit of time. num_running: answers under inspection.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
@@ -50,10 +49,7 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task look at what a request got, then call `then` here with what that raised.
-
-        is_wanted: asked when it is its turn; where it is not wanted any more, neither is called.
-        """
+        """Have a task inspect an answer, then call `then` with its error, unless `is_wanted` says no in its turn."""
         inspection = _Inspection(index, completions, is_wanted, then)
         self._waiting.setdefault(task, deque()).append(inspection)
         self._start()
@@ -82,13 +78,13 @@ class Inspections:
         inspection.then(error)
 
     def end(self) -> None:
-        """Let threads and processes end with what they are at."""
+        """Let threads and processes end after their present work."""
         self._pool.end()
         self._checks.close()
 
 
 class Streams:
-    """Routes requests and completions by `<number>.<index>`. The I/O thread's."""
+    """Routes requests and completions by `<number>.<index>`. Used by the I/O thread only."""
 
     def __init__(
         self,
@@ -111,11 +107,7 @@ class Streams:
         self._packer.stream(job)
 
     def feed(self) -> Iterator[HeldJob]:
-        """Send the engine what it has room for; yield the jobs of which something has changed by now.
-
-        What of them is complete, or broken, is for the caller to end. Not all that are held are looked at:
-        there may be thousands.
-        """
+        """Send the engine requests; yield the jobs that have changed, for the caller to look at."""
         for job, index, request in self._packer.pull():
             self._orders.put(Add(job.request_id(index), request, job.lane))
         self._changed.update((job.number, job) for job in self._packer.take_dry())
@@ -125,7 +117,7 @@ class Streams:
                 yield job
 
     def started(self, request_ids: Iterable[str], moment: float) -> None:
-        """The engine has scheduled the first sequences of these requests, at `moment` (monotonic seconds)."""
+        """Note that the first sequences of these requests were scheduled, at `moment` (monotonic seconds)."""
         for request_id in request_ids:
             job, index = self._jobs.of_request(request_id)
             if job is not None and not job.is_ending:
@@ -135,7 +127,7 @@ class Streams:
                     self._changed[job.number] = job
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
-        """Route what the engine finished in the step of `moment` to the jobs that asked for it."""
+        """Route the completions of the step of `moment` to their jobs."""
         for completion in completions:
             job, index = self._jobs.of_request(completion.request_id)
             if job is None or index not in job.open_requests:
@@ -152,7 +144,7 @@ class Streams:
                 self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
-        """All samples of a request are in, or one that failed."""
+        """Hand over a request with all its samples, or one that failed."""
         self._packer.delivered(job, job.samples.pop(index))
         del job.open_requests[index]
         ordered = sorted(samples, key=lambda sample: sample.index)
@@ -170,7 +162,7 @@ class Streams:
         )
 
     def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
-        """A task has looked at what a request got. error: what it raised over that."""
+        """Take the result of an inspection. error: raised by the task."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile
         job.inspected.discard(index)

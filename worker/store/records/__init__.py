@@ -1,1 +1,1 @@
-"""A job as RQ's hash holds it, and what is read and written of it."""
+"""A job in RQ's hash, and how it is read and written."""

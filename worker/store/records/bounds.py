@@ -27,8 +27,7 @@ _JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"r
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
-    """The memory that a job's hash may take in Redis: the payload, the description, which repeats it, and
-    the other fields."""
+    """Return the most bytes of a job's hash in Redis: payload, description, which repeats it, and other fields."""
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
@@ -47,7 +46,7 @@ def check_containers(what: str, text: bytes, most: int) -> None:
     """Raise TooLarge for JSON of more than `most` lists and objects, before it is parsed."""
     if text.count(b"[") + text.count(b"{") <= most:
         return
-    # Those in strings are none. Without escapes, quotes alternate between begin and end; two of them next to
+    # Brackets in strings do not count. Without escapes, quotes alternate between begin and end; two of them next to
     # each other can go, whatever they are.
     marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS).replace(b'""', b"")
     found = sum(map(len, marks.split(b'"')[::2]))

@@ -1,4 +1,4 @@
-"""A job that this worker holds: what a claim asks for and brings, read into what RQ's `Job` has."""
+"""A held job: the arguments and reply of a claim, read for RQ's `Job`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 
 
 def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
-    """Return how the scripts find a job that is held."""
+    """Return a held job's address for the scripts."""
     return {"queue": queue, "id": job_id, "eid": execution_id}
 
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A job this worker holds: what to do, and the one execution that may finish it."""
+    """A job this worker holds: its record, and the one execution that may finish it."""
 
     job_id: str
     execution_id: str
@@ -41,7 +41,7 @@ class ClaimedJob:
     """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
 
     def check_hash(self) -> None:
-        """Raise JobRefused where the job's hash could not be read."""
+        """Raise JobRefused if the job's hash could not be read."""
         if isinstance(self.damage, JobRefused):
             raise self.damage
         if self.damage is not None:
@@ -54,9 +54,9 @@ class ClaimedJob:
 
 
 class EarlierJob(NamedTuple):
-    """A job that one of RQ's own workers left behind, with the reason to give for its failure.
+    """A job that one of RQ's own workers left behind, and why it fails.
 
-    execution_id: '' for one that was taken from its queue and not begun.
+    execution_id: '' if it was taken from its queue and not begun.
     """
 
     queue: str
@@ -67,10 +67,11 @@ class EarlierJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
-    it may take a suspect, since the worker has nothing else, and at most how many jobs known to be functions,
-    and to be files. num_takers: workers among whom the queue's jobs are divided; num_held: those of the queue
-    that this worker has by now; rounds_up: whether its share of jobs with several sequences is rounded up."""
+    """A claim on one queue: at most how many sequences' worth of jobs, functions and files.
+
+    The token has 24 hex digits. num_takers: workers that divide the queue; num_held: jobs of it that this worker holds;
+    rounds_up: its share of jobs with several sequences is rounded up. A suspect may come to an idle worker.
+    """
 
     queue: str
     most: int
@@ -85,7 +86,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Claim:
-    """What came of a claim on one queue."""
+    """The result of a claim on one queue."""
 
     jobs: list[ClaimedJob]
     num_foreign: int
@@ -97,10 +98,7 @@ class Claim:
 
 
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
-    """reply: what open_execution.lua returns, in a claim with the job that was left before this one.
-
-    max_job_bytes: of the payload, unpacked.
-    """
+    """Read open_execution.lua's reply, in a claim with the job left before this one. max_job_bytes: unpacked."""
     job_id, execution_id, fields, deaths = (reply[0].decode(errors="replace"), reply[1].decode(), reply[2], reply[3])
     left_before = reply[4].decode(errors="replace") if len(reply) > 4 else ""
     record = JobRecord()
@@ -117,7 +115,7 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
 
 
 def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
-    """The hash that job_hash.lua returned. Raises TooLarge where it gave its size instead."""
+    """Return the hash of job_hash.lua. Raises TooLarge if that returned its size instead."""
     if isinstance(fields, int):
         limit = max_hash_bytes(max_job_bytes)
         if fields <= limit:

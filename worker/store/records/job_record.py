@@ -1,4 +1,4 @@
-"""What a job's hash held when the job was claimed: a record that nobody changes."""
+"""JobRecord: the immutable content of a job's hash when it was claimed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _LIGHT_BYTES = 1 << 11
 
 @dataclass(frozen=True)
 class JobRecord:
-    """Its fields within bounds, as they stand in Redis, and what the worker reads of them.
+    """A hash's fields within bounds, as they stand in Redis, and the worker's reading of them.
 
-    hash_bytes: what it holds of the hash, packed. timeout_s: None where the job does not say.
+    hash_bytes: held bytes of the hash, packed. timeout_s: None if the job does not say.
     """
 
     fields: Mapping[bytes, bytes] = field(default_factory=lambda: MappingProxyType({b"data": b""}))
@@ -61,7 +61,7 @@ class JobRecord:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it holds a payload, and `without_payload` frees more than the copy of the rest takes."""
+        """Whether `without_payload` frees more memory than its copy takes."""
         return self.hash_bytes > _LIGHT_BYTES and bool(self.fields[b"data"])
 
     def payload(self) -> bytes:
@@ -69,7 +69,7 @@ class JobRecord:
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self, keeps_meta: bool) -> JobRecord:
-        """Less what nobody asks for any more."""
+        """Return a copy without the parts that nobody needs any more."""
         kept = dict(self.fields)
         for name in _PAYLOAD:
             if name != b"meta" or not keeps_meta:
@@ -79,23 +79,22 @@ class JobRecord:
         return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {})
 
     def without_callbacks(self) -> JobRecord:
-        """Of a job whose callbacks may not run here."""
+        """Return the record of a job whose callbacks may not run here."""
         return replace(self, callbacks=MappingProxyType({}))
 
     def without_hooks(self) -> JobRecord:
-        """Of a job that is refused: none of its callbacks and webhooks runs, and it is not retried."""
+        """Return the record of a refused job: no callbacks, webhooks or retries."""
         return replace(self.without_callbacks().without_retries(), webhooks=())
 
     def without_retries(self) -> JobRecord:
-        """Of a job that would fail alike each time."""
+        """Return the record of a job that would fail alike each time."""
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
 def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
     """Read a job's hash as RQ does, but for the payload, which stays packed.
 
-    Returns what could be read, and what reading the rest raised: TooLarge, or what RQ's reader raises for a
-    field that is damaged.
+    Returns the readable part, and the error of the rest: TooLarge, or RQ's own for a damaged field.
     """
     found: dict[bytes, Any] = {}
     damage = None
@@ -137,7 +136,7 @@ def _policy(found: Mapping[bytes, Any]) -> Policy:
 
 
 def _count(text: bytes) -> int:
-    """A count that a script adds to: Redis refuses a sum that it cannot write, also in the middle of a script."""
+    """Read a count that scripts add to: Redis would refuse a sum that it cannot write."""
     if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
         raise ValueError
     return int(text)

@@ -1,4 +1,4 @@
-"""What comes next for a job that has ended: it runs again, at once or later, or this was its end."""
+"""The next step of an ended job: it runs again, at once or later, or stays ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_TTL_S = 10 * 365 * 86_400
 
 @dataclass(frozen=True)
 class Policy:
-    """What a job says of running again and of being kept, in RQ's names and meanings."""
+    """The job's own wishes about running again and being kept, in RQ's names and meanings."""
 
     result_ttl: int | None = None
     failure_ttl: int | None = None
@@ -29,7 +29,7 @@ class Policy:
 
     @classmethod
     def of(cls, job: Job) -> Policy:
-        """As it stands in the job's copy, in which its user's code may have left anything."""
+        """Read a job's copy, in which its user's code may have left anything."""
         return cls(**{each.name: getattr(job, each.name) for each in fields(cls)})
 
     def put_on(self, job: Job) -> None:
@@ -55,7 +55,7 @@ class Policy:
         return (self.number_of_retries or 0) < wish.max
 
     def check(self) -> None:
-        """Raise where what says when the job runs again, or how long it is kept, is of a wrong kind."""
+        """Raise an error unless all values have the right kind."""
         if self.has_retries:
             _ = self.retry_wait_s
         if self.repeats_left and self.repeats_left > 0:
@@ -67,10 +67,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Retry:
-    """It has failed, or asked for it, and runs again after `wait_s` seconds, or at once.
+    """A failed job, or one that asked for it, runs again after `wait_s` seconds.
 
-    counter: the field of its hash that counts tries, and `count` its new value. is_on_wish: whether the job
-    returned a `Retry`, which RQ records as a result.
+    counter: the hash's field that counts tries, and `count` its new value. is_on_wish: it returned a `Retry`, which
+    RQ records as a result.
     """
 
     wait_s: int
@@ -84,7 +84,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class Repeat:
-    """It has finished and runs again after `wait_s` seconds, and `left` times after that."""
+    """A finished job runs again after `wait_s` seconds, and `left` times after that."""
 
     wait_s: int
     left: int
@@ -93,7 +93,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class End:
-    """It runs no more. kept_s: how long it is kept, in seconds; negative without end.
+    """A job runs no more. kept_s: seconds that it is kept; negative without end.
 
     has_used_up_retries: it returned a `Retry` once too often, and fails for that.
     """
@@ -110,11 +110,10 @@ def next_step(
     may_retry: bool = False,
     default_result_ttl_s: int = DEFAULT_RESULT_TTL,
 ) -> Retry | Repeat | End:
-    """What comes next for a job that has finished, or has failed or was stopped.
+    """Return the next step of a job that has finished, failed or was stopped.
 
-    wish: what it returned, where that is a `Retry`. may_retry: whether a failed job takes a retry that it
-    has. default_result_ttl_s: seconds for which the result of a job is kept that does not say.
-    Raises what reading a policy of a wrong kind raises.
+    wish: the `Retry` that it returned. may_retry: a failed job may take a retry of its own. default_result_ttl_s:
+    seconds for results of jobs that do not say. Raises any error of a damaged policy.
     """
     kept_after_failure_s = None if policy.failure_ttl is None else _bounded_ttl(policy.failure_ttl)
     if wish is not None and policy.grants(wish):
@@ -138,7 +137,7 @@ def next_step(
 
 
 def _seconds(interval_s: Any) -> int:
-    """Seconds until a job runs again, as far off as Redis can say. Raises for what is no number."""
+    """Return the seconds until a job runs again, capped for Redis. Raises for anything but a number."""
     return max(0, min(int(interval_s), _MAX_TTL_S))
 
 

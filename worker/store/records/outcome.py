@@ -1,4 +1,4 @@
-"""How a job ended, as it is handed to the store."""
+"""Outcome: a job's end, for the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, for `JobStore.finish`."""
+    """A job's end, for `JobStore.finish`."""
 
     claimed: ClaimedJob
     status: EndStatus
@@ -39,27 +39,27 @@ class Outcome:
 
     @property
     def num_bytes(self) -> int:
-        """Of the value, as far as it is known."""
+        """The known bytes of the value."""
         text = self.value if isinstance(self.value, str) and self.status != "finished" else ""
         return len(text if self.packed is None else self.packed)
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has no further try of its own, were it to fail or be stopped like this."""
+        """Whether the job has no further try after a failure or stop like this."""
         return not (self.retries and self.policy.has_retries)
 
     @property
     def wish(self) -> RetryWish | None:
-        """The `Retry` that the job returned, where it did."""
+        """The `Retry` that the job returned, if any."""
         return self.value if isinstance(self.value, RetryWish) else None
 
     @property
     def policy(self) -> Policy:
-        """What the job says of running again and of being kept."""
+        """The job's own wishes about running again and being kept."""
         return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
 
     def next_step(self, default_result_ttl_s: int) -> Retry | Repeat | End:
-        """What comes next for the job. default_result_ttl_s: see next_step.py."""
+        """Return the job's next step. default_result_ttl_s: see next_step.py."""
         return next_step(
             self.policy,
             is_finished=self.status == "finished",
@@ -69,10 +69,9 @@ class Outcome:
         )
 
     def as_left_by(self, job: Job | None) -> Outcome:
-        """The same with the policy that the user's code has left in its copy of the job, if it had one.
+        """Return the outcome with the policy in the user code's copy of the job, if it had one.
 
-        Raises where no end can be written with that, such as a text for `result_ttl`, or anything, since a
-        user's object may.
+        Raises any error of values that no end can be written with, such as a text for `result_ttl`.
         """
         if job is None and self.claimed.damage is None:
             return self  # as it was read, and checked then
@@ -82,6 +81,6 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """That of a job which has failed with what `as_left_by` raised: RQ's own worker fails it too."""
+        """Return the outcome of a job failed by an error of `as_left_by`, as with RQ's own worker."""
         text = printable(error)
         return replace(self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy())

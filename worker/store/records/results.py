@@ -1,4 +1,4 @@
-"""What a job leaves behind when it ends, as RQ writes it and no larger than allowed."""
+"""The value or error of an ended job, in RQ's form and within bounds."""
 
 import io
 import json
@@ -20,15 +20,14 @@ _SMALL_BYTES, _SMALL_VALUES = 1 << 18, 5000
 
 @dataclass(frozen=True)
 class Raised:
-    """What user code raised, with its traceback: an error's class may have any methods, which are user code
-    too and are called in its thread."""
+    """User code's error, with its traceback, made in its thread: an error's methods are user code too."""
 
     error: BaseException
     text: str
 
 
 def printable(error: BaseException) -> str:
-    """An error's traceback, in characters that Redis can take, and not too many of them."""
+    """Return an error's traceback in characters that Redis can take, cut to a length."""
     try:
         text = "".join(traceback.format_exception(error))
     except Exception:  # noqa: BLE001  # an error's class may have any methods
@@ -47,10 +46,10 @@ def is_small(value: Any) -> bool:
 
 
 def pack(value: Any, most: int, known_small: bool = False) -> bytes | None:
-    """Return a value's JSON, None for None, and RQ's placeholder for a value that has none.
+    """Return a value's JSON, None for None, and RQ's placeholder for a value without JSON.
 
-    known_small: `is_small` has said so, and nothing is measured again.
-    Raises ResultTooLarge beyond `most` bytes. A large value leaves other threads their turns.
+    known_small: by `is_small`, so that nothing is measured. Raises ResultTooLarge beyond `most` bytes. Packing a large
+    value lets other threads run.
     """
     if value is None:
         return None
@@ -78,8 +77,7 @@ def _dump_in_pieces(value: Any, most: int) -> str:
 
 
 def _measure(value: Any, most: int) -> tuple[int, int]:
-    """A lower bound of the bytes of a value's JSON, and how many values it holds; counted until the first
-    is beyond `most`, which also ends what holds itself."""
+    """Return a lower bound of a value's JSON bytes, and its number of values, until one is beyond `most`."""
     num_bytes = num_values = 0
     waiting = [value]
     while waiting and num_bytes <= most:

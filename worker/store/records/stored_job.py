@@ -1,4 +1,4 @@
-"""A held job as RQ's `Job`, for the user's code, and its timeout."""
+"""A held job as RQ's `Job`, for the user's code, and its time limit."""
 
 import threading
 from contextlib import suppress
@@ -24,10 +24,7 @@ __all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "
 
 
 class StoredJob(Job):
-    """RQ's job, whose payload stays as it is in Redis and is unpacked and parsed when somebody asks for it.
-
-    max_bytes: of the payload, unpacked. Whoever asks for a payload beyond its bounds gets TooLarge.
-    """
+    """RQ's job, whose payload is unpacked when asked for: TooLarge beyond max_bytes."""
 
     max_bytes = DEFAULT_MAX_JOB_BYTES
     _packed = b""
@@ -52,8 +49,7 @@ class StoredJob(Job):
             raise DeserializationError from error
 
     def restore(self, raw_data: Any) -> None:
-        """Read a job's fields as RQ does, but leave the payload packed; RQ's way with dates takes as long as
-        all the rest."""
+        """Read a job's fields as RQ does, but faster with dates, and leave the payload packed."""
         values: dict[bytes, bytes] = dict(raw_data)
         packed = values.pop(b"data")
         dates = {name: values.pop(name.encode(), None) for name in DATES}
@@ -70,9 +66,9 @@ class StoredJob(Job):
 
 
 def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> StoredJob:
-    """Build the job of a claim, less what was taken from it since; as far as its hash could be read.
+    """Build the readable part of a claim's job, without later removals.
 
-    func_name: what it calls, where that is known; its payload may be dropped then.
+    func_name: its function, if known; the payload may be dropped then.
     """
     record = claimed.record
     job = StoredJob(connection=client)
@@ -93,8 +89,7 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
 class ThreadDeathPenalty(TimerDeathPenalty):
     """RQ's time limit for callbacks, for the threads of a pool.
 
-    RQ's own writes its message into the exception class, which threads share: each limit gets a subclass.
-    Its timer would also raise into whatever the thread does next.
+    RQ's own writes its message into a class that threads share, and its timer may hit the thread's next work.
     """
 
     def __init__(self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any) -> None:
@@ -102,13 +97,13 @@ class ThreadDeathPenalty(TimerDeathPenalty):
         self._work, self._lock, self._is_over = current_work(), threading.Lock(), False
 
     def handle_death_penalty(self) -> None:
-        """Interrupt the call, unless what was limited in it is over; called by the timer's thread."""
+        """Interrupt the call, unless it is over; called by the timer's thread."""
         with self._lock:
             if self._work is not None and not self._is_over:
                 self._work.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """Leave the rest of the call alone. RQ's caller swallows the limit's error where it comes here."""
+        """Let the rest of the call run. RQ's caller swallows a limit's error here."""
         try:
             with self._lock:
                 self._is_over = True
@@ -119,7 +114,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
-    """An exception class that says which limit was passed: only classes can be raised in another thread."""
+    """Return an exception class for a limit: only classes can be raised in another thread."""
     message = f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"
 
     def __init__(self: JobTimeoutException) -> None:
