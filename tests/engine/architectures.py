@@ -1,7 +1,4 @@
-"""A small random checkpoint of each architecture that was tried through transformers: served, and refused.
-
-They are made as the families' are (tests/engine/families.py), to show a mistake.
-"""
+"""A small random checkpoint of each architecture that was tried through transformers: served, and refused."""
 
 import json
 from collections.abc import Callable
@@ -102,10 +99,7 @@ def class_name(name: str) -> str:
 
 
 def make_architecture(folder: Path, name: str, **values: Any) -> Path:
-    """Write a random float32 checkpoint with its tokenizer; return its folder.
-
-    values: of its configuration, beside the architecture's own.
-    """
+    """Write a random float32 checkpoint with its tokenizer and further `values`; return its folder."""
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values))
     with torch.no_grad():

@@ -1,8 +1,4 @@
-"""Random Qwen3 checkpoints that are small and yet able to show a mistake.
-
-A fresh checkpoint hides faults: at the usual initializer_range of 0.02 it repeats one token whatever the
-positions say, and its norm weights are all 1. Here the weights are wide and every norm is randomised.
-"""
+"""Random Qwen3 checkpoints; wide weights and random norms show mistakes that a fresh checkpoint hides."""
 
 import json
 from dataclasses import dataclass
@@ -110,10 +106,7 @@ def make_checkpoint(folder: Path, shape: Shape) -> Path:
 
 
 def write_as_the_hub_does(folder: Path) -> None:
-    """Rewrite a tied checkpoint the way the hub holds Qwen3-0.6B.
-
-    Older config keys (`rope_theta` at the top, `torch_dtype`), bfloat16 weights, `lm_head.weight` present.
-    """
+    """Rewrite a tied checkpoint as the hub holds Qwen3-0.6B: older keys, bfloat16, `lm_head.weight` present."""
     config = json.loads((folder / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["rope_scaling"] = None

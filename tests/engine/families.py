@@ -1,8 +1,4 @@
-"""One small random checkpoint, or two, of each family that the native decoder computes.
-
-They are made to show a mistake: wide weights, random norms and biases, windows and original lengths shorter
-than the prompts, grouped KV heads, no ties where a tie would repeat one token.
-"""
+"""One small random checkpoint, or two, of each family of the native decoder, made to show a mistake."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
