@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -100,6 +100,21 @@ def make_checkpoint(folder: Path, shape: Shape) -> Path:
                 parameter.uniform_(0.4, 1.6)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_random(model: PreTrainedModel, folder: Path) -> Path:
+    """Save a new model with random norms, biases and sinks, and its tokenizer; return its folder."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or ".ln" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+            elif "sink" in name:
+                parameter.normal_(0.0, 1.0)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -27,7 +27,7 @@ STUCK_S = 45.0
 
 
 class Harness:
-    """One Redis, workers that come and go, and the ledger; logs and Redis of a finding stay in the folder `evidence`."""
+    """One Redis, workers that come and go, and the ledger; `evidence` keeps logs and Redis of a finding."""
 
     def __init__(self, folder: Path, seed: int, evidence: Path | None = None) -> None:
         self.rng = random.Random(seed)
