@@ -1,8 +1,4 @@
-"""Processes forked from one that has imported what they need: a new interpreter takes a second for that.
-
-What they run has an environment, arguments, a working directory and a `__main__` of its own, as under
-`python -m`. Tests of what happens while modules are imported start an interpreter instead.
-"""
+"""Processes forked from one that has imported what they need, as a new interpreter takes a second for that."""
 
 import multiprocessing
 import os

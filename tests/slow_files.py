@@ -1,8 +1,4 @@
-"""Files and stores that answer slowly.
-
-`SLOW_FILES_S=0.05 python -m pytest tests/jobs tests/worker` has each of their calls take so much
-longer, also in the workers that tests start.
-"""
+"""Files and stores that answer slowly, in workers too: `SLOW_FILES_S=0.05 python -m pytest tests/jobs tests/worker`."""
 
 import functools
 import os

@@ -27,13 +27,11 @@ def redis_url(redis_executable: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    """Empty, set up well, and again so afterwards."""
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
-        set_up(client, {**OTHERS, **WELL})
-        client.execute_command("ACL", "DELUSER", "worker", "producer")
+def redis(redis: Redis) -> Iterator[Redis]:
+    """Set up well, and again so afterwards."""
+    yield redis
+    set_up(redis, {**OTHERS, **WELL})
+    redis.execute_command("ACL", "DELUSER", "worker", "producer")
 
 
 def set_up(client: Redis, settings: dict[str, str]) -> None:

@@ -1,7 +1,4 @@
-"""A small random checkpoint of each architecture that was tried through transformers: served, and refused.
-
-They are made as the families' are (tests/engine/families.py), to show a mistake.
-"""
+"""A small random checkpoint of each architecture that was tried through transformers: served, and refused."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import engine.attention.kv_cache
 from engine import Engine, EngineConfig, EngineStats
 from engine.run.forward.model_runner import ModelRunner
-from tests.engine.checkpoints import make_tokenizer
+from tests.engine.checkpoints import write_random
 from tests.engine.families import COMMON, Family
 from tests.engine.family_runs import BLOCK_SIZE, NUM_NEW_TOKENS, config_of, prompts, run
 from tests.engine.reference import Reference
@@ -102,23 +99,9 @@ def class_name(name: str) -> str:
 
 
 def make_architecture(folder: Path, name: str, **values: Any) -> Path:
-    """Write a random float32 checkpoint with its tokenizer; return its folder.
-
-    values: of its configuration, beside the architecture's own.
-    """
+    """Write a random float32 checkpoint with its tokenizer and further `values`; return its folder."""
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or ".ln" in parameter_name:
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
-            elif parameter_name.endswith("bias"):
-                parameter.normal_(0.0, 0.2)
-            elif "sink" in parameter_name:
-                parameter.normal_(0.0, 1.0)
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return write_random(AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values)), folder)
 
 
 def _config_for(family: Family, more: dict[str, Any]) -> PreTrainedConfig:

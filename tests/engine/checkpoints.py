@@ -1,8 +1,4 @@
-"""Random Qwen3 checkpoints that are small and yet able to show a mistake.
-
-A fresh checkpoint hides faults: at the usual initializer_range of 0.02 it repeats one token whatever the
-positions say, and its norm weights are all 1. Here the weights are wide and every norm is randomised.
-"""
+"""Random Qwen3 checkpoints; wide weights and random norms show mistakes that a fresh checkpoint hides."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -109,11 +105,23 @@ def make_checkpoint(folder: Path, shape: Shape) -> Path:
     return folder
 
 
-def write_as_the_hub_does(folder: Path) -> None:
-    """Rewrite a tied checkpoint the way the hub holds Qwen3-0.6B.
+def write_random(model: PreTrainedModel, folder: Path) -> Path:
+    """Save a new model with random norms, biases and sinks, and its tokenizer; return its folder."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or ".ln" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+            elif "sink" in name:
+                parameter.normal_(0.0, 1.0)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
-    Older config keys (`rope_theta` at the top, `torch_dtype`), bfloat16 weights, `lm_head.weight` present.
-    """
+
+def write_as_the_hub_does(folder: Path) -> None:
+    """Rewrite a tied checkpoint as the hub holds Qwen3-0.6B: older keys, bfloat16, `lm_head.weight` present."""
     config = json.loads((folder / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["rope_scaling"] = None

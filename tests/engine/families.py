@@ -1,8 +1,4 @@
-"""One small random checkpoint, or two, of each family that the native decoder computes.
-
-They are made to show a mistake: wide weights, random norms and biases, windows and original lengths shorter
-than the prompts, grouped KV heads, no ties where a tie would repeat one token.
-"""
+"""One small random checkpoint, or two, of each family of the native decoder, made to show a mistake."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engine.checkpoints import VOCAB_SIZE, make_tokenizer
+from tests.engine.checkpoints import VOCAB_SIZE, write_random
 
 COMMON = {
     "hidden_size": 48,
@@ -51,6 +47,13 @@ LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
 EXPERTS = {"rope_parameters": rope(), "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GEMMA = {"rope_parameters": rope(), "query_pre_attn_scalar": 40, "sliding_window": 20}
+GEMMA3_LAYERS = {
+    "rope_parameters": {
+        "full_attention": rope("linear", theta=2_000.0, factor=4.0),
+        "sliding_attention": rope(theta=100.0),
+    },
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 
 
 def longrope(original: int, **values: Any) -> dict[str, Any]:
@@ -86,18 +89,7 @@ FAMILIES = [
     Family("phi3_longrope_beyond", "phi3", longrope(original=9)),
     Family("olmo2", "olmo2", {"rope_parameters": rope()}),
     Family("gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
-    Family(
-        "gemma3",
-        "gemma3_text",
-        {
-            **GEMMA,
-            "rope_parameters": {
-                "full_attention": rope("linear", theta=2_000.0, factor=4.0),
-                "sliding_attention": rope(theta=100.0),
-            },
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        },
-    ),
+    Family("gemma3", "gemma3_text", {**GEMMA, **GEMMA3_LAYERS}),
     Family("seed_oss", "seed_oss", {"rope_parameters": rope(), "attention_bias": True, "mlp_bias": True}),
     Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
     Family(
@@ -130,13 +122,4 @@ def make_family(folder: Path, family: Family) -> Path:
     """Write a random float32 checkpoint with its tokenizer; return its folder."""
     torch.manual_seed(len(family.name))
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.values})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.2)
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return write_random(AutoModelForCausalLM.from_config(config), folder)

@@ -70,10 +70,7 @@ def run(
     change: Callable[[Engine], None] = lambda engine: None,
     **settings: Any,
 ) -> tuple[list[str], EngineStats]:
-    """Generate for all prompts; return the differences that no tie explains, and the stats.
-
-    change: what is done to the engine before.  settings: of its configuration, beside the mode's.
-    """
+    """Generate for all prompts after `change`; return the differences that no tie explains, and the stats."""
     with Engine(config_of(reference.folder, mode, backend, **settings)) as engine:
         change(engine)
         completions = engine.generate(reference.prompts, GREEDY)

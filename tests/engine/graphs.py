@@ -46,10 +46,7 @@ class StaticDecodes(AttentionMetadata):
 
 
 class ReplayedTorch(TorchBackend, CapturableBackend):
-    """The torch backend over static buffers, which it reads on the host: no GPU could record that.
-
-    Padding stores nothing and gets NaN, so that a row of it which goes on anywhere shows.
-    """
+    """The torch backend over static buffers, which it reads on the host; padding stores nothing and gets NaN."""
 
     def decode_metadata(
         self,

@@ -8,11 +8,7 @@ import pytest
 
 
 def patch_language_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the inner functions of a kernel find `triton.language` as its launch has patched it.
-
-    The interpreter looks through the whole module at each of their calls, to put its own operators in place:
-    a quarter of the time of these tests. During a launch they are in place already.
-    """
+    """Patch `triton.language` once a launch; the interpreter does it at each call of an inner function, slowly."""
     from triton import language
     from triton.runtime import interpreter
 

@@ -1,7 +1,4 @@
-"""Quantizers of the formats that are read, as each format is defined, and what they mean.
-
-They share no line with engine/checkpoint.
-"""
+"""Quantizers of the formats that are read, as each is defined; they share no line with engine/checkpoint."""
 
 import json
 import shutil

@@ -25,10 +25,7 @@ def mixed_prompts(seed: int) -> list[list[int]]:
 
 
 class Reference:
-    """transformers' model of one checkpoint in float32, its prompts and its greedy answers.
-
-    use_cache: False computes each token from all before it anew, so that no cache of transformers' has a say.
-    """
+    """transformers' model of one checkpoint in float32, with or without its cache, its prompts and greedy answers."""
 
     def __init__(
         self,

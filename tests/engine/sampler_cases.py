@@ -1,8 +1,4 @@
-"""Random rows of logits and sampling values, and where a kernel chooses otherwise than the reference.
-
-Rows are of every kind that a model and a request can bring: ties, minus infinity, one-hot, all equal, huge
-and tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
-"""
+"""Random rows of logits and sampling values of every kind, and where a kernel chooses unlike the reference."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields

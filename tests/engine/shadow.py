@@ -40,10 +40,7 @@ class ShadowDevice:
         self._prefixes: list[tuple[int, ...]] = [()]
 
     def compute(self, step: StepBatch, only: Iterable[int | None] = ()) -> NDArray[np.int64]:
-        """Take pending tokens from the step before, store, attend, sample: [samples] int64.
-
-        only: of each sample, the token that alone is allowed; none if it is empty.
-        """
+        """Take pending tokens from the step before, store, attend, sample (of `only` if not empty): [samples] int64."""
         token_ids = step.token_ids.copy()
         token_ids[step.pending_rows] = self.sampled[step.pending_samples]
         pool, block_size = self.pool.reshape(-1), self.pool.shape[1]

@@ -1,7 +1,4 @@
-"""Generated schemas, patterns, choices and grammars, half of them nasty, and what their answers lack.
-
-A row that stops must satisfy `jsonschema` or `re`; any other must say why: its length, or an error of its own.
-"""
+"""Generated schemas, patterns, choices and grammars, half of them nasty, and what their answers lack."""
 
 import json
 import random

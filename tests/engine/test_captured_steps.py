@@ -188,11 +188,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
 
 
 def _kind(value: Any, kept: bool) -> Any:
-    """What the compiled kernel depends on: dtypes, pointers' alignment, constants, divisibility of integers.
-
-    A constexpr is an integer here like any other; taking its value is right for it and too strict, so safe,
-    for the rest. Source: triton.runtime.jit, specialize_impl.
-    """
+    """What the compiled kernel depends on, and each constant's value. Source: triton.runtime.jit, specialize_impl."""
     if isinstance(value, Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     return type(value) if kept or isinstance(value, float) else value

@@ -1,7 +1,4 @@
-"""The CPU's compiled sampler chooses the tokens of the reference in torch, and weighs each token as it does.
-
-On random rows of every kind, and on what such rows hardly meet.
-"""
+"""The CPU's compiled sampler chooses the tokens of the reference in torch, and weighs each token as it does."""
 
 from collections.abc import Iterator
 from typing import Any

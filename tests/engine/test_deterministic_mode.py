@@ -144,10 +144,7 @@ MIXES: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Way:
-    """How all requests are computed at once. settings: of EngineConfig.
-
-    urgent: while the others run, a fifth of them comes and thrusts some out.
-    """
+    """How all requests are computed at once; with `urgent`, a fifth comes later and thrusts some out."""
 
     settings: Mapping[str, Any]
     urgent: bool = False

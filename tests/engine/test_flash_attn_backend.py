@@ -1,8 +1,4 @@
-"""The flash_attn backend asks the library for the right thing, and says what it needs before it is taken.
-
-The library runs on GPUs alone. Elsewhere a stand-in takes its place that holds callers to its documented
-contract and computes in float64; where there is a GPU and the library, the same steps go through it.
-"""
+"""What the flash_attn backend asks of the library, or of a stand-in that computes in float64 where there is no GPU."""
 
 import sys
 from dataclasses import replace

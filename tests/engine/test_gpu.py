@@ -1,8 +1,4 @@
-"""On a GPU: transformers' tokens through every way a step can take, and the same tokens from all of them.
-
-`bash ops/bench/gpu.sh` runs these. With GPU_TESTS_ON_CPU=1 they run where there is no GPU, through Triton's
-interpreter: slow, and no graph is captured, but their logic is tried.
-"""
+"""On a GPU, and with GPU_TESTS_ON_CPU=1 in Triton's interpreter: transformers' tokens through every way of a step."""
 
 import os
 from copy import copy

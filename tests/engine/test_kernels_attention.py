@@ -31,10 +31,7 @@ def decode(
     order: list[int] | None = None,
     arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the decode kernel on a batch of one query for each sequence; two more rows stay poisoned.
-
-    split: tokens of a split.  programs: at most so many for each sequence.  The scratch memory holds NaN.
-    """
+    """Run the decode kernel in splits on one query a sequence, over NaN scratch; two more rows stay poisoned."""
     rows = decode_attention.DecodeRows(
         batch.tensor(np.arange(len(batch.query))), batch.tensor(batch.context_lens),
         batch.tensor(batch.block_tables), int(batch.context_lens.max()),

@@ -1,8 +1,4 @@
-"""Every kernel compiles for a Hopper GPU and fits it: what the interpreter cannot show, and needs no GPU.
-
-`python -m ops.bench.static` compiles all cases; the suite those of two models, and asks all of them for their
-variants.
-"""
+"""Kernels compile for a Hopper GPU and fit it, of two models here: `python -m ops.bench.static` compiles all."""
 
 import ast
 import json

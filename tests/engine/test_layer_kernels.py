@@ -1,7 +1,4 @@
-"""The fused layer kernels, for CPUs and for GPUs, equal the layers they stand in for, computed in float64.
-
-In bfloat16 too: a rounding of the result apart, which the interpreter makes towards zero.
-"""
+"""The fused layer kernels, for CPUs and for GPUs, equal the layers they stand in for, computed in float64."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -85,10 +85,7 @@ def test_pool_graphs_and_largest_step_fit_together(
 
 
 def start_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int) -> None:
-    """From now on engines start as on this GPU: pools, graphs and the tokens of a step take memory of it.
-
-    graph_bytes: of the graphs that are captured first, for measuring, and of those captured then.
-    """
+    """Let engines start as on this GPU. graph_bytes: of graphs captured for measuring, and of those captured then."""
     simulate_graphs(monkeypatch)
     make_cache, capture, launch = KVCache.__init__, ModelRunner._capture_graphs, ModelRunner.launch
     bytes_left = list(graph_bytes)

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from engine import ConfigError, UnsupportedModel
 from engine.checkpoint.model_config import read_model_config
-from tests.engine.checkpoints import make_tokenizer
-from tests.engine.families import COMMON, rope
+from tests.engine.checkpoints import write_random
+from tests.engine.families import COMMON, GEMMA3_LAYERS, rope
 from tests.engine.family_runs import NUM_NEW_TOKENS, prompts, run
 from tests.engine.reference import Reference
 
@@ -42,17 +42,7 @@ MODELS = [
     Multimodal(
         "gemma3",
         "gemma3",
-        {
-            **TEXT,
-            "rope_parameters": {
-                "full_attention": rope("linear", theta=2_000.0, factor=4.0),
-                "sliding_attention": rope(theta=100.0),
-            },
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "sliding_window": 20,
-            "query_pre_attn_scalar": 24,
-            "tie_word_embeddings": False,
-        },
+        {**TEXT, **GEMMA3_LAYERS, "sliding_window": 20, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
         PIXELS,
         {"mm_tokens_per_image": 4, "tie_word_embeddings": False},
     ),
@@ -88,16 +78,7 @@ def make_multimodal(folder: Path, model: Multimodal) -> Path:
     config = AutoConfig.for_model(
         model.model_type, text_config=dict(model.text), vision_config=dict(model.vision), **model.outer
     )
-    made = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.2)
-    made.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return write_random(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), folder)
 
 
 def write_in_the_other_layout(folder: Path) -> None:

@@ -38,11 +38,7 @@ class LateTokens(PendingTokens):
 
 
 class LateRunner:
-    """A shadow of the device behind an engine; writes down what is asked of it, and fails when told to.
-
-    last_step: number of the step after which no other comes; the tokens of earlier ones then must not be
-    waited for before the next launch.
-    """
+    """A shadow of the device behind an engine; writes down what is asked of it, and fails when told to."""
 
     has_graphs = False
 

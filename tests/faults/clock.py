@@ -21,11 +21,7 @@ def jump(seconds: float) -> None:
 
 
 def install() -> None:
-    """Give every module of the worker, of RQ and of redis-py a wall clock that can jump.
-
-    Replaces the functions that tell the time wherever a module holds one, also as a parameter's default;
-    call it before the worker is built.
-    """
+    """Give every module of the worker, of RQ and of redis-py, if not built yet, a wall clock that can jump."""
     true_time, true_now, true_stamp = time.time, rq.utils.now, rq.utils.current_timestamp
     shifted: dict[Any, Callable[[], Any]] = {
         true_time: lambda: true_time() + _offset_s[0],

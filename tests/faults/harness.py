@@ -27,10 +27,7 @@ STUCK_S = 45.0
 
 
 class Harness:
-    """One Redis, workers that come and go, and the ledger of what they were asked.
-
-    evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something.
-    """
+    """One Redis, workers that come and go, and the ledger; `evidence` keeps logs and Redis of a finding."""
 
     def __init__(self, folder: Path, seed: int, evidence: Path | None = None) -> None:
         self.rng = random.Random(seed)
@@ -153,10 +150,7 @@ class Harness:
             time.sleep(0.005)
 
     def settle(self, scenario: str, resume: bool = False, **plan: Any) -> None:
-        """Let clean workers finish everything, and audit.
-
-        resume: submit failed runs again. plan: further fields of the clean workers' WorkerPlan.
-        """
+        """Let clean workers, of a WorkerPlan with `plan`, finish everything, and audit."""
         clean = [*self._live, *(self.start(**plan) for _ in range(2 - len(self._live)))]
         state, deadline = self.ledger.state(), time.monotonic() + STUCK_S
         while not self.ledger.all_ended():

@@ -120,10 +120,7 @@ def work_off(
     answer: Answer = shout,
     but: Collection[str] = (),
 ) -> list[Any]:
-    """Run every queued job in order; delete each, as the expiry of a finished job would.
-
-    but: functions whose jobs stay.
-    """
+    """Run every queued job in order; delete each but those of the functions `but`, as its expiry would."""
     results = []
     for job in queued_jobs(redis, queue):
         if job.func_name in but:

@@ -49,6 +49,14 @@ class Fuse:
         self.tick()
 
 
+def _step(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def stepped(storage: "FusedStorage", *arguments: Any) -> Any:
+        with storage._fuse.step():
+            return operation(storage, *arguments)
+
+    return stepped
+
+
 class FusedStorage(Storage):
     """Storage whose changing operations are steps; after the kill nothing is cleaned up any more."""
 
@@ -56,9 +64,12 @@ class FusedStorage(Storage):
         super().__init__(roots)
         self._fuse = fuse
 
-    def make_folder(self, path: str) -> None:
-        with self._fuse.step():
-            super().make_folder(path)
+    make_folder = _step(Storage.make_folder)
+    publish = _step(Storage.publish)
+    replace = _step(Storage.replace)
+    rename = _step(Storage.rename)
+    rewrite = _step(Storage.rewrite)
+    make_void = _step(Storage.make_void)
 
     def open_output(self, path: str) -> Any:
         return self._opened(super().open_output, path)
@@ -75,26 +86,6 @@ class FusedStorage(Storage):
             opened.close()  # as the system does for a process that was killed
             raise
         return opened
-
-    def publish(self, temporary: str, target: str) -> bool:
-        with self._fuse.step():
-            return super().publish(temporary, target)
-
-    def replace(self, temporary: str, target: str) -> bool:
-        with self._fuse.step():
-            return super().replace(temporary, target)
-
-    def rename(self, path: str, target: str) -> bool:
-        with self._fuse.step():
-            return super().rename(path, target)
-
-    def rewrite(self, path: str, contents: bytes) -> bool:
-        with self._fuse.step():
-            return super().rewrite(path, contents)
-
-    def make_void(self, path: str, text: str) -> None:
-        with self._fuse.step():
-            super().make_void(path, text)
 
     def remove(self, path: str) -> bool:
         if self._fuse.burnt:

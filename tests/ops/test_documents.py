@@ -1,7 +1,4 @@
-"""What the pages tell their readers to do can be done: each command, but those that are marked with a reason.
-
-`python -m ops.documents` runs all; here is one page, and what can be said of the others without running them.
-"""
+"""One page's commands can be done, and what can be said of the others; `python -m ops.documents` runs all."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -58,10 +58,7 @@ def started(executable: str, folder: Path, *options: str) -> Iterator[Redis]:
 
 
 class Writers:
-    """Threads that write as a worker does, each in one way, until the server is gone.
-
-    acknowledged: how many writes of each way the server has taken.
-    """
+    """Threads that write as a worker does, each in one way; `acknowledged` counts what the server has taken."""
 
     def __init__(self, worker: Redis) -> None:
         self._worker, self._script = worker, worker.register_script(SCRIPT)

@@ -1,7 +1,4 @@
-"""Reaches our server wherever RQ's tests name localhost; every interpreter of a run imports it at its start.
-
-The environment says where Redis listens (RQ_SUITE_SOCKET).
-"""
+"""Reaches RQ_SUITE_SOCKET wherever RQ's tests name localhost; each interpreter of a run imports it at its start."""
 
 import os
 import socket

@@ -16,10 +16,7 @@ class CannotFetch(Exception):
 
 
 def rq_tests() -> Path:
-    """A folder with RQ's `tests` and `pyproject.toml`, from the user's cache or from the package index.
-
-    Raises CannotFetch.
-    """
+    """Return a folder with RQ's `tests` and `pyproject.toml`, or raise CannotFetch."""
     release = version("rq")
     kept = _cache() / f"rq-{release}"
     if not (kept / "tests" / "__init__.py").exists():

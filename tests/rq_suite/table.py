@@ -1,7 +1,4 @@
-"""Which of RQ's tests do not apply to BatchWorker, where it departs from RQ on purpose, and a chosen set.
-
-A test is named as `file::class::test`, with wildcards. A departure that passes is an error of this table.
-"""
+"""Which of RQ's tests, as `file::class::test` with wildcards, do not apply to BatchWorker, and a chosen set."""
 
 from fnmatch import fnmatchcase
 

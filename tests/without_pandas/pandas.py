@@ -1,6 +1,3 @@
-"""First on the path of the tests' workers, which do without pandas, as the extra `worker` installs them.
-
-pyarrow imports it wherever it finds it, and that is a third of what a worker's start takes here.
-"""
+"""First on the path of the tests' workers: the extra `worker` has no pandas, and pyarrow's import of it is slow."""
 
 raise ImportError("the tests' workers have no pandas")

@@ -1,7 +1,4 @@
-"""A worker whose engine computes nothing, for tests about queues; prompts steer it.
-
-`rq worker --worker-class tests.worker.fake_engine.FakeEngineWorker` runs it in a process of its own.
-"""
+"""A worker whose engine computes nothing, for tests about queues; prompts steer it."""
 
 import os
 import time

@@ -200,9 +200,7 @@ def note_and_end(job: Job, kind: Any, value: Any, trace: Any) -> bool:
 
 
 def glibc_malloc() -> dict[str, int]:
-    """How many arenas glibc's malloc has made, of which this thread may have one of its own, and whether it
-    maps a block by itself that no gap of the heap has room for, once a larger one was freed. The second bit
-    of the size that stands before a block says so."""
+    """Count malloc's arenas; tell whether it maps what no gap has room for (bit 2 of the size before the block)."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.free(ctypes.c_void_p(libc.malloc(24 << 20)))

@@ -1,7 +1,4 @@
-"""What a producer does with RQ's client, 2 or 3; prints what it saw of each feature as JSON.
-
-It runs in a process of its own, in which `rq` is the release under test, and imports nothing of ours.
-"""
+"""What a producer does with RQ's client, 2 or 3, without ours; prints what it saw of each feature as JSON."""
 
 import json
 import sys

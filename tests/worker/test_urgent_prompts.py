@@ -1,8 +1,4 @@
-"""An urgent prompt through the worker's own parts into a batch that bulk work fills, counted in steps.
-
-Queues, claim and threads are left out: the packer, the engine's loop, its scheduler are real,
-and so is the order in which they run. Only the model is replaced, by one whose tokens are drawn at random.
-"""
+"""An urgent prompt through the worker's packer and the engine's loop into a full batch, counted in steps."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,7 +1,4 @@
-"""Speaks TLS and passes what it hears to a server's unix socket; a process of its own, ended from outside.
-
-`python -m tests.worker.tls_terminator CERTIFICATE KEY SOCKET` prints its port on localhost.
-"""
+"""Speaks TLS on a port that it prints, and passes what it hears to a server's unix socket, until it is ended."""
 
 import asyncio
 import ssl
