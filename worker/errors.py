@@ -31,7 +31,7 @@ class WorkerError(Exception):
     fault: ClassVar[Fault] = "server"
 
     def __str__(self) -> str:
-        return self.message.format(*self.args)
+        return self.message.format(*self.args) if self.args else self.message
 
 
 class StartupError(WorkerError):

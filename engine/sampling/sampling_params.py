@@ -146,11 +146,19 @@ class SamplingParams:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
                 raise InvalidSampling(f"{brief(name)} {problem}; {_names_to_use(name, _NAMES)}")
         values = {name: value for name, value in mapping.items() if value is not None}
+        if not _is_plain(values):  # numbers of numpy, for example, which marshal takes for bytes
+            return cls(**values)
         try:
             key = marshal.dumps(values, 2)  # without references: equal values have equal bytes
         except ValueError:  # it holds what is no plain value
             return cls(**values)
         return _remembered(key) if len(key) <= MAX_KEY_BYTES else cls(**values)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)
 
 
 def check_truncation(truncate_prompt_tokens: int | None) -> None:

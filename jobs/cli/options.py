@@ -84,8 +84,9 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     asked = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None]
     if len(asked) > 1:
         raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
-    given: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
-    given = {name: value for name, value in given.items() if value not in (None, [])}
+    # What is not given is None, and () of an option that may be repeated; an empty list was given.
+    said = {name: value for name, value in options.items() if value is not None and value != ()}
+    given: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}
     given["input"] = given.pop("files")
     if os.path.isfile(output := given["output"]):
         raise click.UsageError(f"OUT is the file {output}: name a new or empty folder behind the inputs")

@@ -14,6 +14,7 @@ from jobs.common.display import safe_name
 from jobs.errors import InputNotFound, InvalidJob
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
+from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
 from jobs.runs.watching.snapshot import read_planned
@@ -34,18 +35,24 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     with errors_told():
         run, found = named_run(connection, run)
         folder = RunState(connection, run).facts()["output"] if found is None else found.folder
-        reader, why = folder_reader(folder)
-        if reader is None:
+        reader, why = folder_reader(folder) if is_stored(folder) else (None, "")
+        if why:
             raise InvalidJob(f"{folder} cannot be read: {why}")
-        try:
-            page = report_html(json.loads(reader.text(MANIFEST)), price_per_hour)
-        except InputNotFound as error:
+        try:  # a folder's page needs no pyarrow, which producers may lack
+            manifest = Path(folder, MANIFEST).read_text("utf-8") if reader is None else reader.text(MANIFEST)
+            page = report_html(json.loads(manifest), price_per_hour)
+        except (OSError, InputNotFound) as error:
             raise InvalidJob(f"{error}: a run has a report when it is finished") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
-        if output is not None:
-            Path(output).write_text(page, encoding="utf-8")
-        click.echo(reader.write(REPORT, page) if output is None else output)
+        if reader is not None and output is None:
+            click.echo(reader.write(REPORT, page))
+            return
+        target = output or os.path.join(folder, REPORT)
+        temporary = f"{target}.{os.getpid()}.tmp"
+        Path(temporary).write_text(page, encoding="utf-8")
+        os.replace(temporary, target)
+        click.echo(target)
 
 
 #: Exit codes: some row differs; nothing could be compared.

@@ -6,8 +6,8 @@ It imports nothing of the worker's, and of others' what a check needs: jsonschem
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, reduce
 from typing import Any
 
 from sandbox.child import Worker, unlimited_memory
@@ -74,16 +74,28 @@ def _pattern(pattern: str) -> Check:
 
 
 def _function(dotted: str) -> Check:
-    module, _, name = dotted.rpartition(".")
     try:
         with unlimited_memory():
-            found: Any = getattr(importlib.import_module(module), name)
+            found = _imported(dotted.split("."))
     except BaseException as error:  # a module raises what it likes
         raise Unusable(f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(found):
         raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
     check: Check = found
     return check
+
+
+def _imported(names: Sequence[str]) -> Any:
+    """Return what dotted names lead to: a module's function, or one of a class in it."""
+    for cut in range(len(names) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(names[:cut]))
+        except ModuleNotFoundError:
+            if cut == 1:
+                raise
+        else:
+            return reduce(getattr, names[cut:], module)
+    raise ImportError(f"{names[0]} names no function in a module")
 
 
 def _schema(schema: dict[str, Any]) -> Check:

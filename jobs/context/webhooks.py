@@ -59,6 +59,7 @@ def call_webhook(
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     until = time.monotonic() + DEADLINE_S
     sock = _connected(_allowed_addresses(parts, hosts, resolve))
+    sock.settimeout(DEADLINE_S)  # what is left of it the timer knows
     end = sock.dup()  # of the same connection: TLS takes the socket itself
     timer = threading.Timer(until - time.monotonic(), _shut_down, [end])
     timer.start()

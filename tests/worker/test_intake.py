@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from jobs.tasks import Request
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN
+from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN, TURNS, _Preparer
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
@@ -233,3 +234,12 @@ def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * len(jobs)
     for job, prompt in zip(jobs[:-1], prompts, strict=True):
         assert text_of(workers.result(job)) == f"echo:{prompt}"
+
+
+def test_a_lane_that_waits_to_be_tokenized_gets_one_turn_in_twenty() -> None:
+    preparer = _Preparer(0, "none", lambda: None)
+    items = [SimpleNamespace(lane=lane) for lane in (*[HIGH] * 50, BULK)]
+    for item in items:
+        preparer.submit(cast(Any, item))
+    taken = [preparer._next() for _ in range(TURNS)]
+    assert taken == [*items[: TURNS - 1], items[-1]]

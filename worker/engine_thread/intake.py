@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
-from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any
 
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
@@ -32,6 +31,8 @@ TURN = 65_536
 OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
 THREADS = 2
+TURNS = 20
+"""A lane that waits gets at least one turn in so many, as in the engine's scheduler."""
 LEAVE_S = 1.0
 """How long a worker that leaves waits for the thread that is in the middle of a prompt."""
 
@@ -91,13 +92,16 @@ class _Preparer:
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         self._num_threads, self._name, self._report = threads, name, report
         self._threads: list[threading.Thread] = []
-        self._waiting: PriorityQueue[tuple[int, int, _Waiting | None]] = PriorityQueue()
-        self._numbers = count()
+        self._lanes: defaultdict[int, deque[_Waiting]] = defaultdict(deque)
+        self._changed = threading.Condition()
+        self._turn = 0
         self._is_closed = False
 
     def submit(self, item: _Waiting) -> None:
         """Prepare it after the waiting ones of its lane, and before less urgent lanes."""
-        self._waiting.put((item.lane, next(self._numbers), item))
+        with self._changed:
+            self._lanes[item.lane].append(item)
+            self._changed.notify()
         if not self._threads:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
@@ -106,9 +110,10 @@ class _Preparer:
 
     def close(self) -> None:
         """Begin no other; each thread ends after its last."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._waiting.put((-1, next(self._numbers), None))
+        with self._changed:
+            self._is_closed = True
+            self._lanes.clear()
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         """Wait for each of the threads at most `timeout_s`."""
@@ -116,11 +121,21 @@ class _Preparer:
             thread.join(timeout_s)
 
     def _serve(self) -> None:
-        while (item := self._waiting.get()[2]) is not None and not self._is_closed:
+        while (item := self._next()) is not None:
             if not item.is_dropped:
                 item.prepare()
                 self._report()
             del item  # and with it the prompt, however long the next one is waited for
+
+    def _next(self) -> _Waiting | None:
+        """Wait for the most urgent lane's oldest; each twentieth time it is the least urgent lane's. None: closed."""
+        with self._changed:
+            while not self._is_closed:
+                if lanes := sorted(lane for lane, waiting in self._lanes.items() if waiting):
+                    self._turn += 1
+                    return self._lanes[lanes[-1 if self._turn % TURNS == 0 else 0]].popleft()
+                self._changed.wait()
+        return None
 
 
 class Intake:

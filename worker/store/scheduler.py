@@ -64,6 +64,7 @@ class Scheduler(RQScheduler):
     def _turned(self, _: None, error: BaseException | None) -> None:
         self._is_turning = False
         if error is not None:
+            self.pid = 0  # its hash may have expired: written anew
             self.log.error("the scheduler failed (%s); trying again", error)
 
     def enqueue_once(self) -> None:

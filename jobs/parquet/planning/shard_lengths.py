@@ -22,6 +22,8 @@ def shard_lengths(
     context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, source: RowSource
 ) -> tuple[int, ...]:
     """Return how many bytes the shards ask: by the columns of small Parquet files, else by groups of rows."""
+    if len(plan.shards) < 2:
+        return ()
     groups = inputs.group_bytes
     if plan.input_format == PARQUET and sum(map(sum, groups)) <= MAX_READ_BYTES:
         with suppress(RunError):  # what cannot be read fails the shards that need it

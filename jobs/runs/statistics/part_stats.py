@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 #: What a manifest sums up over the parts.
 COUNTED = (
@@ -64,9 +64,10 @@ class PartStats:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> PartStats:
-        """Read what `to_text` or `to_record` wrote. Raises ValueError for anything else."""
+        """Read what `to_text` or `to_record` wrote, here or in another version. Raises ValueError for anything else."""
+        known = {each.name for each in fields(cls)}
         try:
-            return cls(**json.loads(text))
+            return cls(**{name: value for name, value in json.loads(text).items() if name in known})
         except TypeError as error:
             raise ValueError(str(error)) from None
 

@@ -175,3 +175,11 @@ def test_the_version_is_told() -> None:
     result = click.testing.CliRunner().invoke(cli.main, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"tokenmill, version {code_version()}"
+
+
+def test_a_list_that_is_given_empty_is_an_empty_list(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    assert invoke("submit", source, tmp_path / "out", "--keep", "").exit_code == 0
+    (planning,) = queued_jobs(redis)
+    assert planning.kwargs["keep"] == []

@@ -1,6 +1,7 @@
 """The one sender of webhooks: which addresses it calls, what it sends, and how long it takes at most."""
 
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -73,3 +74,22 @@ def test_an_answer_that_trickles_ends_at_the_deadline(monkeypatch: pytest.Monkey
     monkeypatch.setattr(webhooks, "DEADLINE_S", 0.5)
     with trickling_server() as server, pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
         call_webhook(server.url, LOOPBACK, method="GET")
+
+
+def test_a_host_with_many_addresses_has_the_whole_deadline_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "DEADLINE_S", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer_late() -> None:
+            with listener.accept()[0] as client:
+                client.recv(1000)
+                threading.Event().wait(1.2)  # more than the first address' share of the deadline, 1 s
+                client.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+        thread = threading.Thread(target=answer_late)
+        thread.start()
+        found = [(socket.AF_INET, 1, 6, "", (f"127.0.0.{last}", 0)) for last in (1, 2, 3, 4)]
+        hosts = [f"127.0.0.{last}" for last in (1, 2, 3, 4)]
+        assert call_webhook(f"http://127.0.0.1:{port}/", hosts, resolve=lambda *_, **__: found) == 204
+        thread.join()
