@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from rq import Queue, worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
@@ -125,7 +126,7 @@ class BatchWorker(BaseWorker):
                     give_up_handlers("transformers")  # its import makes one
                 self._tell_ready(engine, settings, time.monotonic() - started)
                 self._heed_early_stop()
-                self.bootstrap(logging_level, date_format, log_format)
+                self._sign_on(logging_level, date_format, log_format)
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
                 finally:
@@ -195,6 +196,14 @@ class BatchWorker(BaseWorker):
         if pool is not None and pool.pid is not None and "WorkerPool" in multiprocessing.current_process().name:
             self.log.error("Worker %s: stopping the pool, none of its workers can start: %s", self.name, error)
             os.kill(pool.pid, signal.SIGTERM)
+
+    def _sign_on(self, level: str | None, *formats: str) -> None:
+        """Enter RQ's lists; where the connection is lost meanwhile, once more."""
+        try:
+            self.bootstrap(level, *formats)
+        except RedisConnectionError:
+            self.register_death()  # else RQ takes what is there for another worker
+            self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists; a server that is gone forgets it when its hash expires."""

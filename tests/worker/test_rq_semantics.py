@@ -7,12 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rq import Callback, Queue, Retry
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Callback, Queue, Retry, Worker
 from rq.command import send_stop_job_command
 from rq.group import Group
 from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
+from rq.worker.base import WorkerStatus
 
 from jobs.watch.samples import read_points, read_samples
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
@@ -237,3 +239,21 @@ def test_a_burst_in_which_the_scheduler_raises_keeps_none_of_its_locks(
     with pytest.raises(RuntimeError, match="boom"):
         worker._start_scheduler(burst=True)
     assert workers.redis.keys("rq:scheduler*") == []
+
+
+def test_a_worker_whose_connection_is_lost_while_it_signs_on_signs_on_again(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def subscribe(worker: BatchWorker) -> None:
+        tries.append(worker.name)
+        if len(tries) == 1:
+            raise RedisConnectionError("Connection closed by server.")
+
+    monkeypatch.setattr(BatchWorker, "subscribe", subscribe)
+    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
+    worker._sign_on("INFO", "", "")
+    assert tries == [worker.name] * 2
+    assert worker.get_state() == WorkerStatus.STARTED
+    assert [other.name for other in Worker.all(workers.redis)] == [worker.name]
