@@ -277,6 +277,12 @@ class PartDamaged(OutputError):
     )
 
 
+class CannotReuse(OutputError):
+    """Raised when no answer can be taken from an earlier run: (its output, what was found)."""
+
+    message = "cannot reuse {0} ({1}): name the output folder of another run, or submit without it"
+
+
 class PathSwapped(RunError):
     """Raised when a path leads elsewhere than when it was looked up: (path, what was found)."""
 

@@ -17,7 +17,8 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.outputs.part.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check.
+    stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check. reused: which row
+    of an earlier run it was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -31,6 +32,7 @@ class Answer:
     columns: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     attempts: int = 0
     check_error: str | None = None
+    reused: str | None = None
 
     def column(self, name: str) -> Any:
         """Return what stands in an output column."""

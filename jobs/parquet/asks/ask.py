@@ -11,6 +11,7 @@ from typing import Any
 
 from jobs.context.answers import Answer
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.reuse.row_keys import RowKeys
 from jobs.tasks import Completion, Request
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -33,8 +34,10 @@ class Ask(abc.ABC):
     """What a run asks of each row.
 
     before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
-    is_single: whether each row begins with one request.
+    is_single: whether each row begins with one request. keys: name what rows ask.
     """
+
+    keys: RowKeys
 
     before: Request | None = None
     inspects = False
@@ -47,6 +50,10 @@ class Ask(abc.ABC):
     @abc.abstractmethod
     def failed(self, reason: str) -> Answer:
         """Return what a row has that cannot be asked."""
+
+    def key_of(self, row: Row) -> bytes:
+        """Return what tells a row's answer, given a model: see RowKeys."""
+        return self.keys.of(row)
 
     def is_greedy(self, row: Row) -> bool:
         """Return whether equal rows have equal answers."""

@@ -167,7 +167,7 @@ class ShardWork(RowsTask):
                 texts.add(self._heeded(source.rows(self._with_added(batch), problems)))
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
         rows = texts.gathered()
-        return ShardRequests(rows, ask, lambda row: first_row + row, plan.run, context.answers, texts.let_go)
+        return ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
 
     def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:
         """Yield rows; before each of them the work heeds what interrupts it."""

@@ -22,6 +22,12 @@ PARTS = "_parts"
 #: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
 
+#: Where the keys of the parts' rows lie, by which later runs find the answers.
+KEYS = "_keys"
+
+#: Where planning puts the answers that are taken from earlier runs, in a folder for each execution of it.
+REUSED = "_reused"
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
@@ -33,6 +39,16 @@ def is_run_id(value: object) -> bool:
 def part_name(shard: int) -> str:
     """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
     return f"part-{shard:05d}.parquet"
+
+
+def keys_name(shard: int) -> str:
+    """Return the name, below the run's folder, of the keys of a part's rows."""
+    return f"{KEYS}/part-{shard:05d}.bin"
+
+
+def kept_name(file: int) -> str:
+    """Return the name, below the run's folder, of which rows of an input file a run of new rows has."""
+    return f"{KEYS}/rows-{file:05d}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse
+from tests.jobs.answering import FakeCompletion, keyed, refuse
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -100,9 +100,10 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
 
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
-    labels = Labels(RunSpec.from_arguments("in", "out", labels=LABELS), None if prior is None else Row(prior))
+    spec = RunSpec.from_arguments("in", "out", labels=LABELS)
+    labels = keyed(Labels(spec, None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
-    return ShardRequests(rows, labels, lambda row: row, "run", memo)
+    return ShardRequests(rows, labels, lambda row: row, memo)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])
