@@ -16,11 +16,9 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import table
-from jobs.cli.waiting import wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, UnknownRun
-from jobs.runs.control import retry_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
@@ -43,27 +41,16 @@ FOLLOW_EVERY_S = 1.0
 @click.argument("run")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
 @json_option
-@click.option("--retry", is_flag=True, help="Ask these rows again, and no others; answers take their place.")
-@click.option("--wait", is_flag=True, help="With --retry: show progress until the run has ended again.")
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retry: bool, wait: bool) -> None:
+def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
     They are read from the parts where the folder is on this machine, or in a store whose keys are in the
     environment; else Redis' reasons are told.
     """
-    if wait and not retry:
-        raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
         found, folder = _folder_of(connection, run)
-        if retry:
-            retry_run(connection, found)
-            if wait:
-                wait_for_end(connection, found)
-                return
-            click.echo(f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it")
-            return
         snapshot = None
         with suppress(UnknownRun):
             snapshot = read_planned(connection, found)

@@ -178,8 +178,6 @@ _OUTPUT = (
     _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
-    _option("--redo-damaged", "Remove parts that the run has not written so; redo them.", is_flag=True),
-    _option("--extend", "Add what the input has gained to the run in OUT; compute only that.", is_flag=True),
     _option(
         "--max-errors", "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%."
     ),

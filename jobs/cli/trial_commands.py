@@ -101,7 +101,7 @@ def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how:
     """Have a worker look at a run's prompts. Raises what its planning would."""
     arguments = run_arguments({"output": os.devnull, **options})
     model = parse_model(arguments.pop("model", None))
-    for name in ("redo_damaged", "extend", "max_errors", "webhook", "on_end"):
+    for name in ("max_errors", "webhook", "on_end"):
         arguments.pop(name, None)
     check_queue_name(queue)
     spec = RunSpec.from_arguments(**arguments)

@@ -48,18 +48,11 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
     return digest.hexdigest()
 
 
-def prefix_fingerprint(storage: Storage, path: str, size: int) -> str:
-    """Return what the fingerprint of a file of text would be if it ended after so many bytes."""
-    return _of_all(storage, path, blake2b(digest_size=16), size)
-
-
-def _of_all(storage: Storage, path: str, digest: blake2b, most: int | None = None) -> str:
+def _of_all(storage: Storage, path: str, digest: blake2b) -> str:
     with reading(path), storage.open_input(path) as file:
-        left = file.size() if most is None else most
-        while chunk := file.read(min(_CHUNK_BYTES, left)):
+        while chunk := file.read(_CHUNK_BYTES):
             storage.check_interrupted()
             digest.update(chunk)
-            left -= len(chunk)
     return digest.hexdigest()
 
 

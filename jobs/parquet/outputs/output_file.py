@@ -30,32 +30,27 @@ GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
 Write = Callable[[pa.RecordBatch], None]
 
 
-def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
-    """Write the rows of all parts into the claims; return False if one was removed. Raises PartDamaged, or what writing
-    does."""
+def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
+    """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
     if plan.spec.single_file == OPENAI_BATCH:
-        return _write_batch(storage, plan, *claims)
-    (claim,) = claims
-    sink = storage.reopen_output(claim)
-    if sink is None:
-        return False
+        _write_batch(storage, plan, *paths)
+        return
     writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
     assert plan.spec.single_file is not None
-    writer = writers[plan.spec.single_file]
-    with sink, closing(_part_rows(storage, plan)) as rows, writer(sink, _schema(storage, plan)) as write:
+    writer, (path,) = writers[plan.spec.single_file], paths
+    with (
+        storage.open_output(path) as sink,
+        closing(_part_rows(storage, plan)) as rows,
+        writer(sink, _schema(storage, plan)) as write,
+    ):
         for batch in rows:
             write(batch)
-    return True
 
 
-def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool:
+def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> None:
     """Write OpenAI's output file and error file."""
-    sinks = []
     with ExitStack() as stack:
-        for claim in (output, errors):
-            if (sink := storage.reopen_output(claim)) is None:
-                return False
-            sinks.append(stack.enter_context(sink))
+        sinks = [stack.enter_context(storage.open_output(path)) for path in (output, errors)]
         row = 0
         for batch in stack.enter_context(closing(_part_rows(storage, plan))):
             found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
@@ -63,7 +58,6 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
                 line = output_line(plan.run, row, name, body, error)
                 sinks[error is not None].write(f"{line}\n".encode())
                 row += 1
-    return True
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:

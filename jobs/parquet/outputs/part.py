@@ -192,19 +192,9 @@ def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
     """Read a part's statistics from its footer.
 
-    rows: how many the shard has; None takes the footer's word. One that a retry replaces while it is read is read
-    again. Raises PartDamaged when the file is not the part of this shard of this run, or has another number of rows.
+    rows: how many the shard has; None takes the footer's word. Raises PartDamaged when the file is not the part of
+    this shard of this run, or has another number of rows.
     """
-    while True:
-        before = storage.stat(path)
-        try:
-            return _read_stats(storage, path, run, shard, rows)
-        except PartDamaged:
-            if storage.stat(path) == before:
-                raise
-
-
-def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None) -> PartStats:
     try:
         found = look_at(storage, path)
         stat = storage.stat(path)

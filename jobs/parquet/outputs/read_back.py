@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
-from jobs.parquet.outputs.plan_file import load_plan, write_text
+from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
@@ -45,13 +45,10 @@ class FolderReader:
             from jobs.parquet.files import object_files  # noqa: F401  # raises what the storage lets pass
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
-        self._read_plan()
-        self.run = self.plan.run
-
-    def _read_plan(self) -> None:
-        plan = load_plan(self._storage, os.path.join(self._folder, PLAN))
+        plan = load_plan(self._storage, os.path.join(folder, PLAN))
         self._planned_run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=self._folder))
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        self.run = self.plan.run
 
     @property
     def has_ended(self) -> bool:
@@ -63,13 +60,6 @@ class FolderReader:
         path = os.path.join(self._folder, name)
         with reading(path, "text"), self._storage.open_input(path) as source:
             return str(source.read().decode())
-
-    def write(self, name: str, text: str) -> str:
-        """Write a file beside the plan; return its path. Raises OutputNotWritable."""
-        path = os.path.join(self._folder, name)
-        with writing(path):
-            write_text(self._storage, path, text)
-        return path
 
     def shards(self) -> list[int]:
         """Return the shards whose part is there."""
@@ -87,8 +77,6 @@ class FolderReader:
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
         found = {shard: at for name, at in written.items() if (shard := part_shard(name)) is not None}
-        if found and max(found) >= len(self.plan.shards):
-            self._read_plan()  # the run was extended
         return {shard: at for shard, at in found.items() if shard < len(self.plan.shards)}
 
     @property

@@ -36,22 +36,14 @@ class ShardWork(RowsTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
 
     def __init__(
-        self,
-        context: JobContext,
-        folder: RunFolder,
-        shard: int,
-        redo_damaged: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Read the shard's rows. redo_damaged: replace a part that is not this run's. Raises RunError or NoRoomYet."""
-        self._context, self._folder, self._number = context, folder, shard
-        self._redo, self._clock = redo_damaged, clock
-        self._started_at = clock()
-        temporary = folder.temporary_replacement if redo_damaged else folder.temporary_part
-        self._temporary = temporary(shard)
+        """Read the shard's rows. Raises RunError or NoRoomYet."""
+        self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._started_at, self._temporary = clock(), folder.temporary_part(shard)
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
-        if not self._has_part():
+        if folder.lacks(shard):
             check_model(folder.plan, context.model)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
@@ -64,12 +56,12 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
         folder = opened_folder(context, plan_path, run)
         if shard >= len(folder.plan.shards):
             raise PlanDamaged(plan_path, f"it has {len(folder.plan.shards)} shards, none numbered {shard}")
-        return cls(context, folder, shard, redo_damaged)
+        return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:
         """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
@@ -102,32 +94,18 @@ class ShardWork(RowsTask):
             self._files.leave(self._planned_file.path)
         super().close()
 
-    def _has_part(self) -> bool:
-        """Whether there is nothing left to compute."""
-        if self._redo:
-            return self._folder.has_whole_part(self._number)
-        return self._folder.has_part(self._number)
-
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
-        while not self._has_part():  # redone while this worker was frozen: nobody awaits the file
-            try:
-                stats = self._write(requests)
-                if self._redo:
-                    published = self._folder.publish_over_damaged(self._temporary, self._number)
-                else:
-                    published = self._folder.publish(self._temporary, self._number)
-            except (OSError, RunError):
-                # Of two executions the slower one may find the run ended and its own file, or the input, removed.
-                if not self._has_part():
-                    raise
-                return None
-            if published:
-                return stats
-            if not self._redo or self._folder.storage.stat(self._temporary) is not None:
-                return None
-            self._context.check_interrupted()  # another has removed the file
-        return None
+        if self._folder.has_part(self._number):
+            return None
+        try:
+            stats = self._write(requests)
+            return stats if self._folder.publish(self._temporary, self._number) else None
+        except (OSError, RunError):
+            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            if not self._folder.has_part(self._number):
+                raise
+            return None
 
     def _write(self, requests: ShardRequests) -> PartStats:
         """Write the part beside its place."""

@@ -13,9 +13,6 @@ REPORT = "_report.html"
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
 
-#: Where one execution's claim to withdraw SUCCESS is called like a file of that name.
-WITHDRAWAL = "_WITHDRAWN"
-
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
 
@@ -67,16 +64,6 @@ def part_shard(name: str) -> int | None:
 def temporary_name(execution_id: str, name: str) -> str:
     """Return the name, matched by no reader's `*.parquet`, of what one execution writes before it is published."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
-
-
-def is_temporary(name: str, of: str) -> bool:
-    """Whether this is what some execution calls its file for `of` before it is published."""
-    return name.startswith(TEMPORARY_PREFIX) and name.endswith(f".{of}.tmp")
-
-
-def replacement_name(part: str) -> str:
-    """Return what a file is called that is to take a part's place: who does so removes those of all others."""
-    return f"again-{part}"
 
 
 def shard_job_id(run: str, shard: int) -> str:

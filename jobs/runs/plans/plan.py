@@ -27,7 +27,7 @@ MAX_SHARDS = 100_000
 MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class PinnedModel:
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    begin, end: which of its rows the run has here, None for all: those gained since come as another file of its path.
     mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is.
     """
 
@@ -57,23 +56,6 @@ class PlannedFile:
     fingerprint: str
     values: tuple[Any, ...] = ()
     etag: str = field(default="", compare=False)
-    begin: int = 0
-    end: int | None = None
-
-    @property
-    def own_rows(self) -> int:
-        """Return how many of its rows the run has here."""
-        return (self.rows if self.end is None else self.end) - self.begin
-
-
-@dataclass(frozen=True)
-class Extension:
-    """What a run has gained: when, in Unix seconds, of which input, and how many files and rows."""
-
-    at: float
-    input: list[str]
-    files: int
-    rows: int
 
 
 class Shard(NamedTuple):
@@ -125,9 +107,8 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. extensions: what came since it was planned.
-    file_state: of the file that it was read from, None for one that was not. input_folder: of what was made
-    of inputs that are no Parquet; by default in the output.
+    sizes: bytes of what each shard asks. input_folder: of what was made of inputs that are no Parquet; by default in
+    the output.
     """
 
     spec: RunSpec
@@ -141,14 +122,7 @@ class Plan:
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
-    extensions: tuple[Extension, ...] = ()
-    file_state: Any = field(default=None, compare=False)
     input_folder: str | None = field(default=None, compare=False)
-
-    @property
-    def input(self) -> list[str]:
-        """Return the input as it was named last."""
-        return self.extensions[-1].input if self.extensions else self.spec.input
 
     @property
     def run(self) -> str:
@@ -156,7 +130,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        found = sum(file.own_rows for file in self.files)
+        found = sum(file.rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
 
     @property
@@ -185,7 +159,7 @@ class Plan:
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""
         planned = self.shards[shard]
-        return self._first_rows[planned.file] + planned.start - self.files[planned.file].begin
+        return self._first_rows[planned.file] + planned.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold any of these rows."""
@@ -195,7 +169,7 @@ class Plan:
     @cached_property
     def _first_rows(self) -> list[int]:
         """Return the number of each file's first row; each of ten thousand shards asks for one."""
-        return [0, *accumulate(file.own_rows for file in self.files)]
+        return [0, *accumulate(file.rows for file in self.files)]
 
     def to_text(self) -> str:
         content = {
@@ -210,7 +184,6 @@ class Plan:
             "columns": self.columns,
             "repeated": self.repeated,
             "sizes": self.sizes,
-            "extensions": [asdict(each) for each in self.extensions],
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -237,7 +210,6 @@ class Plan:
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 repeated=tuple(content["repeated"]),
                 sizes=tuple(content["sizes"]),
-                extensions=tuple(Extension(**each) for each in content["extensions"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None
@@ -267,23 +239,14 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)
-    shards = cut_further(Shards(), 0, row_groups, [0] * len(row_groups), rows_per_shard)
-    return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
-
-
-def cut_further(
-    shards: Shards, first_file: int, row_groups: Sequence[Sequence[int]], begins: Sequence[int], rows_per_shard: int
-) -> Shards:
-    """Return shards and behind them those of further files. begins: of each its first row that is in no earlier one."""
-    left = sum(map(sum, row_groups)) - sum(begins)
-    at_least = len(shards) + left // rows_per_shard
-    further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))
-    if max(at_least, len(shards) + len(further)) > MAX_SHARDS:
+    rows = sum(map(sum, row_groups))
+    shards = list(_cut(row_groups, rows_per_shard)) if rows // rows_per_shard <= MAX_SHARDS else None
+    if shards is None or len(shards) > MAX_SHARDS:
         raise InvalidJob(
-            f"{left} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
+            f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
             f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
-    return Shards([*shards, *further])
+    return Shards(shards or [Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
 
 
 def _smallest(left: int, rows_per_shard: int) -> int:
@@ -305,12 +268,12 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
     return cut
 
 
-def _cut(row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int) -> Iterator[Shard]:
+def _cut(row_groups: Sequence[Sequence[int]], most: int) -> Iterator[Shard]:
     """Yield shards of at most and, where a file does not end, at least so many rows."""
-    left = sum(map(sum, row_groups)) - sum(begins)
+    left = sum(map(sum, row_groups))
     least = _smallest(left, most)
-    for number, (groups, start) in enumerate(zip(row_groups, begins, strict=True), first_file):
-        ends = list(accumulate(groups))
+    for number, groups in enumerate(row_groups):
+        ends, start = list(accumulate(groups)), 0
         while ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start)

@@ -19,7 +19,7 @@ class PartStats:
     rows, errors: rows in the part, and those among them with an error.
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
     generated_tokens: completion tokens that were computed, equal prompts counted once.
-    started_at, ended_at: Unix time in seconds; a retry of its rows counts as if it had followed at once.
+    started_at, ended_at: Unix time in seconds.
     failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
@@ -49,11 +49,6 @@ class PartStats:
     def seconds(self) -> float:
         """Return for how long it was worked on."""
         return max(0.0, self.ended_at - self.started_at)
-
-    def retried(self, seconds: float, generated_tokens: int) -> PartStats:
-        """Return what it is with the time and tokens of a retry."""
-        tokens = self.generated_tokens + generated_tokens
-        return replace(self, ended_at=self.ended_at + seconds, generated_tokens=tokens)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

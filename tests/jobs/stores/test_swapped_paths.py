@@ -38,7 +38,7 @@ def _swapping(operation: str) -> Callable[..., Any]:
     return swap_and_go_on
 
 
-for _operation in ("make_folder", "open_input", "open_output", "publish", "replace", "remove"):
+for _operation in ("make_folder", "open_input", "open_output", "publish", "create", "remove"):
     setattr(SwappedBefore, _operation, _swapping(_operation))
 
 
@@ -71,7 +71,7 @@ def put_back(path: Path) -> None:
     Path(f"{path}.real").rename(path)
 
 
-@pytest.mark.parametrize("operation", ["open_output", "publish", "replace", "remove"])
+@pytest.mark.parametrize("operation", ["open_output", "publish", "create", "remove"])
 def test_nothing_of_a_shard_is_written_where_its_folder_is_swapped_for_a_link(
     runs: Runs, executions: Executions, outside: Path, operation: str
 ) -> None:
