@@ -14,7 +14,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output columns of one row, by the names of jobs.parquet.outputs.part.OUTPUT_FIELDS.
+    """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
     stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check. reused: which row
@@ -35,8 +35,8 @@ class Answer:
     reused: str | None = None
 
     def column(self, name: str) -> Any:
-        """Return what stands in an output column."""
-        return self.columns[name] if name in self.columns else getattr(self, name)
+        """Return what stands in an output column; None where the row has no such."""
+        return self.columns[name] if name in self.columns else getattr(self, name, None)
 
     @property
     def failed_check(self) -> bool:

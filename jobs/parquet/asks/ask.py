@@ -9,12 +9,29 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.context.answers import Answer
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.row_keys import RowKeys
+from jobs.runs.plans.prompt_steps import ROW_COLUMNS
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
+OUTPUT_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("cached_tokens", pa.int64()),
+    pa.field("error", pa.string()),
+)
+
+#: Of these what every row has, whatever is asked.
+ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
 class Asked(abc.ABC):
@@ -42,6 +59,11 @@ class Ask(abc.ABC):
     before: Request | None = None
     inspects = False
     is_single = True
+
+    @staticmethod
+    @abc.abstractmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns that a run adds, without its prefix. embedding_size: numbers of each, where it embeds."""
 
     @abc.abstractmethod
     def begin(self, row: Row, number: int) -> Asked:

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import JobsError
-from jobs.parquet.asks.ask import Ask, Asked, row_seed
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.batch_lines import failure_text, line_task
 from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -26,6 +29,10 @@ class BatchLines(Ask):
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan, self._context = plan, context
         self._repeated = frozenset(plan.repeated)
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        return list(OUTPUT_FIELDS)
 
     def is_greedy(self, row: Row) -> bool:
         return False  # responses tell which line they are of

@@ -1,5 +1,7 @@
 """Which kind of asking a run's arguments name."""
 
+from collections.abc import Callable
+
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.batch_lines import BatchLines
@@ -12,6 +14,18 @@ from jobs.parquet.reuse.row_keys import RowKeys
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
+
+
+def kind_of(spec: RunSpec) -> type[Ask]:
+    """Return which kind a run's arguments name."""
+    if spec.input_format == OPENAI_BATCH:
+        return BatchLines
+    if spec.steps:
+        return Chain
+    if spec.labels is not None:
+        return Labels
+    return Embeddings if spec.task == EMBED else Generate
 
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
@@ -23,12 +37,11 @@ def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
 
 def _kind_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     spec = plan.spec
-    if spec.input_format == OPENAI_BATCH:
-        return BatchLines(plan, context)
-    if spec.steps:
-        return Chain(spec, plan.seed)
-    if spec.labels is not None:
-        return Labels(spec, content_free(spec, source) if spec.calibrate else None)
-    if spec.task == EMBED:
-        return Embeddings(spec)
-    return Generate(spec, plan.seed, context.checks)
+    makers: dict[type[Ask], Callable[[], Ask]] = {
+        BatchLines: lambda: BatchLines(plan, context),
+        Chain: lambda: Chain(spec, plan.seed),
+        Labels: lambda: Labels(spec, content_free(spec, source) if spec.calibrate else None),
+        Embeddings: lambda: Embeddings(spec),
+        Generate: lambda: Generate(spec, plan.seed, context.checks),
+    }
+    return makers[kind_of(spec)]()

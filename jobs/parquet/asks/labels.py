@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
-from jobs.parquet.asks.ask import Ask, AskedOnce, request_of
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, request_of
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.labels import CONTENT_FREE, classify, scoring_of
 from jobs.runs.plans.spec import RunSpec
-from jobs.tasks import Completion
+from jobs.tasks import Completion, Request
 
-#: The columns of a row, but for those of its tokens and its error.
-COLUMNS = ("label", "probability", "probabilities", "margin")
-
-_NOTHING = dict.fromkeys(COLUMNS)
+#: What the output adds, beside ROW_FIELDS.
+LABEL_FIELDS = (
+    pa.field("label", pa.string()),
+    pa.field("probability", pa.float64()),
+    pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
+    pa.field("margin", pa.float64()),
+)
 
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
@@ -42,12 +44,17 @@ class Labels(Ask):
 
     def __init__(self, spec: RunSpec, prior: Row | None) -> None:
         assert spec.labels is not None
+        sampling, self._chat = spec.chat
         self._labels, self._is_chat = spec.labels, spec.is_chat
-        self._values = scoring_of(self._labels, spec.chat[0].get("truncate_prompt_tokens"))
+        self._values = scoring_of(self._labels, sampling.get("truncate_prompt_tokens"))
         self._prior: list[float] | None = None
         self._prior_error: str | None = None
         if prior is not None:
-            self.before = request_of(prior, self._is_chat, self._values, kind="score")
+            self.before = self._request(prior)
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        return [*LABEL_FIELDS, *ROW_FIELDS]
 
     def take_before(self, completions: Sequence[Completion]) -> None:
         (completion,) = completions
@@ -57,20 +64,23 @@ class Labels(Ask):
             self._prior = [each.logprob for each in completion.loglikelihoods]
 
     def begin(self, row: Row, number: int) -> AskedOnce:
-        return AskedOnce(request_of(row, self._is_chat, self._values, kind="score"), self._answer)
+        return AskedOnce(self._request(row), self._answer)
 
-    def failed(self, reason: str, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
-        return replace(failed_answer(reason, 1, prompt_tokens, cached_tokens), columns=_NOTHING)
+    def failed(self, reason: str) -> Answer:
+        return failed_answer(reason)
+
+    def _request(self, row: Row) -> Request:
+        return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
 
     def _answer(self, completions: Sequence[Completion]) -> Answer:
         (completion,) = completions
         prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         if completion.loglikelihoods is None or self._prior_error is not None:
             reason = completion.error or self._prior_error or "the engine gave no reason"
-            return self.failed(reason, prompt, cached)
+            return failed_answer(reason, 1, prompt, cached)
         found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], self._prior)
         if found is None:
-            return self.failed("a label has no finite log-likelihood", prompt, cached)
+            return failed_answer("a label has no finite log-likelihood", 1, prompt, cached)
         values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
-        columns = dict(zip(COLUMNS, values, strict=True))
+        columns = dict(zip((each.name for each in LABEL_FIELDS), values, strict=True))
         return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)

@@ -17,43 +17,13 @@ from jobs.errors import (
     PathSwapped,
     TableNotRead,
 )
+from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.row_values import NUMBER
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.embedding_options import EMBED
-from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.run_statistics import count_lengths
-
-#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
-OUTPUT_FIELDS = (
-    pa.field("completion", pa.string()),
-    pa.field("finish_reason", pa.string()),
-    pa.field("prompt_tokens", pa.int64()),
-    pa.field("completion_tokens", pa.int64()),
-    pa.field("cached_tokens", pa.int64()),
-    pa.field("error", pa.string()),
-)
-
-#: The same of what a run may ask for.
-REASONING = pa.field("reasoning", pa.string())
-TOOL_CALLS = pa.field("tool_calls", pa.string())
-ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
-
-#: What it adds instead where labels are asked for.
-LABEL_FIELDS = (
-    pa.field("label", pa.string()),
-    pa.field("probability", pa.float64()),
-    pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
-    pa.field("margin", pa.float64()),
-)
-
-#: What it adds instead where embeddings are asked for, in a fixed-size list of float32.
-EMBEDDING = "embedding"
-
-#: What each completion of a row has of its own.
-OF_EACH_COMPLETION = frozenset({"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"})
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
@@ -88,7 +58,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     Raises ColumnConflict or MissingColumn.
     """
     kept = kept_columns(spec, schema.names, path)
-    answers = [_answer_field(field, spec) for field in answer_fields(spec, embedding_size)]
+    answers = [each.with_name(spec.output_prefix + each.name) for each in answer_fields(spec, embedding_size)]
     for field in answers:
         if field.name in kept:
             raise ColumnConflict(
@@ -108,22 +78,7 @@ def _without_mark(field: pa.Field) -> pa.Field:
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
-    if spec.steps:
-        texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
-        return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    if spec.labels is not None:
-        return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    if spec.task == EMBED:
-        embedding = pa.field(EMBEDDING, pa.list_(pa.float32(), embedding_size))
-        return [embedding, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
-    tools = [TOOL_CALLS] if spec.chat[1].has_tools else []
-    return [*OUTPUT_FIELDS, *reasoning, *tools, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
-
-
-def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
-    kind = pa.list_(field.type) if spec.n > 1 and field.name in OF_EACH_COMPLETION else field.type
-    return pa.field(spec.output_prefix + field.name, kind)
+    return kind_of(spec).fields(spec, embedding_size)
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:

@@ -114,8 +114,19 @@ MAX_STEPS = 20
 #: Columns of a row as a whole, which no prompt's may be named like.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 
-#: What a prompt's columns besides its answer's end with.
-FINISH_REASON, REASONING, TOOL_CALLS = "_finish_reason", "_reasoning", "_tool_calls"
+#: What the longest name of a column of a prompt's ends with.
+LONGEST = "_finish_reason"
+
+
+def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
+    """Return the columns that hold what an answer has of its own. Their types: jobs/parquet/asks/ask.py."""
+    wanted = {
+        "completion": True,
+        "finish_reason": True,
+        "reasoning": sampling.get("separate_reasoning"),
+        "tool_calls": chat.has_tools,
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 @dataclass(frozen=True)
@@ -132,12 +143,10 @@ class PromptStep:
         return self.template.roles is not None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns that hold what comes of it, its answer's first."""
-        endings = ["", FINISH_REASON]
-        endings += [REASONING] if self.sampling.get("separate_reasoning") else []
-        endings += [TOOL_CALLS] if self.chat.has_tools else []
-        return tuple(self.name + ending for ending in endings)
+    def columns(self) -> dict[str, str]:
+        """Return the columns that hold what comes of it, its answer's first, and what each of them is of an answer."""
+        names = answer_columns(self.sampling, self.chat)
+        return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
 
 
 def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
@@ -159,7 +168,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
             f"prompts[{number}] is {{}}, expected an object of name, template and, if at all, sampling", brief(value)
         )
     name, sampling = value["name"], value.get("sampling")
-    longest = MAX_NAME_CHARS - len(FINISH_REASON)
+    longest = MAX_NAME_CHARS - len(LONGEST)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
         raise InvalidValue(
             f"the name of prompts[{number}] is {{}}, expected a word of letters, digits and _, at most "

@@ -137,6 +137,19 @@ def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
     check(row, expected("a?", "N/A?"))
 
 
+def test_a_chat_is_rendered_with_the_options_of_its_template(runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+    seen: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        return likely(request)
+
+    template, own = [{"role": "user", "content": "{text}?"}], {"chat_template_kwargs": {"enable_thinking": False}}
+    runs.score(answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own)
+    assert [request.chat_options for request in seen] == [own, own], "the prompt without content too"
+
+
 def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a", None])
     table = score(keep=["id"], output_prefix="x_", limit=1)
