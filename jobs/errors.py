@@ -229,6 +229,12 @@ class ConvertedInputGone(InputError):
     message = "{0}, which planning has made of {1}, is gone: submit the run again, which makes it anew"
 
 
+class NewRowsGone(InputError):
+    """Raised when the rows that a run of new ones has are gone: (path, the input's, the run's output)."""
+
+    message = "{0}, which holds the new rows of {1}, is gone: submit into another output, and --reuse {2} too"
+
+
 class OutputError(RunError):
     """Base of what can be wrong with a run's output folder."""
 

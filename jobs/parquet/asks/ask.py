@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context.answers import Answer
+from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.row_keys import RowKeys
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request

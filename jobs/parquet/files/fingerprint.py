@@ -62,8 +62,8 @@ def unchanged(
 ) -> Iterator[None]:
     """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
     there."""
-    if plan.input_format != PARQUET:
-        if storage.stat(path := plan.rows_path(file)) is None:
+    if (path := plan.rows_path(file)) != file.path:
+        if storage.stat(path) is None:
             raise ConvertedInputGone(path, file.path)
         yield
         return

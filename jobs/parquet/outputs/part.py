@@ -31,6 +31,9 @@ FRAME_BYTES = 12
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
 
+#: Which row of an earlier run a row's answer was taken from, in the column that the run names.
+REUSED = "reused"
+
 OWN_KEYS = {METADATA_KEY.encode()}
 
 
@@ -58,7 +61,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     Raises ColumnConflict or MissingColumn.
     """
     kept = kept_columns(spec, schema.names, path)
-    answers = [each.with_name(spec.output_prefix + each.name) for each in answer_fields(spec, embedding_size)]
+    answers = [_named(field, spec) for field in answer_fields(spec, embedding_size)]
     for field in answers:
         if field.name in kept:
             raise ColumnConflict(
@@ -70,6 +73,10 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
 
 
+def _named(field: pa.Field, spec: RunSpec) -> pa.Field:
+    return field.with_name(spec.reused_column if field.name == REUSED else spec.output_prefix + field.name)
+
+
 def _without_mark(field: pa.Field) -> pa.Field:
     """Return a column without what templates alone want to know of it."""
     metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
@@ -78,7 +85,8 @@ def _without_mark(field: pa.Field) -> pa.Field:
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
-    return kind_of(spec).fields(spec, embedding_size)
+    own = kind_of(spec).fields(spec, embedding_size)
+    return [*own, pa.field(REUSED, pa.string())] if spec.reused_column else own
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:
@@ -121,6 +129,7 @@ def part_stats(
         errors=sum(answer.error is not None for answer in answers),
         failed_checks=sum(answer.failed_check for answer in answers),
         cut=sum(answer.is_cut for answer in answers),
+        rows_reused=sum(answer.reused is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),

@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.runs.plans.names import PLAN, TEMPORARY_PREFIX, output_names, part_name, temporary_name
+from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name, temporary_name
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -56,14 +56,19 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
         names = storage.names(folder)
         if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
             return False
-        for name in names:
-            if not name.startswith(TEMPORARY_PREFIX):
-                raise OutputHoldsForeignFiles(folder, name)
+        check_no_others(folder, names)
         try:
             write_text(storage, temporary, plan.to_text())
             return storage.publish(temporary, os.path.join(folder, PLAN))
         finally:
             storage.remove(temporary)
+
+
+def check_no_others(folder: str, names: Iterable[str]) -> None:
+    """Raise OutputHoldsForeignFiles for what no planner has put into a folder."""
+    for name in names:
+        if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
+            raise OutputHoldsForeignFiles(folder, name)
 
 
 def write_text(storage: Storage, path: str, text: str) -> None:
@@ -106,6 +111,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
+        **({"reused": plan.reused.runs} if plan.reused else {}),
         "inputs": [asdict(file) for file in plan.files],
     }
     summary = json.dumps(content, indent=2)

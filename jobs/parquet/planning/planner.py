@@ -21,6 +21,7 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, read_inputs
 from jobs.parquet.planning.planned_input import check_as_planned
+from jobs.parquet.planning.reusing import with_reused
 from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.embedding_options import check_served
@@ -45,7 +46,7 @@ def score_parquet(
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
     input to template, and others that say what is asked: see RunSpec.from_arguments.
-    queue: for the shards; by default the queue this job came from. model: see Submission.
+    queue: for the shards; by default the queue this job came from. model, reuse, reuse_from_any_model: see Submission.
     webhook, on_end: a URL that is called, and a function, at the run's end.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of rows, or
     a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%" alone.
@@ -74,7 +75,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         _check_is_of(before, spec)
     inputs = read_inputs(context, storage, spec, found, before)
     check_columns(spec, inputs.schema, found[0].path)
-    plan = _agreed_plan(context, storage, spec, inputs, submission.model, before)
+    plan = _agreed_plan(context, storage, inputs, spec, submission, before)
     check_as_planned(storage, plan, inputs)
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended, num_bytes = folder.has_success(), 0
@@ -129,21 +130,22 @@ def _check_is_of(plan: Plan, spec: RunSpec) -> None:
 
 
 def _agreed_plan(
-    context: JobContext, storage: Storage, spec: RunSpec, inputs: Inputs, model: str | None, before: Plan | None
+    context: JobContext, storage: Storage, inputs: Inputs, spec: RunSpec, submission: Submission, before: Plan | None
 ) -> Plan:
-    """Return the plan on disk, or write a new one. model: that is asked for. before: the plan there was."""
+    """Return the plan on disk, or write a new one. before: the plan there was."""
     plan = before
     if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     if plan is None:
-        context.model.check_asked_for(model)
-        plan = new_plan(context, spec, inputs)
-        plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
+        context.model.check_asked_for(submission.model)
+        plan = with_reused(context, storage, new_plan(context, spec, inputs), submission)
+        if not spec.only_new:
+            plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
         if create_plan(storage, plan, context.execution_id):
             return plan
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
         _check_is_of(plan, spec)
-    _check_same_model(plan, context.model, model)
+    _check_same_model(plan, context.model, submission.model)
     return plan
 
 

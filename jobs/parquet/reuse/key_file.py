@@ -1,7 +1,7 @@
 """The keys of a part's rows, beside the parts: what a later run looks its own rows up in.
 
 A fixed layout, little-endian: eight bytes that name it, rows and models as 64-bit numbers, a digest of what follows,
-the marks of the models that answered (jobs.parquet.reuse.row_keys), and 16 bytes for each row.
+the marks of the models that answered (jobs.parquet.asks.row_keys), and 16 bytes for each row.
 """
 
 import os
@@ -11,8 +11,8 @@ from hashlib import blake2b
 import numpy as np
 
 from jobs.errors import InputNotFound, PartDamaged
+from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.parquet.reuse.row_keys import SIZE, Keys, as_keys
 from jobs.runs.plans.names import keys_name, temporary_name
 from jobs.runs.plans.plan import Plan
 
@@ -24,7 +24,11 @@ MAX_MODELS = 64
 
 
 def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str) -> None:
-    """Put a part's keys in place, unless they are there. Raises DiskFull or OutputNotWritable."""
+    """Put a part's keys in place, unless they are there. Raises DiskFull or OutputNotWritable.
+
+    keys: without a model, zeros for rows whose answer is none to take. marks: of each row's model.
+    """
+    keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
     path = keys_path(plan, shard)
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, temporary_name(execution_id, name))

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from jobs.parquet.reuse.row_keys import Keys
+from jobs.parquet.asks.row_keys import Keys
 
 #: Of so many equal keys each is found in its turn; of more, the first of them.
 MAX_EQUAL = 1000

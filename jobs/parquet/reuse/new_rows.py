@@ -42,7 +42,7 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
             groups[-1] = _write(storage, readable.rows_path(file), plan.rows_path(files[-1]), kept)
             _write_kept(storage, os.path.join(plan.spec.output, kept_name(number)), kept)
         start += rows
-    before = np.cumsum(is_kept) - is_kept
+    before: Rows = np.cumsum(is_kept) - is_kept
     repeated = tuple(int(before[row]) for row in plan.repeated if row < len(is_kept) and is_kept[row])
     return replace(plan, files=tuple(files), shards=cut_shards(groups, plan.spec.rows_per_shard), repeated=repeated)
 
@@ -91,4 +91,5 @@ def _write(storage: Storage, source: str, target: str, kept: Rows) -> list[int]:
 
 
 def _is_full(batches: Sequence[pa.RecordBatch]) -> bool:
-    return sum(each.num_rows for each in batches) >= GROUP_ROWS or sum(each.nbytes for each in batches) >= GROUP_BYTES
+    rows, num_bytes = sum(each.num_rows for each in batches), sum(int(each.nbytes) for each in batches)
+    return rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES

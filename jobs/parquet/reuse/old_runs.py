@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PlanDamaged
+from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import open_part
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.reuse.key_file import distinct, read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
-from jobs.parquet.reuse.row_keys import Keys
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.runs.plans.names import KEYS, PLAN, part_shard
 from jobs.runs.plans.plan import Plan

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from jobs.context.answers import Answer
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import part_name
 from jobs.runs.plans.plan import Plan
 
 #: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was.
@@ -41,9 +40,9 @@ class Taken:
 class TakenAnswers:
     """Sorts answers, which come in the old runs' order, by shards of the new plan. Used in a `with` block."""
 
-    def __init__(self, storage: Storage, plan: Plan, folder: str, schema: pa.Schema) -> None:
-        """folder: where the shards' files are written. schema: of the answers, by their own names."""
-        self._storage, self._plan, self._folder = storage, plan, folder
+    def __init__(self, storage: Storage, plan: Plan, schema: pa.Schema) -> None:
+        """schema: of the answers, by their own names."""
+        self._storage, self._plan = storage, plan
         self._schema = pa.schema([*BESIDE, *schema])
         self._firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
         self._bucket_of = np.cumsum([shard.rows for shard in plan.shards]) // BUCKET_ROWS
@@ -66,8 +65,9 @@ class TakenAnswers:
 
     def write(self) -> None:
         """Write the files of all shards that have answers. Raises DiskFull or OutputNotWritable."""
-        with writing(self._folder):
-            self._storage.make_folder(self._folder)
+        folder = os.path.dirname(self._plan.reused_path(0))
+        with writing(folder):
+            self._storage.make_folder(folder)
         for path, stream in self._streams.values():
             stream.close()
             with pa.memory_map(path) as source:
@@ -82,7 +82,7 @@ class TakenAnswers:
             begin, end = np.searchsorted(shards, [shard, shard + 1])
             own = pc.subtract(table.column(ROW).slice(begin, end - begin), pa.scalar(int(self._firsts[shard])))
             part = table.slice(begin, end - begin).set_column(0, BESIDE[0], own)
-            path = os.path.join(self._folder, part_name(int(shard)))
+            path = self._plan.reused_path(int(shard))
             with writing(path), self._storage.open_output(path) as sink:
                 pq.write_table(part, sink)
 
@@ -101,7 +101,7 @@ def taken_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, Taken]:
     TableNotRead."""
     if plan.reused is None:
         return {}
-    path = os.path.join(plan.reused_folder, part_name(shard))
+    path = plan.reused_path(shard)
     if storage.stat(path) is None:
         return {}
     found = {}
@@ -118,9 +118,11 @@ _OWN = {each.name for each in fields(Answer)} - {"columns"}
 
 def _answer(values: Mapping[str, Any]) -> Answer:
     """Return an answer of the columns that a part has of it."""
-    own = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN}
+    own: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
+    }
     columns = {name: _compact(each) for name, each in values.items() if name not in _OWN}
-    return Answer(**{"completion": None, "completion_tokens": 0, **own}, columns=columns)
+    return Answer(**{"completion": None, "completion_tokens": 0, "columns": columns, **own})
 
 
 def _compact(value: Any) -> Any:

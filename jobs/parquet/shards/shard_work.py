@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.context import JobContext
@@ -16,12 +17,15 @@ from jobs.context.answers import Answer
 from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
+from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.key_file import write_keys
+from jobs.parquet.reuse.taken_answers import taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
@@ -100,6 +104,7 @@ class ShardWork(RowsTask):
             return None
         try:
             stats = self._write(requests)
+            self._write_keys(requests.answers())
             return stats if self._folder.publish(self._temporary, self._number) else None
         except (OSError, RunError):
             # Of two executions the slower one may find the run ended and its own file, or the input, removed.
@@ -128,6 +133,12 @@ class ShardWork(RowsTask):
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
+    def _write_keys(self, answers: Sequence[Answer]) -> None:
+        """Write what later runs find the rows by, before the part is there. Raises DiskFull or OutputNotWritable."""
+        folder, keys = self._folder, self._keys.copy()
+        keys[[answer.error is not None for answer in answers]] = 0
+        write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
+
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in reader.read(self._shard, self._context.check_interrupted):
@@ -144,7 +155,11 @@ class ShardWork(RowsTask):
                 batch, problems = split_problems(batch)
                 texts.add(self._heeded(source.rows(self._with_added(batch), problems)))
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
-        rows = texts.gathered()
+        rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
+        self._keys = row_keys(ask.key_of, rows)
+        self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
+        for row, taken in taken_answers(self._folder.storage, plan, self._number).items():
+            rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
         return ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
 
     def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:

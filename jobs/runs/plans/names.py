@@ -22,7 +22,7 @@ INPUT = "_input"
 #: Where the keys of the parts' rows lie, by which later runs find the answers.
 KEYS = "_keys"
 
-#: Where planning puts the answers that are taken from earlier runs, in a folder for each execution of it.
+#: Where planning puts the answers that are taken from earlier runs.
 REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")

@@ -65,8 +65,15 @@ def limit(value: Any) -> int | None:
     return None if value is None else whole_number("limit", value)
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return whether an option is wished for. Raises InvalidValue."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
+    return bool(value)
+
+
 #: What a run of batch files may be given as well.
-_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "rows_per_shard")
+_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 
 #: The same of what its own arguments are in their normal form.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jobs.context.served_model import model_text
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import INPUT, part_name
+from jobs.runs.plans.names import INPUT, REUSED, part_name
 from jobs.runs.plans.partitions import AddedColumn
 from jobs.runs.plans.spec import RunSpec
 
@@ -46,7 +46,8 @@ class PinnedModel:
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is.
+    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is. kept: how
+    many of its rows the run has, where it has only those that are new; None for all.
     """
 
     path: str
@@ -56,6 +57,20 @@ class PlannedFile:
     fingerprint: str
     values: tuple[Any, ...] = ()
     etag: str = field(default="", compare=False)
+    kept: int | None = field(default=None, compare=False)
+
+    @property
+    def own_rows(self) -> int:
+        """Return how many of its rows the run has."""
+        return self.rows if self.kept is None else self.kept
+
+
+@dataclass(frozen=True)
+class Reused:
+    """What planning has taken from earlier runs. name: of the files that hold it. runs: see ReusedRun."""
+
+    name: str
+    runs: tuple[dict[str, Any], ...] = ()
 
 
 class Shard(NamedTuple):
@@ -107,8 +122,8 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. input_folder: of what was made of inputs that are no Parquet; by default in
-    the output.
+    sizes: bytes of what each shard asks. reused: None where no earlier run was named. input_folder: of what was made of
+    inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -122,6 +137,7 @@ class Plan:
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    reused: Reused | None = None
     input_folder: str | None = field(default=None, compare=False)
 
     @property
@@ -130,7 +146,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        found = sum(file.rows for file in self.files)
+        found = sum(file.own_rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
 
     @property
@@ -144,15 +160,23 @@ class Plan:
         """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
+    def reused_path(self, shard: int) -> str:
+        """Return where answers for a shard's rows are that were taken from earlier runs."""
+        assert self.reused is not None
+        return os.path.join(self.spec.output, REUSED, f"{self.reused.name}.{part_name(shard)}")
+
     @property
     def converted_folder(self) -> str:
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file with the rows of an input: itself, or what was made of it."""
-        if self.input_format == PARQUET:
+        if self.input_format == PARQUET and file.kept is None:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
+        if file.kept is not None:
+            assert self.reused is not None
+            text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
         return os.path.join(self.converted_folder, name)
 
@@ -169,7 +193,7 @@ class Plan:
     @cached_property
     def _first_rows(self) -> list[int]:
         """Return the number of each file's first row; each of ten thousand shards asks for one."""
-        return [0, *accumulate(file.rows for file in self.files)]
+        return [0, *accumulate(file.own_rows for file in self.files)]
 
     def to_text(self) -> str:
         content = {
@@ -184,6 +208,7 @@ class Plan:
             "columns": self.columns,
             "repeated": self.repeated,
             "sizes": self.sizes,
+            "reused": None if self.reused is None else asdict(self.reused),
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -210,6 +235,7 @@ class Plan:
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 repeated=tuple(content["repeated"]),
                 sizes=tuple(content["sizes"]),
+                reused=None if content["reused"] is None else Reused(**content["reused"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None

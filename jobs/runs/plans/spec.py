@@ -77,6 +77,8 @@ class RunSpec:
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
+    only_new: bool = False
+    reused_column: str | None = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
@@ -133,6 +135,8 @@ class RunSpec:
             task=task,
             **embedding_options.embedding_values(task, given),
             model_alias=checks.model_alias(get("model_alias"), is_batch),
+            only_new=checks.truth("only_new", get("only_new")),
+            reused_column=checks.optional_column("reused_column", get("reused_column")),
             labels=None if get("labels") is None else parse_labels(get("labels")),
             calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
             **checks.repairs(given),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 #: What a manifest sums up over the parts.
 COUNTED = (
     *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
-    *("failed_checks", "cut"),
+    *("failed_checks", "cut", "rows_reused"),
 )
 
 
@@ -21,6 +21,7 @@ class PartStats:
     generated_tokens: completion tokens that were computed, equal prompts counted once.
     started_at, ended_at: Unix time in seconds.
     failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
+    rows_reused: rows whose answer was taken from an earlier run.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
 
@@ -44,6 +45,7 @@ class PartStats:
     completion_lengths: dict[str, int] = field(default_factory=dict)
     failed_checks: int = 0
     cut: int = 0
+    rows_reused: int = 0
 
     @property
     def seconds(self) -> float:

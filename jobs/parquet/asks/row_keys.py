@@ -1,6 +1,7 @@
 """Names what a row asks in 128 bits: rows of any runs with equal keys have the same answer from the same model."""
 
 import json
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +25,7 @@ _NOT_ASKED = frozenset(
     [
         *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
         *("prompt_column", "messages_column", "template", "sampling_columns", "check_columns"),
-        *("filename_column", "single_file", "keep", "drop", "output_prefix"),
+        *("filename_column", "single_file", "keep", "drop", "output_prefix", "only_new", "reused_column"),
     ]
 )
 
@@ -54,6 +55,11 @@ class RowKeys:
             found.update(len(encoded).to_bytes(8, "little"))
             found.update(encoded)
         return found.digest()
+
+
+def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
+    """Return the key of each row, without a model; zeros for what asks nothing."""
+    return as_keys(b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)).copy()
 
 
 def model_mark(fingerprint: str) -> Keys:

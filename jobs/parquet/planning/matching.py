@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,20 +11,19 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
+from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.reuse.known_keys import Places
 from jobs.parquet.reuse.old_runs import OldRuns
-from jobs.parquet.reuse.row_keys import SIZE, Keys, as_keys, model_mark
 from jobs.parquet.reuse.taken_answers import TakenAnswers
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan
 
 
 @dataclass
 class Matches:
-    """For each row of a new run the place of the old row with its answer, -1 for none, and which of `marks` that has."""
+    """Of each row of a new run the place of the old row with its answer, -1 for none, and which of `marks` that has."""
 
     places: Places
     models: npt.NDArray[np.uint8]
@@ -44,19 +43,14 @@ def match(
     found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint8), marks)
     for start, rows in rendered_shards(context, storage, plan, source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
-        keys = row_keys(ask, rows)
-        asked = keys.any(axis=1)
+        keys = row_keys(ask.key_of, rows)
+        asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)
         asked[[row - start for row in plan.repeated if 0 <= row - start < len(rows)]] = False
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(asked & (places < 0))
             places[missing] = old.keys.find(keys[missing] ^ mark)
             models[missing] = number
     return found
-
-
-def row_keys(ask: Ask, rows: Sequence[Row | RowProblem]) -> Keys:
-    """Return the key of each row, without a model; zeros for a row that asks nothing."""
-    return as_keys(b"".join(bytes(SIZE) if isinstance(row, RowProblem) else ask.key_of(row) for row in rows))
 
 
 def answers(
@@ -77,12 +71,12 @@ def answers(
     matches.places[rows[~is_good]] = -1
 
 
-def take(storage: Storage, plan: Plan, schema: pa.Schema, old: OldRuns, matches: Matches, folder: str) -> None:
+def take(storage: Storage, plan: Plan, schema: pa.Schema, old: OldRuns, matches: Matches) -> None:
     """Copy the answers of matches beside the plan. schema: of the answers, by their own names.
 
     Raises DiskFull or OutputNotWritable.
     """
-    with TakenAnswers(storage, plan, folder, schema) as taken:
+    with TakenAnswers(storage, plan, schema) as taken:
         for rows, batch, sources in answers(old, matches, schema):
             marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
             taken.add(rows, batch, pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string()))
