@@ -219,7 +219,7 @@ class InputChanged(InputError):
 
     message = (
         "{0} changed since this run was planned ({1}): restore the file, or submit into another folder with --reuse "
-        "and the path of this one, which computes only what is new; finished parts stay"
+        "and the path of this run's, which computes only what is new; finished parts stay"
     )
 
 

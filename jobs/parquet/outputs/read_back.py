@@ -1,7 +1,8 @@
 """What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
 
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ColumnChoice
-from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
+from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
@@ -106,8 +107,17 @@ class FolderReader:
         for shard in shards:
             planned = self.plan.shards[shard]
             first = self.plan.first_row(shard) - planned.start
+            kept = self._kept_rows(planned.file)
             for row, reason in failed_rows(self._storage, self.plan, shard):
-                yield FailedRow(row, self.plan.files[planned.file].path, row - first, reason)
+                file_row = row - first if kept is None else kept[row - first]
+                yield FailedRow(row, self.plan.files[planned.file].path, file_row, reason)
+
+    def _kept_rows(self, file: int) -> Sequence[int] | None:
+        """Return which rows of an input file a run of new ones has; None where it has all."""
+        if self.plan.files[file].kept is None:
+            return None
+        with self._storage.open_input(os.path.join(self._folder, kept_name(file))) as source:
+            return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
         """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""

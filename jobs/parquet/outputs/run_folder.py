@@ -8,7 +8,7 @@ parts, so either's files will do; so does what one of them made before it was ki
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
@@ -83,18 +83,16 @@ class RunFolder:
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
-        found = {shard for shard in map(part_shard, self._names_of_parts()) if shard is not None}
-        if found and max(found) >= len(self.plan.shards):
-            raise PartDamaged(self.plan.part_path(max(found)), f"this run has {len(self.plan.shards)} shards")
-        return found
-
-    def _names_of_parts(self) -> list[str]:
         try:
-            return self.storage.names(self._parts_path)
+            names = self.storage.names(self._parts_path)
         except FileNotFoundError:
             if self._parts_path == self._path:
                 raise
-            return []  # no part was written yet
+            return set()  # no part was written yet
+        found = {shard for shard in map(part_shard, names) if shard is not None}
+        if found and max(found) >= len(self.plan.shards):
+            raise PartDamaged(self.plan.part_path(max(found)), f"this run has {len(self.plan.shards)} shards")
+        return found
 
     def part_stats(self, shard: int) -> PartStats:
         """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
@@ -233,11 +231,7 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its file in place."""
-        self._delete_leftovers(self._path, self.storage.names(self._path))
-        if self._parts_path != self._path:
-            self._delete_leftovers(self._parts_path, self._names_of_parts())
-
-    def _delete_leftovers(self, folder: str, names: Iterable[str]) -> None:
-        for path in (os.path.join(folder, name) for name in names if name.startswith(TEMPORARY_PREFIX)):
-            with writing(path):
-                self.storage.remove(path)
+        for folder in {self._path, self._parts_path}:
+            for name in self.storage.names(folder):
+                if name.startswith(TEMPORARY_PREFIX):
+                    self.storage.remove(os.path.join(folder, name))

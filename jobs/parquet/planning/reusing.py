@@ -33,7 +33,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     with writing(spec.output):
         storage.make_folder(spec.output)
         check_no_others(spec.output, storage.names(spec.output))
-    old = OldRuns(storage, submission.reuse, spec.output)
+    old = OldRuns(storage, submission.reuse)
     if old.seed is not None and "seed" not in spec.sampling:
         plan = replace(plan, seed=old.seed)
     plan = replace(plan, reused=Reused(context.execution_id))

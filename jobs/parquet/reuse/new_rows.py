@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import InputNotFound
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import kept_name
@@ -45,17 +44,6 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
     before: Rows = np.cumsum(is_kept) - is_kept
     repeated = tuple(int(before[row]) for row in plan.repeated if row < len(is_kept) and is_kept[row])
     return replace(plan, files=tuple(files), shards=cut_shards(groups, plan.spec.rows_per_shard), repeated=repeated)
-
-
-def kept_rows(storage: Storage, plan: Plan, file: int) -> Rows | None:
-    """Return which rows of an input file a run has, counted within the file; None for all of them."""
-    if plan.files[file].kept is None:
-        return None
-    try:
-        with storage.open_input(os.path.join(plan.spec.output, kept_name(file))) as source:
-            return np.frombuffer(source.read(), "<i8")
-    except InputNotFound:
-        return np.empty(0, np.int64)
 
 
 def _write_kept(storage: Storage, path: str, kept: Rows) -> None:

@@ -58,7 +58,7 @@ class OldPart:
 class OldRuns:
     """The runs that a submission names, as they are now; what comes into them later is not seen."""
 
-    def __init__(self, storage: Storage, outputs: Sequence[str], new_output: str) -> None:
+    def __init__(self, storage: Storage, outputs: Sequence[str]) -> None:
         """Read their keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
         self._storage = storage
         self.told: list[ReusedRun] = []
@@ -66,8 +66,6 @@ class OldRuns:
         self.seed: int | None = None  # of the first of them
         found: list[tuple[Plan, int, ReusedRun]] = []
         for output in dict.fromkeys(storage.resolve(each) for each in outputs):
-            if output == new_output:
-                raise CannotReuse(output, "it is this run's own, which resumes by itself")
             run, plan = _plan_of(storage, output)
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))

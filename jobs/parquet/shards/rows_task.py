@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, model_text
@@ -21,7 +20,6 @@ from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.statistics.part_stats import PartStats
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -57,17 +55,6 @@ class RowsTask(OpenTask):
         """Return what is asked, where something is."""
         assert self._requests is not None, "nothing was asked"
         return self._requests
-
-    def told(self, stats: PartStats, ended: bool) -> dict[str, Any]:
-        """Return what a shard's job gives, whose part is recorded."""
-        return {
-            "run": stats.run,
-            "shard": stats.shard,
-            "rows": stats.rows,
-            "errors": stats.errors,
-            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
-            "run_finished": ended,
-        }
 
     def close(self) -> None:
         if self._requests is not None:

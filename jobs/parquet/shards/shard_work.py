@@ -86,7 +86,15 @@ class ShardWork(RowsTask):
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
         ended = self._folder.record_part(stats, self._context.queue_name)
-        return {**self.told(stats, ended), "tokens": stats.completion_tokens}
+        return {
+            "run": stats.run,
+            "shard": stats.shard,
+            "rows": stats.rows,
+            "errors": stats.errors,
+            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
+            "run_finished": ended,
+            "tokens": stats.completion_tokens,
+        }
 
     def close(self) -> None:
         self._let_go()
