@@ -25,7 +25,7 @@ from jobs.errors import InvalidJob, InvalidValue, UnknownRun
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.prompts.arguments import NOT_TEXT
-from jobs.runs.control import Cancelled, cancel_run, describe_again, submit_run
+from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, describe_again, retry_run, submit_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
@@ -56,7 +56,7 @@ def submit(
     input: Any,
     output: str | os.PathLike[str],
     *,
-    queue: str = "bulk",
+    queue: str = DEFAULT_QUEUE,
     connection: Redis | None = None,
     input_folder: str | os.PathLike[str] | None = None,
     **arguments: Any,
@@ -162,6 +162,12 @@ class Run:
         """Return the first rows that have an error, of the parts that are there. Raises as `table`, but may be
         unfinished."""
         return self._reader("errors").errors(limit)[1]
+
+    def retry(self, output: str | os.PathLike[str]) -> Run:
+        """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
+        target = os.fspath(output)
+        run = retry_run(self._connection, self._reader("retry").plan, target)
+        return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun, RunBusy or

@@ -66,7 +66,7 @@ DIFFERENT, NOT_VERIFIED = 1, 2
 _COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
 equal      {rows_equal:,}
 different  {rows_different:,}
-left out   {rows_not_compared:,}, which the run has an error for"""
+left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_other_models:,} of other models"""
 
 
 @click.command()

@@ -16,9 +16,11 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import table
+from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, UnknownRun
+from jobs.runs.control import retry_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
@@ -40,17 +42,29 @@ FOLLOW_EVERY_S = 1.0
 @click.command()
 @click.argument("run")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
+@click.option("--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked.")
+@click.option("--wait", is_flag=True, help="With --retry: show progress until the new run has ended.")
 @json_option
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool) -> None:
+def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, wait: bool, as_json: bool) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
     They are read from the parts where the folder is on this machine, or in a store whose keys are in the
     environment; else Redis' reasons are told.
     """
+    if wait and retry is None:
+        raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
         found, folder = _folder_of(connection, run)
+        if retry is not None:
+            new = retry_run(connection, _reader_of(found, folder).plan, retry)
+            if wait:
+                click.echo(new)
+                wait_for_end(connection, new)
+            else:
+                await_plan(connection, new)
+            return
         snapshot = None
         with suppress(UnknownRun):
             snapshot = read_planned(connection, found)
@@ -86,10 +100,7 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
-        reader, why = folder_reader(folder)
-        if reader is None:
-            missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
-            raise RunNotHere(found, folder or "its output", missing)
+        reader = _reader_of(found, folder)
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -160,6 +171,15 @@ def folder_reader(folder: str | None) -> tuple[FolderReader | None, str]:
         if not is_stored(folder):
             raise
         return None, str(error)
+
+
+def _reader_of(run: str, folder: str | None) -> FolderReader:
+    """Return what reads a run's folder. Raises RunNotHere."""
+    reader, why = folder_reader(folder)
+    if reader is None:
+        missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
+        raise RunNotHere(run, folder or "its output", missing)
+    return reader
 
 
 def _tell_not_here(run: str, why: str) -> None:

@@ -181,6 +181,15 @@ _OUTPUT = (
     _option(
         "--max-errors", "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%."
     ),
+    _option(
+        "--reuse",
+        "Take the answers of an earlier run, by its output: compute what it has not answered.",
+        metavar="OLD",
+        multiple=True,
+    ),
+    _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
+    _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
+    _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
     _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),

@@ -164,6 +164,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
+            *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
             *_why(snapshot),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,20 +16,24 @@ from redis.client import Pipeline
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
-from jobs.errors import PlanningUnderWay
+from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
 from jobs.runs.output import RunOutput
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.earlier_jobs import EarlierJob, read_earlier
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
+
+#: Where runs go that name no queue.
+DEFAULT_QUEUE = "bulk"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
@@ -78,6 +83,21 @@ def submit_run(
         state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
     list_in_index(connection, run)
     return run
+
+
+def retry_run(connection: Redis, plan: Plan, output: str) -> str:
+    """Submit a run again into another output, which takes the answers of the first one; return the new run's id.
+
+    Queue, webhook and function are those of the last submission that Redis knows. Raises as submit_run.
+    """
+    facts: Mapping[str, str] = {}
+    with suppress(UnknownRun):
+        facts = RunState(connection, plan.run).facts()
+    calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
+    own = {name: value for name, value in plan.spec.to_json().items() if value is not None}
+    before = [each["output"] for each in plan.reused.runs] if plan.reused and plan.spec.only_new else []
+    own |= {"output": output, "reuse": [plan.spec.output, *before], "model": plan.model.fingerprint, **calls}
+    return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
 
 
 def describe_again(connection: Redis, output: RunOutput) -> bool:

@@ -33,6 +33,9 @@ _NOT_ASKED = frozenset(
 _OF_PROMPTS = frozenset(["defaults", "template_format"])
 
 
+NO_KEYS: Keys = np.empty((0, 2), np.uint64)
+
+
 class RowKeys:
     """The keys of a run's rows. before: what is asked before all rows. check: the version of its check's function."""
 

@@ -21,6 +21,7 @@ from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_end, tell_shards_failed
 from jobs.runs.plans.names import (
+    KEYS,
     MANIFEST,
     REPORT,
     SUCCESS,
@@ -231,7 +232,7 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its file in place."""
-        for folder in {self._path, self._parts_path}:
+        for folder in {self._path, self._parts_path, self.path(KEYS)}:
             for name in self.storage.names(folder):
                 if name.startswith(TEMPORARY_PREFIX):
                     self.storage.remove(os.path.join(folder, name))

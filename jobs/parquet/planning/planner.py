@@ -13,6 +13,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import MissingColumn, OutputHoldsAnotherRun, RunOfAnotherModel
 from jobs.parquet.asks.labels import content_free
+from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
@@ -24,6 +25,7 @@ from jobs.parquet.planning.planned_input import check_as_planned
 from jobs.parquet.planning.reusing import with_reused
 from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.key_file import write_keys
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
@@ -81,7 +83,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
     if missing and plan.rows == 0:
-        _publish_empty_part(folder, inputs, context.model)
+        _publish_empty_part(folder, inputs, context)
         missing = []
     if missing:
         state.unmark_finished()
@@ -175,15 +177,16 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
         raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
 
 
-def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -> None:
+def _publish_empty_part(folder: RunFolder, inputs: Inputs, context: JobContext) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
-    now = time.time()
+    now, model = time.time(), context.model
     stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, times=(now, now), model=model)
     temporary, spec = folder.temporary_part(0), folder.plan.spec
     schema = output_schema(inputs.schema, spec, embedding_size=embedding_size(spec, model))
     folder.make_parts_folder()
     try:
         write_part(folder.storage, temporary, schema, [], stats)
+        write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
         folder.publish(temporary, 0)
     finally:
         folder.storage.remove(temporary)

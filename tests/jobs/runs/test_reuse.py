@@ -99,12 +99,10 @@ def test_a_template_that_changes_some_rows_asks_these(runs: Runs) -> None:
     assert sorted(asked) == ["p1!", "p3!", "p5!"]
 
 
-@pytest.mark.parametrize(
-    "other", [{"sampling": {**GREEDY, "max_tokens": 3}}, {"sampling": {**GREEDY, "seed": 3}}, {"sampling": {**GREEDY, "n": 2}}]
-)
+@pytest.mark.parametrize("other", [{"max_tokens": 3}, {"seed": 3}, {"n": 2}])
 def test_what_is_asked_otherwise_is_computed(runs: Runs, old: Path, other: dict[str, Any]) -> None:
     asked = Asked()
-    runs.plan(output=runs.output.parent / "new", reuse=[str(old)], **{"sampling": GREEDY, **other})
+    runs.plan(output=runs.output.parent / "new", reuse=[str(old)], sampling={**GREEDY, **other})
     runs.work(asked)
     assert len(asked.prompts) == 6
 
