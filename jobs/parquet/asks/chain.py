@@ -24,12 +24,12 @@ class Chain(Ask):
     def __init__(self, spec: RunSpec, seed: int) -> None:
         self.steps, self.seed = spec.steps, seed
         self.sources = [step_source(step, spec.defaults) for step in spec.steps]
-        self.prompts = [Generated(step.sampling, step.chat, step.is_chat) for step in spec.steps]
+        self.prompts = [Generated(spec, step.sampling, step.chat, step.is_chat) for step in spec.steps]
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         columns = [(column, name) for step in spec.steps for column, name in step.columns.items()]
-        return [*(answer_field(name).with_name(column) for column, name in columns), *ROW_FIELDS]
+        return [*(answer_field(name, spec).with_name(column) for column, name in columns), *ROW_FIELDS]
 
     def is_greedy(self, row: Row) -> bool:
         return all(prompt.is_greedy(row) for prompt in self.prompts)

@@ -20,7 +20,7 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
 from jobs.parquet.outputs.output_file import failed_rows, open_part
-from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, write_part
+from jobs.parquet.outputs.part import OWN_KEYS, answer_column, answer_fields, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.rows_task import AgainTask, opened_folder
 from jobs.parquet.tables.columns import ColumnChoice
@@ -141,7 +141,7 @@ class RetryWork(AgainTask):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 if name in ours and places:
                     values = [answers[row + n].column(ours[name]) for n in places]
-                    column = _replaced(column, places, pa.array(values, column.type))
+                    column = _replaced(column, places, answer_column(values, column.type).combine_chunks())
                 arrays.append(column)
             yield pa.RecordBatch.from_arrays(arrays, schema=batch.schema.remove_metadata())
             row += batch.num_rows

@@ -150,7 +150,7 @@ class ShardWork(RowsTask):
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
-    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
         for batch in reader.read(self._shard, self._context.check_interrupted):
             batch = self._with_added(split_problems(batch)[0])

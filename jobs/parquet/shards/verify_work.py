@@ -6,6 +6,8 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
@@ -20,7 +22,7 @@ from jobs.runs.plans.formats import OPENAI_BATCH
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
 
 #: Follows what else is computed at the time.
-_NOT_COMPARED = {"cached_tokens", "probability", "probabilities", "margin"}
+_NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 
 
 class VerifyWork(AgainTask):
@@ -34,8 +36,8 @@ class VerifyWork(AgainTask):
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
         self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
-        names = [field.name for field in answer_fields(plan.spec)]
-        self._columns = [name for name in names if name not in _NOT_COMPARED]
+        fields = [field for field in answer_fields(plan.spec) if field.name not in _NOT_COMPARED]
+        self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
         columns = {name: plan.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         for shard in plan.shards_of(self._sample):
@@ -65,6 +67,13 @@ class VerifyWork(AgainTask):
             "columns": self._columns,
             "differences": differences[:MAX_DIFFERENCES],
         }
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    """Whether a value holds probabilities, in a map or in structs."""
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_nested(kind))
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:

@@ -13,6 +13,7 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
@@ -115,7 +116,7 @@ MAX_STEPS = 20
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 
 #: What the longest name of a column of a prompt's ends with.
-LONGEST = "_finish_reason"
+LONGEST = "_prompt_logprobs"
 
 
 def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
@@ -125,6 +126,7 @@ def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
         "finish_reason": True,
         "reasoning": sampling.get("separate_reasoning"),
         "tool_calls": chat.has_tools,
+        **{name: sampling.get(name) is not None for name in LOGPROBS},
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
