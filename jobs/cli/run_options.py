@@ -114,8 +114,8 @@ _PROMPT = (
     _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
     _option(
         "--labels",
-        "Give the probability of each of these labels, such as yes,no, instead of generating; or as "
-        'JSON: ["yes, please", " no"].',
+        "Give the probability of each of these labels, such as yes,no, instead of generating, behind the last "
+        'of several prompts; or as JSON: ["yes, please", " no"].',
         callback=label_list,
     ),
     _option(

@@ -191,7 +191,8 @@ class RunSpec:
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
+        from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
+        return make_steps(self.prompts, self.sampling, parse, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:

@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engine import Engine, EngineConfig
+from jobs.client import run_arguments
 from jobs.context.answers import ENTRY_BYTES, AnswerMemo
 from jobs.errors import InvalidJob
 from jobs.parquet.asks import generate
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
-from tests.engine.checkpoints import SHAPES, make_checkpoint, pool_bytes
 from tests.engine.reference import Reference
-from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task, shard_of
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shard_of
+from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
-from worker.stock_worker import drive
+from tests.jobs.parquet.conftest import Ask
 
 CLOSE = 1e-4
 TEXTS = ["The quick brown", "Numbers: 0 1", None, "ü", "The quick brown"]
@@ -38,43 +37,14 @@ KIND = pa.list_(pa.list_(pa.struct(ENTRY)))
 Score = Callable[..., pa.Table]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[0])
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[Engine]:
-    values: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": pool_bytes(SHAPES[0], 64), "max_model_len": 200}
-    with Engine(EngineConfig(str(checkpoint), **values)) as built:
-        yield built
-
-
 @pytest.fixture
-def ask(engine: Engine, make_context: MakeContext) -> Callable[..., Any]:
-    """Runs a job to its end, as RQ's own worker does."""
-
-    def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        task = opened_task(make_context(), name, args, kwargs)
-        try:
-            drive(task, engine)
-            return task.result()
-        finally:
-            task.close()
-
-    return run
-
-
-@pytest.fixture
-def score(runs: Runs, ask: Callable[..., Any], tmp_path: Path) -> Score:
+def score(runs: Runs, compute: Callable[[], None], tmp_path: Path) -> Score:
     """Runs a file to its end and returns the output."""
     pq.write_table(pa.table({"id": range(len(TEXTS)), "prompt": TEXTS}), runs.source)
 
     def run(out: str = "out", sampling: Any = None, **arguments: Any) -> pa.Table:
         runs.plan(output=tmp_path / out, sampling={**GREEDY, **BOTH} if sampling is None else sampling, **arguments)
-        for job in runs.jobs:
-            ask(job.func_name, *job.args, **job.kwargs)
-            job.delete()
+        compute()
         assert (tmp_path / out / "_SUCCESS").exists()
         return None if "single_file" in arguments else pq.read_table(tmp_path / out)
 
@@ -112,7 +82,7 @@ def check_position(
 
 
 def test_columns_have_what_a_job_has_and_transformers_give(
-    score: Score, ask: Callable[..., Any], truth: Callable[[list[int]], torch.Tensor], tokenizer: Any
+    score: Score, ask: Ask, truth: Callable[[list[int]], torch.Tensor], tokenizer: Any
 ) -> None:
     table = score()
     added = ["completion", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "error"]
@@ -298,4 +268,6 @@ def test_the_command_line_takes_them(invoke: Invoke, runs: Runs) -> None:
     result = invoke("submit", runs.source, runs.output, *options)
     assert result.exit_code == 0, result.output
     kwargs = runs.jobs[0].kwargs
-    assert (kwargs["sampling"], kwargs["logprob_type"]) == ({"logprobs": 5, "prompt_logprobs": 0}, "float16")
+    asked = {"logprobs": 5, "prompt_logprobs": 0}
+    assert (kwargs["sampling"], kwargs["logprob_type"]) == (asked, "float16")
+    assert run_arguments(asked) == {"sampling": asked}
