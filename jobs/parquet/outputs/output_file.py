@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import pyarrow as pa
@@ -185,8 +186,8 @@ def _sayable(column: pa.Array) -> pa.Array:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, Real):  # pyarrow before 21 gives numpy's for float16
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):
