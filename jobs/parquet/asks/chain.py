@@ -11,6 +11,7 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, hashed_seed, row_seed
 from jobs.parquet.asks.generate import Generated, answer_field
+from jobs.parquet.asks.labels import LABEL_FIELDS, Scored
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import step_source
 from jobs.parquet.tables.row_values import RowProblem
@@ -24,12 +25,17 @@ class Chain(Ask):
     def __init__(self, spec: RunSpec, seed: int) -> None:
         self.steps, self.seed = spec.steps, seed
         self.sources = [step_source(step, spec.defaults) for step in spec.steps]
-        self.prompts = [Generated(step.sampling, step.chat, step.is_chat) for step in spec.steps]
+        self.prompts = [
+            (Scored if step.is_scored else Generated)(spec, step.sampling, step.chat, step.is_chat)
+            for step in spec.steps
+        ]
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        labels = {field.name: field for field in LABEL_FIELDS}
         columns = [(column, name) for step in spec.steps for column, name in step.columns.items()]
-        return [*(answer_field(name).with_name(column) for column, name in columns), *ROW_FIELDS]
+        own = ((labels.get(name) or answer_field(name, spec)).with_name(column) for column, name in columns)
+        return [*own, *ROW_FIELDS]
 
     def is_greedy(self, row: Row) -> bool:
         return all(prompt.is_greedy(row) for prompt in self.prompts)

@@ -1,6 +1,7 @@
 """A part: the output file of one shard, with statistics in its footer."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -89,25 +90,32 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     return [*own, pa.field(REUSED, pa.string())] if spec.reused_column else own
 
 
-def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:
+def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
     """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
     fields = answer_fields(spec)
     num_kept = len(schema) - len(fields)
     kept = [batch.column(name) for name in schema.names[:num_kept]]
     added = [
-        pa.array([answer.column(field.name) for answer in answers], schema.field(number).type)
+        answer_column([answer.column(field.name) for answer in answers], schema.field(number).type)
         for number, field in enumerate(fields, num_kept)
     ]
-    return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
+    return pa.Table.from_arrays([*kept, *added], schema=schema)
+
+
+def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    """Return values as a column; of arrays that hold a value each, without a copy."""
+    if any(isinstance(each, pa.Array) for each in values):
+        return pa.chunked_array([pa.nulls(1, kind) if each is None else each for each in values], kind)
+    return pa.chunked_array([pa.array(values, kind)])
 
 
 def write_part(
-    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], stats: PartStats
+    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
 ) -> None:
     """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
     with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
-            writer.write_batch(batch)
+            writer.write(batch)
         writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
 
 

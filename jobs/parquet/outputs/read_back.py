@@ -82,10 +82,10 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        """Return the output's columns that hold answers, and why there is none; nothing of single tokens."""
         prefix = self.plan.spec.output_prefix
         names = [field.name for field in answer_fields(self.plan.spec)]
-        return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
+        return [f"{prefix}{name}" for name in names if not name.endswith(("_tokens", "logprobs"))]
 
     @property
     def prompt_columns(self) -> list[str]:

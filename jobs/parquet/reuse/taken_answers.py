@@ -107,8 +107,12 @@ def taken_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, Taken]:
     found = {}
     with closing(TableReading(storage, path)) as file:
         for batch in file.batches():
-            for values in batch.to_pylist():
+            # What a row has many of stays Arrow's.
+            large = [field.name for field in batch.schema if _holds_structs(field.type)]
+            for number, values in enumerate(batch.drop_columns(large).to_pylist()):
                 row, mark, source = (values.pop(field.name) for field in BESIDE)
+                slices = {name: batch.column(name).slice(number, 1) for name in large}
+                values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
                 found[row] = Taken(_answer({**values, "reused": source}), mark)
     return found
 
@@ -123,6 +127,12 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     }
     columns = {name: _compact(each) for name, each in values.items() if name not in _OWN}
     return Answer(**{"completion": None, "completion_tokens": 0, "columns": columns, **own})
+
+
+def _holds_structs(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_struct(kind))
 
 
 def _compact(value: Any) -> Any:

@@ -147,7 +147,7 @@ class ShardWork(RowsTask):
         keys[[answer.error is not None for answer in answers]] = 0
         write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
 
-    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
         for batch in reader.read(self._shard, self._context.check_interrupted):
             batch = self._with_added(split_problems(batch)[0])

@@ -9,6 +9,8 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
@@ -33,7 +35,7 @@ from jobs.runs.plans.plan import Plan
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
 
 #: Follows what else is computed at the time.
-_NOT_COMPARED = {"cached_tokens", "reused", "probability", "probabilities", "margin"}
+_NOT_COMPARED = {"cached_tokens", "reused", "probability", "margin"}
 
 
 class VerifyWork(RowsTask):
@@ -49,8 +51,8 @@ class VerifyWork(RowsTask):
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
         self._num_of_others = 0
         self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
-        names = [field.name for field in answer_fields(plan.spec)]
-        self._columns = [name for name in names if name not in _NOT_COMPARED]
+        fields = [field for field in answer_fields(plan.spec) if field.name not in _NOT_COMPARED]
+        self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
         columns = {name: plan.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
@@ -122,6 +124,13 @@ def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[i
     found, first = read_keys(storage, plan, shard)[0], plan.first_row(shard)
     own = found ^ model_mark(plan.model.fingerprint)
     return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    """Whether a value holds probabilities, in a map or in structs."""
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_nested(kind))
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:

@@ -7,6 +7,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.arguments import text_problem
+from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 
 
 def column_name(argument: str, value: Any) -> str:
@@ -115,7 +116,22 @@ def sampling_columns(value: Any) -> dict[str, str]:
             raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", brief(name))
         if name == "n":
             raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
+        if name in RESPONSE_NAMES:
+            raise InvalidJob(f"{name} cannot come from a column: the output has the same columns for all rows")
     return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}
+
+
+#: How exactly log probabilities are written; the first by default.
+LOGPROB_TYPES = ("float32", "float16")
+
+
+def logprob_type(value: Any) -> str:
+    """Return the type of log probabilities. Raises InvalidValue."""
+    if value is None:
+        return LOGPROB_TYPES[0]
+    if value not in LOGPROB_TYPES:
+        raise InvalidValue("logprob_type is {}, expected 'float32' or 'float16'", brief(value))
+    return str(value)
 
 
 def defaults(value: Any, has_template: bool) -> dict[str, str]:

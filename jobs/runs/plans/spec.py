@@ -18,7 +18,7 @@ from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
-from jobs.prompts.response_options import refuse_response_options
+from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import embedding_options
 from jobs.runs.plans import option_checks as checks
@@ -79,6 +79,7 @@ class RunSpec:
     model_alias: list[str] | None = None
     only_new: bool = False
     reused_column: str | None = None
+    logprob_type: str = checks.LOGPROB_TYPES[0]
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
@@ -137,6 +138,7 @@ class RunSpec:
             model_alias=checks.model_alias(get("model_alias"), is_batch),
             only_new=checks.truth("only_new", get("only_new")),
             reused_column=checks.optional_column("reused_column", get("reused_column")),
+            logprob_type=checks.logprob_type(get("logprob_type")),
             labels=None if get("labels") is None else parse_labels(get("labels")),
             calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
             **checks.repairs(given),
@@ -193,7 +195,8 @@ class RunSpec:
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
+        from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
+        return make_steps(self.prompts, self.sampling, parse, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -219,7 +222,9 @@ class RunSpec:
 
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
-    _ = spec.steps  # raises where they cannot be
+    values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
+    if options.get("logprob_type") and not any(name in each for each in values for name in LOGPROBS):
+        raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
     check_num_labels(spec.labels, spec.rows_per_shard)
     check_nothing_generated(spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat)
     check_run_repairs(
@@ -289,7 +294,7 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
-    refuse_response_options(sampling)
+    sampling = run_values(sampling)
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

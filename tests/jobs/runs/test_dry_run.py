@@ -14,7 +14,7 @@ from redis import Redis
 
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
-from jobs.runs.watching.dry_run import NUM_TRIED, estimate
+from jobs.runs.watching.dry_run import NUM_TRIED, estimate, trial_of
 from jobs.runs.watching.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
@@ -176,3 +176,10 @@ def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
     begun = [prompt.partition("prompt") for prompt in asked.difference(prompts)]
     assert len({beginning for beginning, _, _ in begun}) == 6, "two tries each"
     assert {f"prompt{rest}" for _, _, rest in begun} == set(prompts)
+
+
+def test_log_probabilities_are_asked_by_the_names_of_each_job() -> None:
+    asked = {"prompt": "a", "is_chat": False, "sampling": {"logprobs": 0, "prompt_logprobs": 2}}
+    assert trial_of(asked, None).kwargs == {"prompt": "a", "logprobs": 0, "prompt_logprobs": 2}
+    of_chat = trial_of({**asked, "is_chat": True}, None).kwargs
+    assert of_chat == {"messages": "a", "logprobs": True, "top_logprobs": 0, "prompt_logprobs": 2}
