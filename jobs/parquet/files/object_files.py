@@ -164,11 +164,12 @@ class ObjectFiles:
         try:
             if found is None or found["size"] <= MAX_COPY_BYTES:
                 self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
-            elif self._head(target) is None:  # of two that look at once, the second replaces what the first has put
-                chunks = self._chunks(temporary, found["size"])
-                self._make_once(target, lambda: _put_chunks(store, key, chunks))
-            else:
+            elif self._head(target) is not None:
                 return False
+            else:  # of two that look at once, the second replaces what the first has put
+                with self.open_input(temporary) as whole, self.open_output(target) as sink:
+                    while chunk := whole.read(CHUNK_BYTES):
+                        sink.write(chunk)
         except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
             return False
         except FileNotFoundError:
@@ -183,11 +184,6 @@ class ObjectFiles:
         if self._head(path) is not None:  # or a bucket with versions would note that it is gone
             with suppress(FileNotFoundError):
                 self._make(path, lambda: obstore.delete(store, key))
-
-    def _chunks(self, path: str, size: int) -> Iterator[bytes]:
-        with self.open_input(path) as source:
-            while source.tell() < size:
-                yield source.read(CHUNK_BYTES)
 
     def _put(self, path: str, contents: bytes) -> None:
         store, key = self._place(path)
@@ -231,7 +227,3 @@ class ObjectFiles:
 
 def _nanoseconds(found: Any) -> int:
     return int(found["last_modified"].timestamp() * 1e9)
-
-
-def _put_chunks(store: Any, key: str, chunks: Iterator[bytes]) -> None:
-    obstore.put(store, key, chunks, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)

@@ -86,7 +86,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         _publish_empty_part(folder, inputs, context)
         missing = []
     if missing:
-        state.unmark_finished()
+        state.unmark_finished(folder.has_success)
         context.check_interrupted()
         num_bytes = _convert(context, folder, missing)
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows it is

@@ -213,15 +213,19 @@ class RunState(RecordedParts):
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
 
-    def unmark_finished(self) -> None:
-        """Take a mark away that the folder does not bear out: an earlier folder of the run had it. Raises RunBusy."""
+    def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
+        """Take a mark away that the folder does not bear out, such as an earlier folder's. Raises RunBusy.
+
+        has_ended: looks there. Whoever ends the run meanwhile sets the mark behind that look, and it stays.
+        """
 
         def unmark(pipe: Pipeline) -> None:
-            pipe.multi()
-            pipe.hdel(self._key, "finished")
-            pipe.execute()
+            if pipe.hexists(self._key, "finished") and not has_ended():
+                pipe.multi()
+                pipe.hdel(self._key, "finished")
+                pipe.execute()
 
-        self._change(unmark)
+        self._change(unmark, self._key)
 
     # Who may write
 

@@ -132,6 +132,18 @@ def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(s3: S3, context
     assert s3.get("data/out/part-00000.parquet") == before
 
 
+def test_what_a_store_does_not_copy_at_once_is_put_in_place_once(
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "MAX_COPY_BYTES", 3)
+    storage = Storage.of(context)
+    for contents, is_first in ((b"first", True), (b"second", False)):
+        with storage.open_output(f"{ROOT}/_tmp.x") as sink:
+            sink.write(contents)
+        assert storage.publish(f"{ROOT}/_tmp.x", f"{ROOT}/large") is is_first
+    assert s3.get("data/large") == b"first"
+
+
 @pytest.mark.parametrize("lost", ["part-00001.parquet", "output.jsonl"])
 def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(s3: S3, context: JobContext, lost: str) -> None:
     s3.put_rows("data/in.parquet", rows(6))
