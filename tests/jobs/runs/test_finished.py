@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from jobs import errors
-from jobs.runs.plans.names import PARTS, part_name
+from jobs.runs.plans.names import KEYS, PARTS, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import run_task
@@ -49,7 +49,8 @@ class Site(Executions):
         ]
         found = self.files()
         parts = {f"{PARTS}/{part_name(shard)}" for shard in range(SHARDS)}
-        assert found.keys() == {".", PARTS, "_plan.json", "_SUCCESS", *MADE, *parts}
+        keys = {f"{KEYS}/part-{shard:05d}.bin" for shard in range(SHARDS)}
+        assert found.keys() == {".", PARTS, KEYS, "_plan.json", "_SUCCESS", *MADE, *parts, *keys}
         return found
 
 

@@ -14,7 +14,7 @@ from redis.lock import Lock
 from jobs.common.keys import run_lock_key
 from jobs.errors import RunBusy, RunCancelled
 from jobs.parquet.files.storage import Storage
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -22,7 +22,7 @@ from tests.jobs.answering import run_task, shout
 from tests.jobs.killing import RECOVERIES, Executions, Fuse, finish, recover, run_until_killed
 from tests.jobs.local_runs import Runs
 
-ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+ENDED = {"_keys", "_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 ROWS = 5
 
 
@@ -134,8 +134,11 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
     monkeypatch.setattr(os, "link", note_link)
     site.plan()
     site.runs.work()
-    names = [PLAN, *map(part_name, range(3)), "_report.html", "_manifest.json"]
-    steps = [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]
+    keys = [(keys_name(shard).rpartition("/")[2], "_keys") for shard in range(3)]
+    parts = [(part_name(shard), "out") for shard in range(3)]
+    written = [(PLAN, "out"), *(each for pair in zip(keys, parts, strict=True) for each in pair)]
+    written += [("_report.html", "out"), ("_manifest.json", "out")]
+    steps = [step for name, folder in written for step in (("sync", name), ("name", name), ("sync", folder))]
     assert calls == [*steps, ("sync", "out")]  # and the folder of the empty mark
 
 

@@ -159,6 +159,8 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
 
     def link_and_move(*names: Any, **options: Any) -> None:
         link(*names, **options)
+        if names[1] != part_name(0):
+            return
         runs.output.rename(moved)
         shutil.copytree(moved, runs.output, ignore=lambda *_: [part_name(0)])  # another one of the same name
 
@@ -167,4 +169,4 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
         with pytest.raises(errors.PathSwapped, match=r"moved away"):
             work.result()
     work.close()
-    assert os.listdir(moved) == [PLAN]
+    assert sorted(os.listdir(moved)) == ["_keys", PLAN]
