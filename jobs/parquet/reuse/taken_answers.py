@@ -126,7 +126,8 @@ def _answer(values: Mapping[str, Any]) -> Answer:
         name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
     }
     columns = {name: _compact(each) for name, each in values.items() if name not in _OWN}
-    return Answer(**{"completion": None, "completion_tokens": 0, "columns": columns, **own})
+    absent = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
+    return Answer(**{**absent, **own, "columns": columns})
 
 
 def _holds_structs(kind: pa.DataType) -> bool:

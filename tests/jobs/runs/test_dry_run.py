@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs.cli.trial_commands import dry_run_lines
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.runs.watching.dry_run import NUM_TRIED, estimate, trial_of
 from jobs.runs.watching.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import MakeContext
 
 BLOCK = 16
@@ -116,6 +117,17 @@ def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeCon
     assert found["cached_tokens"] == 4 * 32, "two blocks of 16 of each prompt but the first"
     drawn = survey(context, tmp_path / "in.parquet", rows_per_shard=3)
     assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
+
+
+def test_rows_that_an_earlier_run_has_answered_cost_nothing(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
+    source, old = tmp_path / "in.parquet", tmp_path / "old"
+    pq.write_table(pa.table({"prompt": ["aa", "bb", "cc"]}), source)
+    score_parquet(context(), str(source), str(old))
+    work_off(redis, context)
+    pq.write_table(pa.table({"prompt": ["new", "cc", "aa", "newer"]}), source)
+    found = survey(context, source, reuse=[str(old)])
+    assert (found["rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (4, 2, 2, 8)
+    assert "2 are answered by earlier runs" in dry_run_lines(found, estimate(found, answering(context, shout)), None)[0]
 
 
 def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from redis import Redis
 
+from jobs import client
 from jobs.errors import CannotReuse, InvalidJob, PathOutsideRoots
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, shout
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 GREEDY = {"temperature": 0.0}
@@ -255,3 +258,48 @@ def test_all_rows_answered_before_make_an_empty_run_of_new_rows(runs: Runs, old:
     runs.write(["a", "b"])
     rows, asked, manifest = new_run(runs, only_new=True)
     assert (rows, asked, manifest["rows"]) == ([], [], 0)
+
+
+def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
+    new, third = (runs.output.parent / name for name in ("new", "third"))
+    told = invoke("errors", old, "--retry", new)
+    assert told.exit_code == 0, told.output
+    runs.work()
+    runs.work(asked := Asked())
+    assert asked.prompts == [BAD]
+    plans = [json.loads((folder / "_plan.json").read_text()) for folder in (old, new)]
+    assert plans[0]["seed"] == plans[1]["seed"]
+    assert plans[0]["arguments"] == {**plans[1]["arguments"], "output": str(old)}
+    again = client.run(new, connection=redis).retry(third)
+    runs.work()
+    runs.work(asked := Asked())
+    assert (asked.prompts, again.status().rows_reused) == ([BAD], 5)
+    assert "reused   5 rows of earlier runs" in invoke("status", third).stdout
+    assert "--wait is for --retry" in invoke("errors", old, "--wait").output
+
+
+def test_options_of_the_command_reach_the_plan(runs: Runs, old: Path, invoke: Invoke) -> None:
+    runs.write(["a", "x"])
+    new = runs.output.parent / "new"
+    options = ["--reuse", old, "--only-new", "--reused-column", "from", "--temperature", 0]
+    assert invoke("submit", runs.source, new, *options).exit_code == 0
+    runs.work()
+    runs.work(asked := Asked())
+    assert asked.prompts == ["x"]
+    assert pq.read_table(new).to_pylist()[0]["from"] is None
+
+
+def test_rows_of_another_model_are_left_out_of_a_verification(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = runs.context
+    monkeypatch.setattr(runs, "context", lambda: replace(make(), model=replace(make().model, fingerprint="another")))
+    runs.write(["a", "b", "x"])
+    new = runs.output.parent / "new"
+    run = runs.plan(output=new, sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)["run"]
+    runs.work()
+    before = state_of(new)
+    arguments = {"run": run, "plan": str(new / "_plan.json"), "sample": "100%"}
+    found = run_task(runs.context(), "jobs.verify_rows", **arguments)
+    assert (found["rows_checked"], found["rows_equal"], found["rows_of_other_models"]) == (1, 1, 2)
+    assert state_of(new) == before
