@@ -34,7 +34,7 @@ def whole_run(shards: int) -> set[str]:
         "_plan.json",
         "_report.html",
         *(f"part-{n:05d}.parquet" for n in range(shards)),
-        *(f"_keys/part-{n:05d}.bin" for n in range(shards)),
+        *(f"_keys/_part-{n:05d}.bin" for n in range(shards)),
     }
 
 

@@ -19,7 +19,8 @@ PARTS = "_parts"
 #: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
 
-#: Where the keys of the parts' rows lie, by which later runs find the answers.
+#: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
+#: reads files of folders that do.
 KEYS = "_keys"
 
 #: Where planning puts the answers that are taken from earlier runs.
@@ -40,12 +41,12 @@ def part_name(shard: int) -> str:
 
 def keys_name(shard: int) -> str:
     """Return the name, below the run's folder, of the keys of a part's rows."""
-    return f"{KEYS}/part-{shard:05d}.bin"
+    return f"{KEYS}/_part-{shard:05d}.bin"
 
 
 def kept_name(file: int) -> str:
     """Return the name, below the run's folder, of which rows of an input file a run of new rows has."""
-    return f"{KEYS}/rows-{file:05d}.bin"
+    return f"{KEYS}/_rows-{file:05d}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:

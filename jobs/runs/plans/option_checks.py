@@ -73,6 +73,12 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def reused(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run does with rows that earlier ones have answered, as fields of a RunSpec. Raises InvalidJob."""
+    column = optional_column("reused_column", options.get("reused_column"))
+    return {"only_new": truth("only_new", options.get("only_new")), "reused_column": column}
+
+
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 

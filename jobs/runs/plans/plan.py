@@ -163,7 +163,7 @@ class Plan:
     def reused_path(self, shard: int) -> str:
         """Return where answers for a shard's rows are that were taken from earlier runs."""
         assert self.reused is not None
-        return os.path.join(self.spec.output, REUSED, f"{self.reused.name}.{part_name(shard)}")
+        return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
     @property
     def converted_folder(self) -> str:

@@ -49,7 +49,7 @@ class Site(Executions):
         ]
         found = self.files()
         parts = {f"{PARTS}/{part_name(shard)}" for shard in range(SHARDS)}
-        keys = {f"{KEYS}/part-{shard:05d}.bin" for shard in range(SHARDS)}
+        keys = {f"{KEYS}/_part-{shard:05d}.bin" for shard in range(SHARDS)}
         assert found.keys() == {".", PARTS, KEYS, "_plan.json", "_SUCCESS", *MADE, *parts, *keys}
         return found
 

@@ -162,7 +162,7 @@ def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: R
     for job in runs.jobs[:3]:
         runs.run(job)
     (runs.output / "part-00001.parquet").write_bytes(b"damaged")
-    (runs.output / "_keys" / "part-00002.bin").write_bytes(b"damaged too")
+    (runs.output / "_keys" / "_part-00002.bin").write_bytes(b"damaged too")
     for job in runs.jobs:
         job.delete()
     _, asked, manifest = new_run(runs)
