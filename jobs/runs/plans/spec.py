@@ -109,8 +109,6 @@ class RunSpec:
             _check_template(template, form, rows)
         if is_batch:
             checks.check_batch(given)
-        if get("keep") is not None and get("drop") is not None:
-            raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
         is_chat = messages_column is not None or isinstance(template, list) or has_prompts
         task = embedding_options.task(get("task"))
@@ -221,6 +219,8 @@ class RunSpec:
 
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
+    if spec.keep is not None and spec.drop is not None:
+        raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
     if options.get("logprob_type") and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
