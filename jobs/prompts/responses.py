@@ -247,6 +247,7 @@ class FailedCompletion:
     finish_reason: str = "error"
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_continued: int = 0
     logprobs: None = None
     prompt_logprobs: None = None
     reasoning: None = None

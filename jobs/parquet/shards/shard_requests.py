@@ -1,34 +1,54 @@
 """From a shard's rows to the requests they need, and from completions back to rows."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import attrgetter
+from types import MappingProxyType
+from typing import NamedTuple
 
 from jobs.context.answers import Answer, AnswerMemo
+from jobs.context.under_way import UnderWay
 from jobs.parquet.asks.ask import Ask, Asked
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.tasks import Completion, Request
 
+_NONE_KNOWN: Mapping[int, Answer] = MappingProxyType({})
+
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered."""
+    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered.
+
+    num_requests: that it has led to. delivered: what each got, by its place among them. num_tokens: generated for that.
+    so_far: the tokens that the others had elsewhere.
+    """
 
     row: Row | None
     rows: list[int]
     key: bytes | None
     asked: Asked | None = None
-    num_sent: int = 0
+    num_requests: int = 0
+    delivered: dict[int, Sequence[Completion]] = field(default_factory=dict)
+    num_tokens: int = 0
+    so_far: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+
+
+class Answered(NamedTuple):
+    """Rows with one answer, and the tokens generated for it."""
+
+    rows: Sequence[int]
+    num_tokens: int
+    answer: Answer
 
 
 class ShardRequests:
     """Holds one answer for each row.
 
     number_of: gives the number in the run of a row, counted within the shard. run, memo: where the answers of
-    other shards are. let_go: told of each row whose texts are not held here any more.
+    other shards are. let_go: told of each row whose texts are not held here any more. known: answers that rows have.
 
     Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
     and not at all where another shard of the run, on the same worker, has it. A row that another shard is at comes
@@ -44,23 +64,26 @@ class ShardRequests:
         run: str = "",
         memo: AnswerMemo | None = None,
         let_go: Callable[[Row], None] = lambda row: None,
+        known: Mapping[int, Answer] = _NONE_KNOWN,
     ) -> None:
         self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
         self._answers = [ask.failed(str(row)) if isinstance(row, RowProblem) else None for row in rows]
         # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
         self._sent: list[tuple[_Group, int, int] | None] = []
-        self._following: deque[tuple[_Group, Request]] = deque()
+        self._following: deque[tuple[_Group, int, Request]] = deque()
+        self._open: dict[int, _Group] = {}  # groups under way, by their first rows
+        self.answered: list[Answered] = []
         self._begun: set[bytes] = set()
         self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
         self.rows_open = 0
-        self.generated_tokens = self.prompt_tokens = 0
+        self.generated_tokens = self.prompt_tokens = self.rows_resumed = self.tokens_resumed = 0
         groups = _groups(rows, run.encode(), ask.is_greedy)
-        self._unsent = [group for group in groups if not self._take_known(group)]
+        self._unsent = [group for group in groups if not self._take_known(group, known.get(group.rows[0]))]
         self._awaits_before = ask.before is not None and bool(self._unsent)
         self._waiting: list[tuple[int, Sequence[Completion]]] = []
         if ask.before is not None and self._unsent:
-            self._following.append((_Group(None, [], None), ask.before))
+            self._following.append((_Group(None, [], None), 0, ask.before))
 
     @property
     def num_rows(self) -> int:
@@ -81,10 +104,11 @@ class ShardRequests:
         postponed: deque[_Group] = deque()
         while self._following or self._unsent or postponed:
             if self._following:
-                group, request = self._following.popleft()
-                self._sent.append((group, group.num_sent, len(request.continued)))
-                group.num_sent += 1
-                yield request
+                group, place, request = self._following.popleft()
+                if place in group.delivered or (group.rows and group.asked is None):
+                    continue  # of another execution, or of no use any more
+                self._sent.append((group, place, len(request.continued)))
+                yield replace(request, resumed=group.so_far[place]) if place in group.so_far else request
             elif self._unsent:
                 group = self._unsent.pop()
                 if self._take_known(group):
@@ -124,14 +148,23 @@ class ShardRequests:
             return
         self._sent[index] = None
         self.prompt_tokens += completions[0].num_prompt_tokens
-        self.generated_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
+        self.generated_tokens += sum(len(each.token_ids) - each.num_continued for each in completions)
+        self.tokens_resumed += sum(max(0, each.num_continued - num_continued) for each in completions)
+        group.num_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
+        self._take(group, place, completions)
+
+    def _take(self, group: _Group, place: int, completions: Sequence[Completion]) -> None:
+        """Hand a group what its request got."""
         if group.asked is None:  # it has failed by another of its requests
             return
         found = group.asked.then(place, completions)
         if not isinstance(found, Answer):
-            self._following += [(group, request) for request in found]
+            group.delivered[place] = completions
+            self._follow(group, found)
             return
         group.asked = None
+        group.delivered.clear()
+        del self._open[group.rows[0]]
         self.rows_open -= len(group.rows)
         self._answer(group, found)
         if group.key is not None:
@@ -144,6 +177,39 @@ class ShardRequests:
         answers = [answer for answer in self._answers if answer is not None]
         assert len(answers) == self.num_rows, "answers() before every request was delivered"
         return answers
+
+    def resume(self, under_way: Mapping[int, UnderWay]) -> None:
+        """Take rows up where another execution has left them, by the first of equal ones.
+
+        In any thread, before a request is pulled. Raises JobsError as `inspect` does.
+        """
+        groups = [group for group in reversed(self._unsent) if group.rows[0] in under_way]
+        self._unsent = [group for group in self._unsent if group.rows[0] not in under_way]
+        for group in groups:
+            was = under_way[group.rows[0]]
+            self._take_on(group)
+            self._begin(group)
+            if group.asked is None:
+                continue
+            group.so_far, group.num_tokens = was.so_far, was.num_tokens
+            self.rows_resumed += len(group.rows)
+            self.tokens_resumed += was.num_tokens
+            for place, completions in was.delivered:
+                if group.asked is not None:
+                    group.asked.inspect(place, completions)
+                    self._take(group, place, completions)
+
+    def under_way(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> dict[int, UnderWay]:
+        """Return how far rows are that are neither answered nor new. so_far: as of OpenTask.keep."""
+        tokens: defaultdict[int, dict[int, Mapping[int, Sequence[int]]]] = defaultdict(dict)
+        for index, samples in so_far.items():
+            if (sent := self._sent[index]) is not None and sent[0].rows:
+                tokens[sent[0].rows[0]][sent[1]] = samples
+        found = (
+            (row, UnderWay(tuple(group.delivered.items()), tokens.get(row, {}), group.num_tokens))
+            for row, group in self._open.items()
+        )
+        return {row: each for row, each in found if each.can_be_kept}
 
     def close(self) -> None:
         """Leave to others what was sent and not delivered; may be called more than once."""
@@ -159,8 +225,14 @@ class ShardRequests:
             self._answer(group, self._ask.failed(str(problem)))
             return
         self.rows_open += len(group.rows)
+        self._open[group.rows[0]] = group
         requests, group.asked.requests = group.asked.requests, ()  # the engine has them from here on
-        self._following.extend((group, request) for request in requests)
+        self._follow(group, requests)
+
+    def _follow(self, group: _Group, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._following.append((group, group.num_requests, request))
+            group.num_requests += 1
 
     def _taken(self, group: _Group) -> Row:
         row, group.row = group.row, None
@@ -168,18 +240,22 @@ class ShardRequests:
         self._let_go(row)
         return row
 
-    def _take_known(self, group: _Group) -> bool:
-        """Answer a group with what another shard has computed; return whether there was such."""
-        answer = None if group.key is None else self._memo.get(group.key)
+    def _take_known(self, group: _Group, known: Answer | None = None) -> bool:
+        """Answer a group with what is known, or another shard has computed; return whether there was such."""
+        answer = known
+        if answer is None and group.key is not None:
+            answer = self._memo.get(group.key)
         if answer is None:
             return False
-        self._answer(group, answer)
+        self._answer(group, answer, is_new=answer is not known)
         self._taken(group)
         return True
 
-    def _answer(self, group: _Group, answer: Answer) -> None:
+    def _answer(self, group: _Group, answer: Answer, is_new: bool = True) -> None:
         for row in group.rows:
             self._answers[row] = answer
+        if is_new:
+            self.answered.append(Answered(group.rows, group.num_tokens, answer))
         self.rows_done += len(group.rows)
 
     def _take_on(self, group: _Group) -> bool:
