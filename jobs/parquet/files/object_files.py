@@ -158,6 +158,9 @@ class ObjectFiles:
     def reopen_output(self, path: str) -> Any:
         return None if self._head(path) is None else self.open_output(path)
 
+    def put(self, path: str, contents: bytes) -> None:
+        self._put(path, contents)
+
     def make_void(self, path: str, text: str) -> None:
         self._put(path, text.encode())
 

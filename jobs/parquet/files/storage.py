@@ -20,6 +20,7 @@ from jobs.errors import (
     InputNotFound,
     OutputNotWritable,
     PathOutsideRoots,
+    PathSwapped,
 )
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
@@ -146,6 +147,21 @@ class Storage:
         with sink:
             sink.write(contents)
         return True
+
+    def put(self, path: str, contents: bytes) -> None:
+        """Put a whole file there, over one of its name. Raises FileNotFoundError where its folder is gone."""
+        self._of(path).put(path, contents)
+
+    def read_small(self, path: str, most: int) -> bytes | None:
+        """Return what a file of at most so many bytes holds; None for a larger one, or none."""
+        state = self.stat(path)
+        if state is None or state.size > most:
+            return None
+        try:
+            with self.open_input(path) as source:
+                return bytes(source.read(state.size))
+        except (InputNotFound, PathSwapped):
+            return None
 
     def make_void(self, path: str, text: str) -> None:
         """Make a name that `stat` does not see, and that tells whoever lists the folder why."""

@@ -138,6 +138,12 @@ def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema
     return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
 
 
+def check_answers(answers: Sequence[Answer], spec: RunSpec, embedding_size: int) -> None:
+    """Raise what pyarrow does, or AttributeError, for answers that no part of a run can hold."""
+    for each in answer_fields(spec, embedding_size):
+        pa.array([answer.column(each.name) for answer in answers], _answer_field(each, spec).type)
+
+
 def write_part(
     storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], stats: PartStats
 ) -> None:
@@ -154,11 +160,15 @@ def part_stats(
     answers: Sequence[Answer],
     *,
     generated_tokens: int,
+    resumed: tuple[int, int] = (0, 0),
     times: tuple[float, float],
     model: ServedModel,
     worker: str = "",
 ) -> PartStats:
-    """Sum up the answers of a shard's rows. times: when it began and ended. See PartStats for the rest."""
+    """Sum up the answers of a shard's rows.
+
+    times: when it began and ended. resumed: rows and tokens. See PartStats for the rest.
+    """
     return PartStats(
         run=run,
         shard=shard,
@@ -170,6 +180,8 @@ def part_stats(
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         generated_tokens=generated_tokens,
+        rows_resumed=resumed[0],
+        tokens_resumed=resumed[1],
         started_at=times[0],
         ended_at=times[1],
         model=model.name,

@@ -23,6 +23,7 @@ from jobs.parquet.outputs.plan_file import load_plan, manifest_of, write_text
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_end, tell_shards_failed
 from jobs.runs.plans.names import (
+    JOURNAL,
     MANIFEST,
     PLAN,
     REPORT,
@@ -57,7 +58,7 @@ class RunFolder:
         self.state = state
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
-        self._execution_id = execution_id
+        self.execution_id, self.journal = execution_id, self.path(JOURNAL)
 
     def refresh(self) -> bool:
         """Read the plan again where it was extended since; return whether it was.
@@ -77,15 +78,15 @@ class RunFolder:
 
     def temporary_path(self, name: str) -> str:
         """Return where this execution writes `name`, so that no two executions share a file."""
-        return self.path(temporary_name(self._execution_id, name))
+        return self.path(temporary_name(self.execution_id, name))
 
     def temporary_part(self, shard: int) -> str:
         """Return where this execution writes a part: in the folder in which it is published."""
-        return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
+        return os.path.join(self._parts_path, temporary_name(self.execution_id, part_name(shard)))
 
     def temporary_replacement(self, shard: int) -> str:
         """Return where this execution writes what takes the place of a part."""
-        name = temporary_name(self._execution_id, replacement_name(part_name(shard)))
+        name = temporary_name(self.execution_id, replacement_name(part_name(shard)))
         return os.path.join(self._parts_path, name)
 
     def make_parts_folder(self) -> None:
@@ -93,6 +94,18 @@ class RunFolder:
         if self._parts_path != self._path:
             with writing(self._parts_path):
                 self.storage.make_folder(self._parts_path)
+
+    def make_journal_folder(self) -> None:
+        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
+        with writing(self.journal):
+            self.storage.make_folder(self.journal)
+
+    def _remove_journal(self) -> None:
+        """Remove it with all in it, as far as that can be."""
+        with suppress(OSError):
+            for name in self.storage.names(self.journal):
+                self.storage.remove(os.path.join(self.journal, name))
+            self.storage.remove_folder(self.journal)
 
     def has_part(self, shard: int) -> bool:
         return self.storage.stat(self.plan.part_path(shard)) is not None
@@ -339,6 +352,7 @@ class RunFolder:
                 if self.refresh():
                     return False
                 remove_converted(self.storage, self.plan)
+                self._remove_journal()
                 return all(self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True))
         finally:
             for claim in claims:
@@ -347,6 +361,7 @@ class RunFolder:
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
         self._delete_leftovers(self._path, self.storage.names(self._path))
+        self._remove_journal()
         if self._parts_path != self._path:
             self._delete_leftovers(self._parts_path, self._names_of_parts())
 

@@ -107,6 +107,8 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     asked_of = {plan.shards[shard].file for shard in missing if plan.shards[shard].rows}
     limit = context.shard_bytes.limit
     num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, limit)
+    if missing:
+        folder.make_journal_folder()
     finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
     how = {"redo_damaged": True} if damaged else {}
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing, how)

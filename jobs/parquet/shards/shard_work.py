@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,11 +18,12 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
-from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.outputs.part import check_answers, embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
+from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.parquet.tables.columns import ColumnChoice, kept, split_problems, with_added_fields, with_added_values
@@ -34,6 +35,9 @@ from jobs.runs.statistics.part_stats import PartStats
 
 class ShardWork(RowsTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
+
+    _journal: ShardJournal | None = None
+    _rows_known = _tokens_known = 0
 
     def __init__(
         self,
@@ -84,9 +88,14 @@ class ShardWork(RowsTask):
             "tokens": self._requests.generated_tokens,
         }
 
+    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        return None if self._journal is None else self._journal.keep(self.asked, so_far)
+
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         stats = self._publish(self._requests) if self._requests else None
+        if self._journal is not None:
+            self._journal.remove()
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
         ended = self._folder.record_part(stats, self._context.queue_name)
@@ -138,6 +147,7 @@ class ShardWork(RowsTask):
             self._number,
             answers,
             generated_tokens=requests.generated_tokens,
+            resumed=(self._rows_known + requests.rows_resumed, self._tokens_known + requests.tokens_resumed),
             times=(self._started_at, self._clock()),
             model=self._context.model,
             worker=self._context.worker_name,
@@ -166,8 +176,17 @@ class ShardWork(RowsTask):
                 batch, problems = split_problems(batch)
                 texts.add(self._heeded(source.rows(self._with_added(batch), problems)))
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
-        rows = texts.gathered()
-        return ShardRequests(rows, ask, lambda row: first_row + row, plan.run, context.answers, texts.let_go)
+        rows, number_of = texts.gathered(), lambda row: first_row + row
+        self._journal = ShardJournal(self._folder, self._number, context.model.fingerprint, self._check_answers)
+        left = self._journal.read()
+        self._rows_known, self._tokens_known = len(left.answers), left.num_tokens
+        requests = ShardRequests(rows, ask, number_of, plan.run, context.answers, texts.let_go, left.answers)
+        requests.resume(left.under_way)
+        return requests
+
+    def _check_answers(self, answers: Sequence[Answer]) -> None:
+        spec = self._folder.plan.spec
+        check_answers(answers, spec, embedding_size(spec, self._context.model))
 
     def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:
         """Yield rows; before each of them the work heeds what interrupts it."""
