@@ -20,14 +20,14 @@ class JournalUnfit(ValueError):
     """Raised for bytes that are no journal, a damaged one, or another's."""
 
 
-def packed(whose: str, records: Iterable[tuple[bytes, str]]) -> bytes:
+def packed(whose: str, records: Iterable[tuple[bytes, str]], most: int = MAX_BYTES) -> bytes:
     """Return a journal of records, of a kind of one byte and JSON each. Those beyond the bounds are left out."""
     named = whose.encode()
     pieces, size = [_LENGTH.pack(len(named)), named], _HEADER_BYTES + len(named)
     for kind, text in records:
         record = text.encode()
         size += _RECORD.size + len(record)
-        if size > MAX_BYTES:
+        if size > most:
             break
         if len(record) <= MAX_RECORD_BYTES:
             pieces += [_RECORD.pack(kind, len(record)), record]

@@ -109,3 +109,32 @@ def test_it_goes_on_where_it_was(
     if number == signal.SIGTERM:  # nothing was computed twice
         computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "second", "last")]
         assert sum(computed) == stats_of(workers, "calm")["generation_tokens"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_long_answer_goes_on_where_it_was(workers: RealWorkers, number: signal.Signals) -> None:
+    asked: dict[str, Any] = {**DRAWN, "n": 2, "max_tokens": 400}
+    queue = workers.queue("bulk")
+    calm = queue.enqueue("jobs.complete", "On a day ", **asked)
+    start(workers, "calm", TOKENMILL_JOURNAL_S="0")
+    expected = workers.result(calm).return_value
+    workers.processes[-1].send_signal(signal.SIGTERM)
+    workers.processes[-1].wait(timeout=60)
+    job = queue.enqueue("jobs.complete", "On a day ", **asked)
+    process = start(workers, "first")
+    key = f"tokenmill:journal:{job.id}"
+    wait_until(lambda: workers.redis.exists(key))
+    process.send_signal(number)
+    assert process.wait(timeout=60) == (0 if number == signal.SIGTERM else -number)
+    start(workers, "last")
+    found = workers.result(job).return_value
+    assert [each["text"] for each in found["choices"]] == [each["text"] for each in expected["choices"]]
+    assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    assert not workers.redis.exists(key)
+    workers.processes[-1].send_signal(signal.SIGTERM)
+    workers.processes[-1].wait(timeout=60)
+    if number == signal.SIGTERM:
+        computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "last")]
+        assert sum(computed) == stats_of(workers, "calm")["generation_tokens"]
+    else:
+        assert stats_of(workers, "last")["generation_tokens"] < stats_of(workers, "calm")["generation_tokens"]

@@ -64,7 +64,10 @@ class Journals:
     def told(self, so_far: SoFar) -> None:
         """Take what the engine tells; have each job write its entry."""
         self._is_asked = False
+        moment = self._clock()
         for job in self._streaming():
+            if self._leave_by is None and not job.is_file and moment - (job.started_at or moment) < self._period_s:
+                continue  # most prompts end before
             if job.number in self._writing:
                 self._writing[job.number] = so_far
             else:
