@@ -87,6 +87,8 @@ class Scene:
         work = ShardWork(context, folder, shard)
         for index, request in enumerate(work.requests()):
             work.deliver(index, [shout(request)])
+            if (write := work.keep({})) is not None:
+                write()
         work.result()
         work.close()
 

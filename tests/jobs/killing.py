@@ -65,6 +65,8 @@ class FusedStorage(Storage):
         self._fuse = fuse
 
     make_folder = _step(Storage.make_folder)
+    move_folder = _step(Storage.move_folder)
+    put = _step(Storage.put)
     publish = _step(Storage.publish)
     replace = _step(Storage.replace)
     rename = _step(Storage.rename)

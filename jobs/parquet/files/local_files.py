@@ -89,6 +89,15 @@ class LocalFiles:
         with entered(path, self._roots, create=True):
             pass
 
+    def move_folder(self, path: str, target: str) -> None:
+        with self._parent(target) as (folder, name), suppress(FileNotFoundError):
+            try:
+                os.rename(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                os.rmdir(os.path.basename(path), dir_fd=folder)
+
     def remove_folder(self, path: str) -> None:
         with suppress(OSError), self._parent(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)

@@ -129,6 +129,9 @@ class ObjectFiles:
                 with suppress(FileNotFoundError):
                     self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
 
+    def move_folder(self, path: str, target: str) -> None:
+        """Nothing is to be moved: a prefix begins with its first object."""
+
     def remove_folder(self, path: str) -> None:
         """Nothing is to be removed: a prefix ends with its last object."""
 

@@ -123,6 +123,10 @@ class Storage:
         """Make a folder, and what is missing above it."""
         self._of(path).make_folder(path)
 
+    def move_folder(self, path: str, target: str) -> None:
+        """Give an empty folder another name beside it, unless it is gone or one with something in it has that name."""
+        self._of(path).move_folder(path, target)
+
     def remove_folder(self, path: str) -> None:
         """Remove a folder, if nothing is in it."""
         self._of(path).remove_folder(path)

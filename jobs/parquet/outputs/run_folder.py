@@ -96,9 +96,14 @@ class RunFolder:
                 self.storage.make_folder(self._parts_path)
 
     def make_journal_folder(self) -> None:
-        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
+        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable.
+
+        It gets its name by a rename, which finds nothing where the run has ended in between.
+        """
+        temporary = self.temporary_path(JOURNAL)
         with writing(self.journal):
-            self.storage.make_folder(self.journal)
+            self.storage.make_folder(temporary)
+            self.storage.move_folder(temporary, self.journal)
 
     def _remove_journal(self) -> None:
         """Remove it with all in it, as far as that can be."""
@@ -366,6 +371,7 @@ class RunFolder:
             self._delete_leftovers(self._parts_path, self._names_of_parts())
 
     def _delete_leftovers(self, folder: str, names: Iterable[str]) -> None:
-        for path in (os.path.join(folder, name) for name in names if name.startswith(TEMPORARY_PREFIX)):
+        for name in (name for name in names if name.startswith(TEMPORARY_PREFIX)):
+            path = os.path.join(folder, name)
             with writing(path):
-                self.storage.remove(path)
+                (self.storage.remove_folder if is_temporary(name, JOURNAL) else self.storage.remove)(path)
