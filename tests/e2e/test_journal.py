@@ -9,6 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.shards.shard_journal import ShardJournal
+from jobs.runs.redis_state.state import RunState
 from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import Process, stats_of, wait_until
 
@@ -69,6 +74,15 @@ def wait_for_an_entry(output: Path, but: set[str]) -> None:
     wait_until(lambda: any(name.endswith("now.journal") for name in entries(output) - but))
 
 
+def tokens_kept(workers: RealWorkers, output: Path) -> int:
+    """Return how many tokens the journal of the run's shard holds."""
+    storage = Storage([str(workers.folder.resolve())])
+    plan = load_plan(storage, str((output / "_plan.json").resolve()))
+    folder = RunFolder(storage, plan, RunState(workers.redis, plan.run), "nobody")
+    left = ShardJournal(folder, 0, plan.model.fingerprint, lambda answers: None).read()
+    return left.num_tokens + sum(each.num_tokens + each.length[1] for each in left.under_way.values())
+
+
 @pytest.fixture
 def undisturbed(workers: RealWorkers, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     output = tmp_path / "undisturbed"
@@ -95,6 +109,7 @@ def test_it_goes_on_where_it_was(
         names |= entries(output)
         process.send_signal(number)
         assert process.wait(timeout=60) == (0 if number == signal.SIGTERM else -number)
+    kept = tokens_kept(workers, output)
     last = start(workers, "last")
     wait_until((output / "_SUCCESS").exists)
     last.send_signal(signal.SIGTERM)
@@ -104,7 +119,7 @@ def test_it_goes_on_where_it_was(
     assert found["generated_tokens"] + found["tokens_resumed"] == expected["generated_tokens"]
     assert (expected["rows_resumed"], expected["tokens_resumed"]) == (0, 0)
     assert found["rows_resumed"] > 0
-    assert found["tokens_resumed"] > 0
+    assert found["tokens_resumed"] == kept > 0, "so a kill costs what was computed since the last entry"
     assert not (output / "_journal").exists()
     if number == signal.SIGTERM:  # nothing was computed twice
         computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "second", "last")]

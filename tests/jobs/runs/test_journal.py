@@ -199,6 +199,26 @@ def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) ->
     assert not (runs.output / JOURNAL).exists()
 
 
+def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(
+    runs: Runs, shard: Open
+) -> None:
+    plan(runs, "chain", runs.output)
+    first = shard()
+    first.deliver(2)
+    first.keep(2)
+    second = shard()
+    second.deliver(5)
+    second.keep(4)
+    first.deliver(1)  # thawed
+    first.keep(1)
+    last = shard()
+    last.pull()
+    assert {len(each.resumed.get(0, ())) for each in last.asked} <= {0, 4}
+    assert len(last.asked) == len(second.asked) - 5
+    last.end()
+    assert [row["id"] for row in runs.rows()] == [*range(len(PROMPTS))]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
