@@ -85,7 +85,8 @@ class FusedStorage(Storage):
         try:
             self._fuse.tick()
         except Killed:
-            opened.close()  # as the system does for a process that was killed
+            if opened is not None:
+                opened.close()  # as the system does for a process that was killed
             raise
         return opened
 

@@ -12,8 +12,8 @@ from worker.threads.functions import FunctionPool
 THREADS = 2
 """That write journals; a store that does not answer takes one of them."""
 
-LEAVE_S = 1.0
-"""How long a worker that leaves waits for its journals."""
+STEP_S, LEAVE_S = 4.0, 1.0
+"""How long a worker that leaves waits for the engine's step, which it has to anyway, and then for its journals."""
 
 
 _STATES = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
@@ -38,33 +38,36 @@ class Journals:
         self._log, self._clock = log, clock
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
-        self._is_asked = False
+        self._num_asked = 0
         self._writing: dict[int, SoFar | None] = {}  # what has been told meanwhile
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
         """Ask the engine for the tokens so far, once a period is over."""
-        if self.pool is None or self._leave_by is not None or moment < self._due_at or self._is_asked:
+        if self.pool is None or self._leave_by is not None or moment < self._due_at or self._num_asked:
             return
         self._due_at = moment + self._period_s
         if self._streaming():
-            self._is_asked = True
+            self._num_asked += 1
             self._orders.put(Tell())
 
     def leave(self, moment: float) -> None:
         """Stop the engine, and have the last entries written."""
         if self.pool is not None and self._leave_by is None and self._streaming():
-            self._leave_by, self._is_asked = moment + LEAVE_S, True
+            self._leave_by = moment + STEP_S
+            self._num_asked += 1
             self._orders.put(Tell(stops=True))
 
     def is_awaited(self, moment: float) -> bool:
         """Whether a worker that leaves has entries to write before its jobs are given back."""
-        return self._leave_by is not None and moment < self._leave_by and (self._is_asked or bool(self._writing))
+        return self._leave_by is not None and moment < self._leave_by and (self._num_asked > 0 or bool(self._writing))
 
     def told(self, so_far: SoFar) -> None:
         """Take what the engine tells; have each job write its entry."""
-        self._is_asked = False
+        self._num_asked -= 1
         moment = self._clock()
+        if self._leave_by is not None:
+            self._leave_by = moment + LEAVE_S
         for job in self._streaming():
             if self._leave_by is None and not job.is_file and moment - (job.started_at or moment) < self._period_s:
                 continue  # most prompts end before
