@@ -92,14 +92,9 @@ def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
 
 
-def retry_rows(run: str, plan: str) -> dict[str, Any]:
-    """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`."""
-    return run_own_function("jobs.retry_rows", (run, plan), {})  # type: ignore[no-any-return]
-
-
-def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any]:
-    """Score one shard of a planned run; enqueued by score_parquet or retry_rows only."""
-    return run_task("jobs.score_shard", (run, plan, shard), flags)  # type: ignore[no-any-return]
+def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
+    """Score one shard of a planned run; enqueued by score_parquet only."""
+    return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:

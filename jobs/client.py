@@ -25,7 +25,7 @@ from jobs.errors import InvalidJob, InvalidValue, UnknownRun
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.prompts.arguments import NOT_TEXT
-from jobs.runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
+from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, describe_again, retry_run, submit_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
@@ -56,7 +56,7 @@ def submit(
     input: Any,
     output: str | os.PathLike[str],
     *,
-    queue: str = "bulk",
+    queue: str = DEFAULT_QUEUE,
     connection: Redis | None = None,
     input_folder: str | os.PathLike[str] | None = None,
     **arguments: Any,
@@ -77,10 +77,6 @@ def submit(
     named = run_arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
-    if paths is None and named.get("extend"):
-        raise InvalidJob(
-            "extend is of an input of files: write each table into a folder as a file of its own, and submit the folder"
-        )
     if paths is None:
         folder = f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
         if is_stored(run_path(folder)):
@@ -167,9 +163,11 @@ class Run:
         unfinished."""
         return self._reader("errors").errors(limit)[1]
 
-    def retry(self) -> None:
-        """Have its rows with an error, and no others, asked again. Raises UnknownRun, PlanningUnderWay or RunBusy."""
-        retry_run(self._connection, read_planned(self._connection, self.id).run)
+    def retry(self, output: str | os.PathLike[str]) -> Run:
+        """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
+        target = os.fspath(output)
+        run = retry_run(self._connection, self._reader("retry").plan, target)
+        return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun, RunBusy or

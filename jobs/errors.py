@@ -218,8 +218,8 @@ class InputChanged(InputError):
     """Raised when an input file is not the one that was planned: (path, what changed)."""
 
     message = (
-        "{0} changed since this run was planned ({1}): restore the file, submit with --extend where the "
-        "input has only gained files or rows, or submit it with another output; finished parts stay"
+        "{0} changed since this run was planned ({1}): restore the file, or submit into another folder with --reuse "
+        "and the path of this run's, which computes only what is new; finished parts stay"
     )
 
 
@@ -227,6 +227,12 @@ class ConvertedInputGone(InputError):
     """Raised when what planning has made of an input is gone: (path, the input's)."""
 
     message = "{0}, which planning has made of {1}, is gone: submit the run again, which makes it anew"
+
+
+class NewRowsGone(InputError):
+    """Raised when the rows that a run of new ones has are gone: (path, the input's, the run's output)."""
+
+    message = "{0}, which holds the new rows of {1}, is gone: submit into another output, and --reuse {2} too"
 
 
 class OutputError(RunError):
@@ -237,8 +243,8 @@ class OutputHoldsAnotherRun(OutputError):
     """Raised when a folder holds a run with other arguments: (output, what differs)."""
 
     message = (
-        "{0} holds another run ({1}): submit with the same arguments to resume it, or with --extend where "
-        "the input alone differs as it has gained files, or choose another output"
+        "{0} holds another run ({1}): submit with the same arguments to resume it, or choose another output, "
+        "with --reuse {0} to take over what was asked alike"
     )
 
 
@@ -269,12 +275,23 @@ class PlanDamaged(OutputError):
 
 
 class PartDamaged(OutputError):
-    """Raised when a part is not what its shard promised: (path, what was found)."""
+    """Raised when a part, or the output file of all parts, is not what the run has written: (path, what was found)."""
 
     message = (
-        "{0} is not the part that was planned ({1}): submit again with --redo-damaged, or redo_damaged of "
-        "jobs.score_parquet, which deletes it and computes its rows again"
+        "{0} is not what the run has written ({1}): restore it, or submit into another folder with --reuse {2}, which "
+        "computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file and "
+        "submit again"
     )
+
+    def __str__(self) -> str:
+        path, found = self.args
+        return self.message.format(path, found, path.rpartition("/")[0].removesuffix("/_parts"))
+
+
+class CannotReuse(OutputError):
+    """Raised when no answer can be taken from an earlier run: (its output, what was found)."""
+
+    message = "cannot reuse {0} ({1}): name the output folder of another run, or submit without it"
 
 
 class PathSwapped(RunError):

@@ -74,7 +74,6 @@ def _check_binding(
 _OWN_FUNCTIONS: Mapping[str, str] = {
     "jobs.score_parquet": "jobs.parquet.planning.planner",
     "jobs.survey_parquet": "jobs.parquet.planning.survey",
-    "jobs.retry_rows": "jobs.parquet.planning.retry_planner",
     "jobs.post_run_end": "jobs.runs.end_notices",
 }
 

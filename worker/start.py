@@ -1,4 +1,4 @@
-"""A worker's start, while it has one thread: OpenMP, import path, memory, libraries, and RQ's command line."""
+"""What a worker sets and imports before it has threads: OpenMP, import path, memory, users' functions."""
 
 import ctypes
 import importlib

@@ -1,4 +1,4 @@
-"""Layers without products and attention, one pass over memory each: see LayerKernels.
+"""Numba kernels of norms, rotations, gates, KV storing and 8-bit rows: one pass over memory each, see LayerKernels.
 
 Tensors are float32 or bfloat16, contiguous in their last dimension; what a kernel takes and gives is of one
 dtype, except that norms' weights, cosines and sines may be float32 beside bfloat16. All is computed in

@@ -1,4 +1,4 @@
-"""Masks of logits in one pass, as in engine/sampling/edit_logits.py."""
+"""Masks logits on a CPU in one pass: minus infinity for each token that a row's mask leaves out."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""The draws of Triton's sampler, as in engine/sampling/draws.py, and keys in the order of logits."""
+"""Draws tokens in Triton as engine/sampling/draws.py does: weights, the goal of a draw, keys in the order of logits."""
 
 import torch
 import triton

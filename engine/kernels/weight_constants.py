@@ -1,4 +1,4 @@
-"""The numbers by which the samplers of torch and Triton weigh tokens: see engine/sampling/draws.py."""
+"""The numbers by which all samplers (torch, Triton, Numba) weigh tokens: see engine/sampling/draws.py."""
 
 #: Weight of the likeliest token. Sums over a vocabulary are exact in int64, in any order.
 WHOLE_BITS = 40

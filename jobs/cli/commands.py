@@ -85,8 +85,6 @@ def submit(
     """
     with errors_told():
         arguments = run_arguments(options)
-        if dry_run and options["extend"]:
-            raise click.UsageError("--dry-run looks at all of an input: name the new files alone, no --extend")
         if dry_run:
             tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
             return
@@ -174,7 +172,7 @@ def _output_text(output: RunOutput) -> str:
             f"output   {output.folder}",
             f"rows     {output.rows}{errors}",
             f"shards   {output.parts} of {output.shards} done",
-            *gone_text(output.num_gone),
+            *gone_text(output.num_gone, output.folder),
             *([] if output.finished else ["submit it again with the same arguments: that resumes it"]),
         ]
     )

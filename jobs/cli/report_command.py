@@ -1,4 +1,4 @@
-"""`tokenmill report` writes a finished run's page again; `tokenmill verify` computes rows of one again."""
+"""`tokenmill report` tells where a finished run's page is; `tokenmill verify` computes rows of one again."""
 
 import json
 import os
@@ -24,35 +24,40 @@ from jobs.runs.watching.trials import Trial, try_job
 @click.command()
 @click.argument("run")
 @click.option("--price-per-hour", type=click.FloatRange(0), help="What a worker's machine costs.")
-@click.option("--output", type=click.Path(dir_okay=False), help="Another place than the run's folder.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Write the page into this file, not in the run's folder.")
 @click.pass_obj
-def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, output: str | None) -> None:
-    """Write a finished run's page again, and print where it is.
+def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None) -> None:
+    """Print where a finished run's page is, or write it anew elsewhere.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment. What
-    the page shows is in the run's manifest.
+    the page shows is in the run's manifest. Nothing is written into the run's folder.
     """
+    if price_per_hour is not None and out is None:
+        raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
     with errors_told():
         run, found = named_run(connection, run)
         folder = RunState(connection, run).facts()["output"] if found is None else found.folder
         reader, why = folder_reader(folder) if is_stored(folder) else (None, "")
         if why:
             raise InvalidJob(f"{folder} cannot be read: {why}")
+        name = REPORT if out is None else MANIFEST
         try:  # a folder's page needs no pyarrow, which producers may lack
-            manifest = Path(folder, MANIFEST).read_text("utf-8") if reader is None else reader.text(MANIFEST)
-            page = report_html(json.loads(manifest), price_per_hour)
+            text = Path(folder, name).read_text("utf-8") if reader is None else reader.text(name)
         except (OSError, InputNotFound) as error:
             raise InvalidJob(f"{error}: a run has a report when it is finished") from None
+        if out is None:
+            click.echo(os.path.join(folder, REPORT))
+            return
+        if Path(out).resolve().is_relative_to(Path(folder).resolve()):
+            raise InvalidJob(f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere")
+        try:
+            page = report_html(json.loads(text), price_per_hour)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
-        if reader is not None and output is None:
-            click.echo(reader.write(REPORT, page))
-            return
-        target = output or os.path.join(folder, REPORT)
-        temporary = f"{target}.{os.getpid()}.tmp"
+        temporary = f"{out}.{os.getpid()}.tmp"
         Path(temporary).write_text(page, encoding="utf-8")
-        os.replace(temporary, target)
-        click.echo(target)
+        os.replace(temporary, out)
+        click.echo(out)
 
 
 #: Exit codes: some row differs; nothing could be compared.
@@ -61,7 +66,7 @@ DIFFERENT, NOT_VERIFIED = 1, 2
 _COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
 equal      {rows_equal:,}
 different  {rows_different:,}
-left out   {rows_not_compared:,}, which the run has an error for"""
+left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_other_models:,} of other models"""
 
 
 @click.command()

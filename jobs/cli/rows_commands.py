@@ -16,7 +16,7 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import table
-from jobs.cli.waiting import wait_for_end
+from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, UnknownRun
@@ -42,27 +42,28 @@ FOLLOW_EVERY_S = 1.0
 @click.command()
 @click.argument("run")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
+@click.option("--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked.")
+@click.option("--wait", is_flag=True, help="With --retry: show progress until the new run has ended.")
 @json_option
-@click.option("--retry", is_flag=True, help="Ask these rows again, and no others; answers take their place.")
-@click.option("--wait", is_flag=True, help="With --retry: show progress until the run has ended again.")
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retry: bool, wait: bool) -> None:
+def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, wait: bool, as_json: bool) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
     They are read from the parts where the folder is on this machine, or in a store whose keys are in the
     environment; else Redis' reasons are told.
     """
-    if wait and not retry:
+    if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
         found, folder = _folder_of(connection, run)
-        if retry:
-            retry_run(connection, found)
+        if retry is not None:
+            new = retry_run(connection, _reader_of(found, folder).plan, retry)
             if wait:
-                wait_for_end(connection, found)
-                return
-            click.echo(f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it")
+                click.echo(new)
+                wait_for_end(connection, new)
+            else:
+                await_plan(connection, new)
             return
         snapshot = None
         with suppress(UnknownRun):
@@ -99,10 +100,7 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
-        reader, why = folder_reader(folder)
-        if reader is None:
-            missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
-            raise RunNotHere(found, folder or "its output", missing)
+        reader = _reader_of(found, folder)
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -173,6 +171,15 @@ def folder_reader(folder: str | None) -> tuple[FolderReader | None, str]:
         if not is_stored(folder):
             raise
         return None, str(error)
+
+
+def _reader_of(run: str, folder: str | None) -> FolderReader:
+    """Return what reads a run's folder. Raises RunNotHere."""
+    reader, why = folder_reader(folder)
+    if reader is None:
+        missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
+        raise RunNotHere(run, folder or "its output", missing)
+    return reader
 
 
 def _tell_not_here(run: str, why: str) -> None:

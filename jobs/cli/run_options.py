@@ -9,6 +9,7 @@ from jobs.cli.options import assignments, column_list, json_value, label_list, s
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
 from jobs.runs.plans.embedding_options import TASKS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
+from jobs.runs.plans.option_checks import LOGPROB_TYPES
 
 Decorator = Callable[[Any], Any]
 
@@ -72,6 +73,12 @@ _PROMPT = (
     _option("--min-p", "Only tokens with this share of the likeliest one's probability.", type=float),
     _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
+    _option(
+        "--logprobs",
+        "A column of each token's log probability, and those of so many of the likeliest tokens, 0 to 20.",
+        type=int,
+    ),
+    _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
     _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
     _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
     _option(
@@ -107,8 +114,8 @@ _PROMPT = (
     _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
     _option(
         "--labels",
-        "Give the probability of each of these labels, such as yes,no, instead of generating; or as "
-        'JSON: ["yes, please", " no"].',
+        "Give the probability of each of these labels, such as yes,no, instead of generating, behind the last "
+        'of several prompts; or as JSON: ["yes, please", " no"].',
         callback=label_list,
     ),
     _option(
@@ -177,12 +184,22 @@ _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list),
     _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
+    _option(
+        "--logprob-type", "How log probabilities are written; float32 by default.", type=click.Choice(LOGPROB_TYPES)
+    ),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
-    _option("--redo-damaged", "Remove parts that the run has not written so; redo them.", is_flag=True),
-    _option("--extend", "Add what the input has gained to the run in OUT; compute only that.", is_flag=True),
     _option(
         "--max-errors", "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%."
     ),
+    _option(
+        "--reuse",
+        "Take the answers of an earlier run, by its output: compute what it has not answered.",
+        metavar="OLD",
+        multiple=True,
+    ),
+    _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
+    _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
+    _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
     _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),

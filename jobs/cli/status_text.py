@@ -164,13 +164,14 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
+            *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
             *_why(snapshot),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
             *_refused(snapshot),
             *awaits(snapshot),
-            *gone_text(num_gone),
+            *gone_text(num_gone, snapshot.output),
         ]
     )
 
@@ -189,9 +190,10 @@ def _why(snapshot: RunSnapshot) -> list[str]:
     return [f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []
 
 
-def gone_text(num_gone: int) -> list[str]:
+def gone_text(num_gone: int, folder: str) -> list[str]:
     """Say what a folder lacks of a run that had finished."""
-    return [f"but      {num_gone} parts are gone: submit it again, which computes them"] if num_gone else []
+    told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
+    return [told] if num_gone else []
 
 
 def awaits(snapshot: RunSnapshot) -> list[str]:

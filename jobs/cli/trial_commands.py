@@ -15,6 +15,7 @@ from jobs.cli.run_options import input_options, prompt_options
 from jobs.common.display import safe_name
 from jobs.context.served_model import parse_model
 from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import RunSpec, check_queue_name
 from jobs.runs.watching.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
 from jobs.runs.watching.trials import Trial, Tried, try_job, try_jobs
@@ -78,8 +79,9 @@ def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float
     read = survey["rows_read"]
     share = "" if read == survey["rows"] else f", as {read:,} of them tell"
     scale = survey["rows"] / max(1, read)
+    reused = f"; {survey['rows_reused'] * scale:,.0f} are answered by earlier runs" if survey["rows_reused"] else ""
     lines = [
-        f"rows     {survey['rows']:,}, of which {survey['rows_failing'] * scale:,.0f} would fail{share}",
+        f"rows     {survey['rows']:,}, of which {survey['rows_failing'] * scale:,.0f} would fail{reused}{share}",
         *(f"         {line}" for line in _reasons(survey)),
         f"asked    {survey['requests'] * scale:,.0f} prompts; {survey['rows_repeated'] * scale:,.0f} rows "
         "repeat an earlier one",
@@ -101,12 +103,14 @@ def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how:
     """Have a worker look at a run's prompts. Raises what its planning would."""
     arguments = run_arguments({"output": os.devnull, **options})
     model = parse_model(arguments.pop("model", None))
-    for name in ("redo_damaged", "extend", "max_errors", "webhook", "on_end"):
+    for name in ("max_errors", "webhook", "on_end"):
         arguments.pop(name, None)
     check_queue_name(queue)
+    wishes: dict[str, Any] = {"reuse": list(map(run_path, arguments.pop("reuse", ())))}
+    wishes["reuse_from_any_model"] = arguments.pop("reuse_from_any_model", False)
     spec = RunSpec.from_arguments(**arguments)
     told = {name: value for name, value in spec.to_json().items() if value is not None}
-    return try_job(connection, queue, Trial("jobs.survey_parquet", {**told, **how}), model)
+    return try_job(connection, queue, Trial("jobs.survey_parquet", {**told, **wishes, **how}), model)
 
 
 def _show(picked: dict[str, Any], tried: Tried | None) -> None:

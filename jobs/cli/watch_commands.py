@@ -49,7 +49,7 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    SUBMITTED: since the last submission, with which it may have been resumed or extended.
+    SUBMITTED: since the last submission, with which it may have been resumed.
 
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """

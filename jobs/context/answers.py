@@ -2,9 +2,8 @@
 
 import sys
 import threading
-from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +13,11 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output columns of one row, by the names of jobs.parquet.outputs.part.OUTPUT_FIELDS.
+    """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check.
+    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempted,
+    where a run has a check. reused: which row of an earlier run it was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -31,10 +31,11 @@ class Answer:
     columns: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     attempts: int = 0
     check_error: str | None = None
+    reused: str | None = None
 
     def column(self, name: str) -> Any:
-        """Return what stands in an output column."""
-        return self.columns[name] if name in self.columns else getattr(self, name)
+        """Return what stands in an output column; None where the row has no such."""
+        return self.columns[name] if name in self.columns else getattr(self, name, None)
 
     @property
     def failed_check(self) -> bool:
@@ -122,5 +123,5 @@ def _size(answer: Answer) -> int:
     texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
     pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, str | array))
+    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, Sized) and not isinstance(text, tuple))
     return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes

@@ -4,10 +4,13 @@ It imports nothing of the worker's, and of others' what a check needs: jsonschem
 """
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache, reduce
+from hashlib import blake2b
 from typing import Any
 
 from sandbox.child import Worker, unlimited_memory
@@ -35,9 +38,19 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
+    if "version" in question:
+        return {"version": _version(check)}
     if "text" not in question:
         return {}
     return {"reason": _reason(check, question["row"], question["text"])}
+
+
+def _version(check: Check) -> str:
+    """Return a hash of a function's source; of an object that is called, of its class."""
+    with suppress(OSError, TypeError):
+        source = inspect.getsource(check if inspect.isroutine(check) else type(check))
+        return blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return "unknown"
 
 
 def _reason(check: Check, row: Any, text: str) -> str | None:

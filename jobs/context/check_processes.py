@@ -47,6 +47,17 @@ class Checks:
             except ChildFailed as error:
                 raise _useless(error) from None
 
+    def version(self, options: RepairOptions) -> str:
+        """Return what a check's function is: another text once its source is another one. Raises InvalidJob."""
+        if options.function is None:
+            return ""
+        self.admit(options)
+        try:
+            found: str = self._ask(options, version=True)["version"]
+        except ChildFailed as error:
+            raise _useless(error) from None
+        return found
+
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob."""
         self.admit(options)

@@ -14,6 +14,9 @@ from jobs.prompts.arguments import text_problem
 
 MAX_LABELS = 1_000
 
+#: What a run has of a row whose labels are scored.
+COLUMNS = ("label", "probability", "probabilities", "margin")
+
 #: What stands where a prompt's input would.
 CONTENT_FREE = "N/A"
 

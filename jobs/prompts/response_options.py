@@ -10,7 +10,9 @@ from jobs.errors import InvalidJob, InvalidValue
 #: Of each token of a chat, as OpenAI's API has it.
 MAX_TOP_LOGPROBS = 20
 
-NAMES = ("echo", "logprobs", "prompt_logprobs", "top_logprobs")
+LOGPROBS = ("logprobs", "prompt_logprobs")
+
+NAMES = ("echo", "top_logprobs", *LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,19 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
 
 
-def refuse_response_options(values: Mapping[str, Any]) -> None:
-    """Raise InvalidJob where the output of a run has no place for what is asked for."""
-    for name in NAMES:
-        if values.get(name) not in (None, False):
-            raise InvalidJob(f"{name} is not built for a run yet: its output has no column for it")
+def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's values without those that ask for nothing. Raises InvalidJob for what its output cannot have."""
+    nothing = [name for name in NAMES if values.get(name) is None or values[name] is False]
+    kept = {name: value for name, value in values.items() if name not in nothing}
+    for name in LOGPROBS:
+        value = kept.get(name, 0)
+        if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise InvalidValue(f"{name} is {{}}, expected a number of tokens, 0 to {MAX_TOP_LOGPROBS}", brief(value))
+    if "top_logprobs" in kept:
+        raise InvalidJob("top_logprobs belongs to jobs.chat: a run has their number in logprobs")
+    if "echo" in kept:
+        raise InvalidJob("echo is not built for a run: its output has no column for it")
+    return kept
 
 
 NAME = "response_format"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +18,13 @@ from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
-from jobs.runs.output import RunOutput, named_run
-from jobs.runs.plans.names import PLAN, plan_job_id, shard_job_id
+from jobs.runs.output import RunOutput
+from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.earlier_jobs import EarlierJob, planned_by, read_earlier
-from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, EndCalls, ErrorLimit, Submission
+from jobs.runs.redis_state.earlier_jobs import EarlierJob, read_earlier
+from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
@@ -31,8 +32,8 @@ from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
 
-#: That of one that has failed rows asked again.
-RETRYING = "jobs.retry_rows"
+#: Where runs go that name no queue.
+DEFAULT_QUEUE = "bulk"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
@@ -61,9 +62,8 @@ def submit_run(
     """
     submission, own = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**own)
-    submission.check_with(spec)
     check_run(spec)
-    run = _run_to_extend(connection, spec) if submission.extend else spec.run
+    run = spec.run
     plan_job, state = plan_job_id(run), RunState(connection, run)
     planning = {name: value for name, value in spec.to_json().items() if value is not None}
     # The output as it was named: which real path it has is for the worker to say.
@@ -79,41 +79,25 @@ def submit_run(
             pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
-    _enter(state, plan_job, enter)
+    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
+        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    list_in_index(connection, run)
     return run
 
 
-def _enter(state: RunState, plan_job: str, enter: Callable[[Pipeline], None]) -> None:
-    """Submit and enqueue all at once: a submission that nobody plans would wait for ever."""
-    with state.lock() as lock:
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(state.connection, state.run)
+def retry_run(connection: Redis, plan: Plan, output: str) -> str:
+    """Submit a run again into another output, which takes the answers of the first one; return the new run's id.
 
-
-def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
-    """Return the id of the run in the output's folder, whose input may have been named otherwise."""
-    try:
-        return named_run(connection, spec.output)[0]
-    except UnknownRun:
-        return spec.run
-
-
-def retry_run(connection: Redis, run: str) -> None:
-    """Have a run's rows with an error, and no others, asked again. Raises UnknownRun, PlanningUnderWay, or RunBusy."""
-    state, plan_job = RunState(connection, run), plan_job_id(run)
-    facts = state.facts()
-    arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN)}
-    calls = EndCalls(facts.get(WEBHOOK), facts.get(ON_END))
-    submission = Submission(facts["queue"], facts.get("model"), ErrorLimit(share=1.0), calls)
-
-    def enter(pipe: Pipeline) -> None:
-        if _planning_under_way(connection, state, plan_job) is not None:
-            raise PlanningUnderWay(run, "and its failed rows are not tried again with that")
-        state.submit(pipe, plan_job, facts["output"], submission)
-        _enqueue_planning(pipe, connection, submission, plan_job, arguments, RETRYING)
-        pipe.execute()
-
-    _enter(state, plan_job, enter)
+    Queue, webhook and function are those of the last submission that Redis knows. Raises as submit_run.
+    """
+    facts: Mapping[str, str] = {}
+    with suppress(UnknownRun):
+        facts = RunState(connection, plan.run).facts()
+    calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
+    own = {name: value for name, value in plan.spec.to_json().items() if value is not None}
+    before = [each["output"] for each in plan.reused.runs] if plan.reused and plan.spec.only_new else []
+    own |= {"output": output, "reuse": [plan.spec.output, *before], "model": plan.model.fingerprint, **calls}
+    return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
 
 
 def describe_again(connection: Redis, output: RunOutput) -> bool:
@@ -182,19 +166,14 @@ def remove_waiting(
 
 
 def _enqueue_planning(
-    pipe: Pipeline,
-    connection: Redis,
-    submission: Submission,
-    plan_job: str,
-    arguments: dict[str, Any],
-    function: str = PLANNING,
+    pipe: Pipeline, connection: Redis, submission: Submission, plan_job: str, arguments: dict[str, Any]
 ) -> None:
     """Put a planning job into the place of any earlier one."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     JobQueue(connection, submission.queue).enqueue(
         pipe,
-        function,
+        PLANNING,
         kwargs=arguments,
         timeout=PLAN_TIMEOUT_S,
         result_ttl=PLAN_RESULT_TTL_S,
@@ -218,24 +197,14 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments and all earlier wishes; None for a planning under way that serves."""
+    """Return a payload with the newest arguments; None where a worker has the planning already."""
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments.get("model"):
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
-    function, waiting = planned_by(connection, plan_job)
-    if function == RETRYING:
-        raise PlanningUnderWay(run, "to try its failed rows again")
-    if not connection.exists(executions_key(plan_job)):
-        kept = {name: True for name in ("redo_damaged", "extend") if waiting.get(name)}
-        if "extend" in kept and "extend" not in arguments:
-            kept["input"] = waiting["input"]
-        return json.dumps((PLANNING, None, (), {**arguments, **kept})).encode()
-    if "redo_damaged" in arguments and not waiting.get("redo_damaged"):
-        raise PlanningUnderWay(run, "without redoing damaged parts")
-    if "extend" in arguments and not waiting.get("extend"):
-        raise PlanningUnderWay(run, "without a look for new rows")
-    return None
+    if connection.exists(executions_key(plan_job)):
+        return None
+    return json.dumps((PLANNING, None, (), arguments)).encode()
 
 
 def _is_on_its_queue(connection: Redis, job: EarlierJob) -> bool:

@@ -82,7 +82,7 @@ def _read_output(name: str) -> RunOutput:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
         raise UnknownRun(name) from None
-    finished = os.path.isfile(os.path.join(folder, SUCCESS))  # one that was withdrawn leads nowhere
+    finished = os.path.isfile(os.path.join(folder, SUCCESS))
     return RunOutput(
         run=plan.run,
         folder=folder,

@@ -9,12 +9,6 @@ class RunFailed(RunError):
     message = "run {0}: {1}"
 
 
-class CannotExtend(RunError):
-    """Raised when what an input has gained cannot be added to its run: (path, reason, what to do)."""
-
-    message = "{0} cannot be added to the run: {1}; {2}"
-
-
 class InputBeingWritten(InputChanged):
     """Raised when an input file is another one after a look at it than before: (path)."""
 

@@ -213,7 +213,7 @@ def test_overlapping_ranks_give_the_tokens_of_ranks_that_wait(folders: dict[str,
                 built.add(*each, lane=0)
             done += map(asdict, steps(built, 4))
             if overlap:
-                built._stepper._start_over()
+                built._stepper._start_over(RuntimeError("a step that raised"))
             done += map(asdict, steps(built))
             group = ranks_of(built)
             assert group._num_launched - group._num_answered == 0

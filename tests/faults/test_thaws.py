@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,32 +23,16 @@ from jobs.parquet.planning.planner import plan_run
 from jobs.parquet.shards.rows_task import trusted_plan
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.control import cancel_run
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import MODEL, shout, work_off
-from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
+from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, Sleeper
 
 pytestmark = pytest.mark.long
 
 ROWS, SHARDS = 5, 3
-
-
-class Sleeper(Fuse):
-    """Lets others go on before its n-th step, counted from 0, then takes that step. dies: and no other."""
-
-    def __init__(self, sleeps_at: int, meanwhile: Callable[[], None], dies: bool) -> None:
-        super().__init__(None)
-        self.left, self._meanwhile, self._dies = sleeps_at, meanwhile, dies
-
-    def tick(self) -> None:
-        self.left -= 1
-        if self.left == -1:
-            self._meanwhile()
-        elif self._dies and self.left < -1:
-            self.burnt = True
-            raise Killed
 
 
 class Scene:
@@ -98,11 +83,20 @@ class Scene:
         self.plan(Fuse(None))
         work_off(self.redis, self.context)
 
+    def files(self) -> dict[str, tuple[bytes, int]]:
+        """Return what each file holds and when it was written, but for those not yet put in place."""
+        return {
+            path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+            for path in self.output.rglob("*")
+            if path.is_file() and not path.name.startswith("_tmp.")
+        }
+
     def check_finished(self) -> None:
         """Every row once, and the marks of the end in files and in Redis."""
-        names = {path.name for path in self.output.iterdir() if not path.name.startswith("_tmp.")}
         parts = {part_name(number) for number in range(SHARDS)}
-        assert names == parts | {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+        keys = {Path(keys_name(number)).name for number in range(SHARDS)}
+        assert self.files().keys() == parts | keys | {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+        assert [path.name for path in self.output.iterdir() if path.is_dir()] == ["_keys"]
         rows = [(row["id"], row["completion"]) for row in pq.read_table(self.output).to_pylist()]
         assert rows == [(row, f"P{row}") for row in range(ROWS)]
         manifest = json.loads((self.output / "_manifest.json").read_text())
@@ -124,11 +118,6 @@ def all_but_one_scored(scene: Scene) -> None:
         scene.score(shard, Fuse(None))
 
 
-def finished_but_for_a_part(scene: Scene) -> None:
-    scene.finish()
-    (scene.output / part_name(1)).unlink()
-
-
 def finished(scene: Scene) -> None:
     scene.finish()
 
@@ -142,7 +131,7 @@ def cancelled_and_finished(scene: Scene) -> None:
 
 ACTORS = {
     "planner of a new run": (new_run, Scene.plan),
-    "planner of a run that lost a part": (finished_but_for_a_part, Scene.plan),
+    "planner of a run that goes on": (all_but_one_scored, Scene.plan),
     "first shard": (planned, lambda scene, fuse: scene.score(0, fuse)),
     "last shard": (all_but_one_scored, lambda scene, fuse: scene.score(SHARDS - 1, fuse)),
 }
@@ -154,7 +143,7 @@ ACTORS = {
     ids=["finished", "finished, then dies", "cancelled and finished"],
 )
 @pytest.mark.parametrize("actor", ACTORS)
-def test_an_end_that_comes_while_somebody_sleeps_holds_when_he_wakes(
+def test_an_end_that_comes_while_somebody_sleeps_stays_as_it_is_when_he_wakes(
     redis: Redis, tmp_path: Path, actor: str, meanwhile: Callable[[Scene], None], dies: bool
 ) -> None:
     prepare, act = ACTORS[actor]
@@ -162,11 +151,18 @@ def test_an_end_that_comes_while_somebody_sleeps_holds_when_he_wakes(
     for step in itertools.count():
         scene.begin()
         prepare(scene)
-        sleeper = Sleeper(step, lambda: meanwhile(scene), dies)
+        ended: list[Any] = []
+
+        def sleep(ended: list[Any] = ended) -> None:
+            meanwhile(scene)
+            ended.append(scene.files())
+
+        sleeper = Sleeper(step, sleep, dies)
         with suppress(JobsError, Killed):  # an error by which it says that it is late
             act(scene, sleeper)
         if sleeper.left >= 0:
             break
         work_off(redis, scene.context)
         scene.check_finished()
+        assert [scene.files()] == ended
     assert step > 10

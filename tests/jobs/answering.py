@@ -14,7 +14,9 @@ from jobs import errors
 from jobs.context import JobContext
 from jobs.context.check_processes import Checks
 from jobs.context.served_model import ServedModel
+from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.generate import Generate
+from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.row_values import RowProblem
@@ -78,9 +80,16 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
             return requests
 
 
+def keyed(ask: Ask, spec: RunSpec) -> Ask:
+    """Return what is asked with the keys of its rows."""
+    ask.keys = RowKeys(spec, ask.before, "")
+    return ask
+
+
 def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ShardRequests:
     """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of ShardRequests."""
-    ask = Generate(RunSpec.from_arguments("in", "out", sampling=dict(sampling)), 0, Checks())
+    spec = RunSpec.from_arguments("in", "out", sampling=dict(sampling))
+    ask = keyed(Generate(spec, 0, Checks()), spec)
     rows = [Row(each) if isinstance(each, str) else each for each in prompts]
     return ShardRequests(rows, ask, lambda row: 1000 + row, **others)
 

@@ -49,6 +49,22 @@ class Fuse:
         self.tick()
 
 
+class Sleeper(Fuse):
+    """Lets others go on before its n-th step, counted from 0, then takes that step. dies: and no other."""
+
+    def __init__(self, sleeps_at: int, meanwhile: Callable[[], None], dies: bool = False) -> None:
+        super().__init__(None)
+        self.left, self._meanwhile, self._dies = sleeps_at, meanwhile, dies
+
+    def tick(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            self._meanwhile()
+        elif self._dies and self.left < -1:
+            self.burnt = True
+            raise Killed
+
+
 def _step(operation: Callable[..., Any]) -> Callable[..., Any]:
     def stepped(storage: "FusedStorage", *arguments: Any) -> Any:
         with storage._fuse.step():
@@ -65,36 +81,24 @@ class FusedStorage(Storage):
         self._fuse = fuse
 
     make_folder = _step(Storage.make_folder)
-    move_folder = _step(Storage.move_folder)
     put = _step(Storage.put)
     publish = _step(Storage.publish)
-    replace = _step(Storage.replace)
-    rename = _step(Storage.rename)
-    rewrite = _step(Storage.rewrite)
-    make_void = _step(Storage.make_void)
+    create = _step(Storage.create)
 
     def open_output(self, path: str) -> Any:
-        return self._opened(super().open_output, path)
-
-    def reopen_output(self, path: str) -> Any:
-        return self._opened(super().reopen_output, path)
-
-    def _opened(self, open_file: Callable[[str], Any], path: str) -> Any:
         self._fuse.tick()
-        opened = open_file(path)
+        opened = super().open_output(path)
         try:
             self._fuse.tick()
         except Killed:
-            if opened is not None:
-                opened.close()  # as the system does for a process that was killed
+            opened.close()  # as the system does for a process that was killed
             raise
         return opened
 
-    def remove(self, path: str) -> bool:
-        if self._fuse.burnt:
-            return False
-        with self._fuse.step():
-            return super().remove(path)
+    def remove(self, path: str) -> None:
+        if not self._fuse.burnt:
+            with self._fuse.step():
+                super().remove(path)
 
 
 class FusedRedis(Redis):

@@ -88,7 +88,7 @@ class S3:
 
     def rows(self, prefix: str) -> list[dict[str, Any]]:
         """Return the rows of a run's parts, in order."""
-        keys = [key for key in self.names(prefix) if key.rpartition("/")[2].startswith("part-")]
+        keys = [key for key in self.names(prefix) if key.rpartition("/")[2].endswith(".parquet")]
         return [row for key in keys for row in pq.read_table(io.BytesIO(self.get(key))).to_pylist()]
 
 

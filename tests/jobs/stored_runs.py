@@ -34,12 +34,13 @@ def whole_run(shards: int) -> set[str]:
         "_plan.json",
         "_report.html",
         *(f"part-{n:05d}.parquet" for n in range(shards)),
+        *(f"_keys/_part-{n:05d}.bin" for n in range(shards)),
     }
 
 
-def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None) -> dict[str, Any]:
+def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None, **wishes: Any) -> dict[str, Any]:
     storage = storage or Storage.of(context)
-    planned = plan_run(context, storage, spec, Submission("bulk"))
+    planned = plan_run(context, storage, spec, Submission("bulk", **wishes))
     for shard in range(planned["shards"]):
         finish(open_work(context, spec, shard, storage))
     return plan_run(context, storage, spec, Submission("bulk"))

@@ -13,7 +13,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.parquet.outputs.part import OUTPUT_FIELDS
+from jobs.parquet.asks.ask import OUTPUT_FIELDS
 from jobs.runs.plans.names import part_name, temporary_name
 from tests.jobs.local_runs import Runs
 

@@ -123,7 +123,7 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     others = {"acl", "auth", "client", "config", "exec", "hello", "multi", "scan", "unwatch", "watch"}
     assert used - asked - others == set(), "tokenmill doctor does not ask for what is needed"
 
-    written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").iterdir()]
+    written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").rglob("*") if path.is_file()]
     everything = repr([(key, server.admin.dump(key)) for key in server.admin.scan_iter()])
     shown = "".join([printed, workers.log(process), everything, *written])
     for password in (WORKER_PASSWORD, PRODUCER_PASSWORD):

@@ -1,4 +1,4 @@
-"""Calls in threads, for jobs: functions, ends and files. After an outage they are made again."""
+"""Makes jobs' blocking calls in thread pools: again after an outage, in line for memory, within time limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal attention of prompts, and of chunks at the ends of their contexts, over the paged cache.
+"""Causal attention in Triton of prompts, or of a prompt's next chunk, to all before it in the paged cache.
 
 Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """

@@ -1,4 +1,4 @@
-"""Linear layers of a decode step fused with the norms and additions around them.
+"""Linear layers of steps of few rows, in one launch with the norm before, the gate, or the addition after them.
 
 The norm before a product is a scale of its rows: norm(x) W^T is x (w * W)^T, each row divided by the root of
 its mean square. So the norm's weight w is folded into W when the model is loaded, and the squares of a row

@@ -9,11 +9,29 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.context.answers import Answer
+from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.runs.plans.prompt_steps import ROW_COLUMNS
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
+OUTPUT_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("cached_tokens", pa.int64()),
+    pa.field("error", pa.string()),
+)
+
+#: Of these what every row has, whatever is asked.
+ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
 class Asked(abc.ABC):
@@ -33,12 +51,19 @@ class Ask(abc.ABC):
     """What a run asks of each row.
 
     before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
-    is_single: whether each row begins with one request.
+    is_single: whether each row begins with one request. keys: name what rows ask.
     """
+
+    keys: RowKeys
 
     before: Request | None = None
     inspects = False
     is_single = True
+
+    @staticmethod
+    @abc.abstractmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns that a run adds, without its prefix. embedding_size: numbers of each, where it embeds."""
 
     @abc.abstractmethod
     def begin(self, row: Row, number: int) -> Asked:
@@ -47,6 +72,10 @@ class Ask(abc.ABC):
     @abc.abstractmethod
     def failed(self, reason: str) -> Answer:
         """Return what a row has that cannot be asked."""
+
+    def key_of(self, row: Row) -> bytes:
+        """Return what tells a row's answer, given a model: see RowKeys."""
+        return self.keys.of(row)
 
     def is_greedy(self, row: Row) -> bool:
         """Return whether equal rows have equal answers."""

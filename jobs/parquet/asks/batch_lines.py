@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import JobsError
-from jobs.parquet.asks.ask import Ask, Asked, row_seed
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.batch_lines import failure_text, line_task
 from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -27,8 +30,19 @@ class BatchLines(Ask):
         self._plan, self._context = plan, context
         self._repeated = frozenset(plan.repeated)
 
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        return list(OUTPUT_FIELDS)
+
     def is_greedy(self, row: Row) -> bool:
         return False  # responses tell which line they are of
+
+    def key_of(self, row: Row) -> bytes:
+        """Leave out what a line is called."""
+        line = json.loads(row.prompt)
+        if isinstance(line, dict):
+            line.pop("custom_id", None)
+        return super().key_of(Row(json.dumps(line, sort_keys=True)))
 
     def begin(self, row: Row, number: int) -> Asked:
         if number in self._repeated:

@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.context.answers import Answer
-from jobs.parquet.asks.ask import Ask, Asked, hashed_seed, request_of, row_seed
-from jobs.parquet.asks.generate import answer_of, without_seed
+import pyarrow as pa
+
+from jobs.context.answers import Answer, failed_answer
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, hashed_seed, row_seed
+from jobs.parquet.asks.generate import Generated, answer_field
+from jobs.parquet.asks.labels import LABEL_FIELDS, Scored
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import step_source
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.runs.plans.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
@@ -23,10 +25,20 @@ class Chain(Ask):
     def __init__(self, spec: RunSpec, seed: int) -> None:
         self.steps, self.seed = spec.steps, seed
         self.sources = [step_source(step, spec.defaults) for step in spec.steps]
+        self.prompts = [
+            (Scored if step.is_scored else Generated)(spec, step.sampling, step.chat, step.is_chat)
+            for step in spec.steps
+        ]
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        labels = {field.name: field for field in LABEL_FIELDS}
+        columns = [(column, name) for step in spec.steps for column, name in step.columns.items()]
+        own = ((labels.get(name) or answer_field(name, spec)).with_name(column) for column, name in columns)
+        return [*own, *ROW_FIELDS]
 
     def is_greedy(self, row: Row) -> bool:
-        own = row.own_sampling
-        return all({**step.sampling, **own}.get("temperature") == 0 for step in self.steps)
+        return all(prompt.is_greedy(row) for prompt in self.prompts)
 
     def begin(self, row: Row, number: int) -> Asked:
         return _Chained(self, row, row_seed(self.seed, number))
@@ -39,16 +51,10 @@ class Chain(Ask):
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self.steps):
-            found = answers[number] if number < len(answers) else None
-            if found is not None and found.error is not None:
+            found = answers[number] if number < len(answers) else failed_answer("")
+            if found.error:
                 error = f"prompt {step.name!r}: {found.error}"
-            values = {
-                "": None if found is None else found.completion,
-                FINISH_REASON: "error" if found is None else found.finish_reason,
-                REASONING: None if found is None else found.reasoning,
-                TOOL_CALLS: None if found is None else found.tool_calls,
-            }
-            columns.update((step.name + ending, value) for ending, value in values.items())
+            columns |= {column: found.column(name) for column, name in step.columns.items()}
         return Answer(
             completion=None,
             finish_reason="error" if error is not None else answers[-1].finish_reason,
@@ -69,8 +75,7 @@ class _Chained(Asked):
         self.requests = [self._request(row)]
 
     def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        step = self._chain.steps[len(self._answers)]
-        self._answers.append(answer_of(completions, has_tools=step.chat.has_tools))
+        self._answers.append(self._chain.prompts[len(self._answers)].answer(completions))
         if len(self._answers) == len(self._chain.steps) or self._answers[-1].error is not None:
             return self._chain.answer(self._answers)
         try:
@@ -90,10 +95,6 @@ class _Chained(Asked):
             raise RowProblem(f"prompt {step.name!r}: {problem}") from None
 
     def _request(self, row: Row) -> Request:
-        number = len(self._answers)
-        step = self._chain.steps[number]
-        values = {**without_seed(step.sampling), **row.own_sampling}
-        if values.get("temperature") != 0:  # the first prompt has the row's seed
-            seed = hashed_seed(f"{self._seed}:{number}") if number else self._seed
-            values = {"seed": seed, **values}
-        return request_of(row, step.is_chat, values, step.chat.template)
+        number = len(self._answers)  # the first prompt has the row's seed
+        seed = hashed_seed(f"{self._seed}:{number}") if number else self._seed
+        return self._chain.prompts[number].request(row, seed)

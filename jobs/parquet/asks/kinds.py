@@ -1,5 +1,7 @@
 """Which kind of asking a run's arguments name."""
 
+from collections.abc import Callable
+
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.batch_lines import BatchLines
@@ -7,21 +9,39 @@ from jobs.parquet.asks.chain import Chain
 from jobs.parquet.asks.embeddings import Embeddings
 from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.labels import Labels, content_free
+from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
+
+
+def kind_of(spec: RunSpec) -> type[Ask]:
+    """Return which kind a run's arguments name."""
+    if spec.input_format == OPENAI_BATCH:
+        return BatchLines
+    if spec.steps:
+        return Chain
+    if spec.labels is not None:
+        return Labels
+    return Embeddings if spec.task == EMBED else Generate
 
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     """Return what a run asks. source: of its rows. Raises InvalidValue where it cannot be calibrated."""
+    ask = _kind_of(plan, source, context)
+    ask.keys = RowKeys(plan.spec, ask.before, context.checks.version(plan.spec.repairs))
+    return ask
+
+
+def _kind_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     spec = plan.spec
-    if spec.input_format == OPENAI_BATCH:
-        return BatchLines(plan, context)
-    if spec.steps:
-        return Chain(spec, plan.seed)
-    if spec.labels is not None:
-        return Labels(spec, content_free(spec, source) if spec.calibrate else None)
-    if spec.task == EMBED:
-        return Embeddings(spec)
-    return Generate(spec, plan.seed, context.checks)
+    makers: dict[type[Ask], Callable[[], Ask]] = {
+        BatchLines: lambda: BatchLines(plan, context),
+        Chain: lambda: Chain(spec, plan.seed),
+        Labels: lambda: Labels(spec, content_free(spec, source) if spec.calibrate else None),
+        Embeddings: lambda: Embeddings(spec),
+        Generate: lambda: Generate(spec, plan.seed, context.checks),
+    }
+    return makers[kind_of(spec)]()

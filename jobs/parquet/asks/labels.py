@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
-from jobs.parquet.asks.ask import Ask, AskedOnce, request_of
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, request_of
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.labels import CONTENT_FREE, classify, scoring_of
+from jobs.prompts.labels import COLUMNS, CONTENT_FREE, classify, scoring_of
+from jobs.prompts.messages import ChatOptions
 from jobs.runs.plans.spec import RunSpec
-from jobs.tasks import Completion
+from jobs.tasks import Completion, Request
 
-#: The columns of a row, but for those of its tokens and its error.
-COLUMNS = ("label", "probability", "probabilities", "margin")
+_TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.float64())
 
-_NOTHING = dict.fromkeys(COLUMNS)
+#: What the output adds, beside ROW_FIELDS.
+LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
 
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
@@ -37,17 +37,48 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
     return found
 
 
+class Scored:
+    """A prompt of each row behind which labels are scored. sampling, chat: as of Generated."""
+
+    def __init__(self, spec: RunSpec, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool) -> None:
+        assert spec.labels is not None
+        self._labels, self._chat, self._is_chat = spec.labels, chat, is_chat
+        self._values = scoring_of(self._labels, sampling.get("truncate_prompt_tokens"))
+
+    def is_greedy(self, row: Row) -> bool:
+        return True
+
+    def request(self, row: Row, seed: int = 0) -> Request:
+        """Return what a row asks."""
+        return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
+
+    def answer(self, completions: Sequence[Completion], prior: Sequence[float] | None = None) -> Answer:
+        """Return what a row has. prior: log-likelihoods that are subtracted."""
+        (completion,) = completions
+        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
+        if completion.loglikelihoods is None:
+            return failed_answer(completion.error or "the engine gave no reason", 1, prompt, cached)
+        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], prior)
+        if found is None:
+            return failed_answer("a label has no finite log-likelihood", 1, prompt, cached)
+        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
+        columns = dict(zip(COLUMNS, values, strict=True))
+        return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)
+
+
 class Labels(Ask):
     """Asks for the labels' log-likelihoods. prior: a row without content, whose own are subtracted."""
 
     def __init__(self, spec: RunSpec, prior: Row | None) -> None:
-        assert spec.labels is not None
-        self._labels, self._is_chat = spec.labels, spec.is_chat
-        self._values = scoring_of(self._labels, spec.chat[0].get("truncate_prompt_tokens"))
+        self._prompt = Scored(spec, *spec.chat, spec.is_chat)
         self._prior: list[float] | None = None
         self._prior_error: str | None = None
         if prior is not None:
-            self.before = request_of(prior, self._is_chat, self._values, kind="score")
+            self.before = self._prompt.request(prior)
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        return [*LABEL_FIELDS, *ROW_FIELDS]
 
     def take_before(self, completions: Sequence[Completion]) -> None:
         (completion,) = completions
@@ -57,20 +88,13 @@ class Labels(Ask):
             self._prior = [each.logprob for each in completion.loglikelihoods]
 
     def begin(self, row: Row, number: int) -> AskedOnce:
-        return AskedOnce(request_of(row, self._is_chat, self._values, kind="score"), self._answer)
+        return AskedOnce(self._prompt.request(row), self._answer)
 
-    def failed(self, reason: str, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
-        return replace(failed_answer(reason, 1, prompt_tokens, cached_tokens), columns=_NOTHING)
+    def failed(self, reason: str) -> Answer:
+        return failed_answer(reason)
 
     def _answer(self, completions: Sequence[Completion]) -> Answer:
-        (completion,) = completions
-        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
-        if completion.loglikelihoods is None or self._prior_error is not None:
-            reason = completion.error or self._prior_error or "the engine gave no reason"
-            return self.failed(reason, prompt, cached)
-        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], self._prior)
-        if found is None:
-            return self.failed("a label has no finite log-likelihood", prompt, cached)
-        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
-        columns = dict(zip(COLUMNS, values, strict=True))
-        return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)
+        found = self._prompt.answer(completions, self._prior)
+        if found.error is not None or self._prior_error is None:
+            return found
+        return failed_answer(self._prior_error, 1, found.prompt_tokens, found.cached_tokens)

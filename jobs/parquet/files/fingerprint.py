@@ -48,18 +48,11 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
     return digest.hexdigest()
 
 
-def prefix_fingerprint(storage: Storage, path: str, size: int) -> str:
-    """Return what the fingerprint of a file of text would be if it ended after so many bytes."""
-    return _of_all(storage, path, blake2b(digest_size=16), size)
-
-
-def _of_all(storage: Storage, path: str, digest: blake2b, most: int | None = None) -> str:
+def _of_all(storage: Storage, path: str, digest: blake2b) -> str:
     with reading(path), storage.open_input(path) as file:
-        left = file.size() if most is None else most
-        while chunk := file.read(min(_CHUNK_BYTES, left)):
+        while chunk := file.read(_CHUNK_BYTES):
             storage.check_interrupted()
             digest.update(chunk)
-            left -= len(chunk)
     return digest.hexdigest()
 
 
@@ -69,8 +62,8 @@ def unchanged(
 ) -> Iterator[None]:
     """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
     there."""
-    if plan.input_format != PARQUET:
-        if storage.stat(path := plan.rows_path(file)) is None:
+    if (path := plan.rows_path(file)) != file.path:
+        if storage.stat(path) is None:
             raise ConvertedInputGone(path, file.path)
         yield
         return

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
-from jobs.parquet.files.confined import entered, is_link, links_refused, root_of
+from jobs.parquet.files.confined import entered, links_refused, root_of
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
@@ -20,13 +20,13 @@ from jobs.runs.plans.paths import run_path
 _RENAME_NOREPLACE = 1
 
 
-def rename_exclusively(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+def rename_exclusively(source: str, target: str, folder: int) -> None:
     """Rename a file by renameat2, never over another. Raises FileExistsError, or OSError where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target) from None
-    done = rename(src_dir_fd, os.fsencode(source), dst_dir_fd, os.fsencode(target), _RENAME_NOREPLACE)
+    done = rename(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
     if done != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
@@ -89,15 +89,6 @@ class LocalFiles:
         with entered(path, self._roots, create=True):
             pass
 
-    def move_folder(self, path: str, target: str) -> None:
-        with self._parent(target) as (folder, name), suppress(FileNotFoundError):
-            try:
-                os.rename(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                os.rmdir(os.path.basename(path), dir_fd=folder)
-
     def remove_folder(self, path: str) -> None:
         with suppress(OSError), self._parent(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
@@ -121,16 +112,6 @@ class LocalFiles:
             descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
-    def reopen_output(self, path: str) -> Any:
-        self.check_interrupted()
-        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
-        try:
-            with self._parent(path) as (folder, name):
-                descriptor = os.open(name, flags, dir_fd=folder)
-        except FileNotFoundError:
-            return None
-        return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
-
     def put(self, path: str, contents: bytes) -> None:
         self.check_interrupted()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -146,21 +127,21 @@ class LocalFiles:
                     os.unlink(temporary, dir_fd=folder)
                 raise
 
-    def make_void(self, path: str, text: str) -> None:
+    def create(self, path: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name), suppress(FileExistsError):
-            try:
-                os.symlink(text, name, dir_fd=folder)
-            except OSError as error:
-                if error.errno not in _NOT_BUILT:
-                    raise
-                with self.open_output(path) as sink:
-                    sink.write(text.encode())
+            os.close(os.open(name, flags, mode=0o666, dir_fd=folder))
+            _sync(".", folder)
+            self._check_in_place(folder, path)
 
     def publish(self, temporary: str, target: str) -> bool:
         """Publish once the contents are on the disk; raise PathSwapped, and undo it, where its folder was moved."""
         with self._parent(target) as (folder, name):
             try:
-                self._place(os.path.basename(temporary), name, folder, _put_exclusively)
+                written = os.path.basename(temporary)
+                _sync(written, folder)
+                _put_exclusively(written, name, folder)
+                _sync(".", folder)
             except FileExistsError:
                 return False
             except FileNotFoundError:
@@ -171,54 +152,21 @@ class LocalFiles:
             try:
                 self._check_in_place(folder, target)
             except PathSwapped:
-                for placed in (name, os.path.basename(temporary)):
+                for placed in (name, written):
                     with suppress(FileNotFoundError):
                         os.unlink(placed, dir_fd=folder)
                 raise
         return True
 
-    def replace(self, temporary: str, target: str) -> bool:
-        with self._parent(target) as (folder, name):
-            try:
-                self._place(temporary, name, folder, os.replace)
-            except FileNotFoundError:
-                return False
-            self._check_in_place(folder, target)
-        return True
-
-    def rename(self, path: str, target: str) -> bool:
-        """Rename a void; one that is no link, on a filesystem without them, takes the target away as a store does."""
-        with self._parent(target) as (folder, name):
-            if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
-                self.remove(target)
-                return self.remove(path)
-            try:
-                os.replace(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
-            except FileNotFoundError:
-                return False
-            _sync(".", folder)
-            self._check_in_place(folder, target)
-        return True
-
-    def remove(self, path: str) -> bool:
-        try:
-            with self._parent(path) as (folder, name):
-                os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            return False
-        return True
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError), self._parent(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
         """Lend the folder that holds a path, and give the path's name in it."""
         with entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
-
-    def _place(self, temporary: str, name: str, folder: int, move: Callable[..., None]) -> None:
-        written = os.path.basename(temporary)
-        _sync(written, folder)
-        move(written, name, src_dir_fd=folder, dst_dir_fd=folder)
-        _sync(".", folder)
 
     def _check_in_place(self, folder: int, path: str) -> None:
         """Raise PathSwapped unless the folder of a path is the one that was entered."""
@@ -237,15 +185,15 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _put_exclusively(written: str, name: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+def _put_exclusively(written: str, name: str, folder: int) -> None:
     """Give a file a name that nothing has. Raises FileExistsError, or NotExclusive."""
     try:
-        os.link(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+        os.link(written, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NOT_BUILT:
             raise
         try:
-            rename_exclusively(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            rename_exclusively(written, name, folder)
         except OSError as other:
             if other.errno not in _NOT_BUILT:
                 raise

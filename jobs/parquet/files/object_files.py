@@ -1,10 +1,8 @@
 """Files in object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
 
 A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
-`publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its
-source was removed. Both are one request, whenever a worker that was frozen sends it. Whoever withdraws an end
-removes the mark while its claim is there; if it removes that of an end that came in between, it finds its claim gone,
-looks again, and ends the run once more.
+`publish` is a copy within the store that fails where its target is, one request, whenever a worker that was frozen
+sends it.
 """
 
 import os
@@ -129,9 +127,6 @@ class ObjectFiles:
                 with suppress(FileNotFoundError):
                     self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
 
-    def move_folder(self, path: str, target: str) -> None:
-        """Nothing is to be moved: a prefix begins with its first object."""
-
     def remove_folder(self, path: str) -> None:
         """Nothing is to be removed: a prefix ends with its last object."""
 
@@ -158,19 +153,26 @@ class ObjectFiles:
         )
         return ObjectSink(writer, "w")
 
-    def reopen_output(self, path: str) -> Any:
-        return None if self._head(path) is None else self.open_output(path)
-
     def put(self, path: str, contents: bytes) -> None:
         self._put(path, contents)
 
-    def make_void(self, path: str, text: str) -> None:
-        self._put(path, text.encode())
+    def create(self, path: str) -> None:
+        store, key = self._place(path)
+        with suppress(FileExistsError):
+            self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
 
     def publish(self, temporary: str, target: str) -> bool:
         store, key = self._place(target)
+        source, found = self._key(temporary, target), self._head(temporary)
         try:
-            self._make(target, lambda: obstore.copy(store, self._key(temporary, target), key, overwrite=False))
+            if found is None or found["size"] <= MAX_COPY_BYTES:
+                self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
+            elif self._head(target) is not None:
+                return False
+            else:  # of two that look at once, the second replaces what the first has put
+                with self.open_input(temporary) as whole, self.open_output(target) as sink:
+                    while chunk := whole.read(CHUNK_BYTES):
+                        sink.write(chunk)
         except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
             return False
         except FileNotFoundError:
@@ -180,40 +182,11 @@ class ObjectFiles:
             return False
         return True
 
-    def replace(self, temporary: str, target: str) -> bool:
-        store, key = self._place(target)
-        source, found = self._key(temporary, target), self._head(temporary)
-        if found is None:
-            return False
-        try:
-            if found["size"] <= MAX_COPY_BYTES:
-                self._make(target, lambda: obstore.copy(store, source, key))
-            else:
-                chunks = self._chunks(temporary, found["size"])
-                self._make_once(target, lambda: _put_chunks(store, key, chunks))
-        except FileNotFoundError:
-            return False
-        self.remove(temporary)
-        return True
-
-    def rename(self, path: str, target: str) -> bool:
-        if self._head(path) is None:
-            return False
-        self.remove(target)
-        return self.remove(path)
-
-    def remove(self, path: str) -> bool:
+    def remove(self, path: str) -> None:
         store, key = self._place(path)
-        if self._head(path) is None:
-            return False
-        with suppress(FileNotFoundError):
-            self._make(path, lambda: obstore.delete(store, key))
-        return True
-
-    def _chunks(self, path: str, size: int) -> Iterator[bytes]:
-        with self.open_input(path) as source:
-            while source.tell() < size:
-                yield source.read(CHUNK_BYTES)
+        if self._head(path) is not None:  # or a bucket with versions would note that it is gone
+            with suppress(FileNotFoundError):
+                self._make(path, lambda: obstore.delete(store, key))
 
     def _put(self, path: str, contents: bytes) -> None:
         store, key = self._place(path)
@@ -257,7 +230,3 @@ class ObjectFiles:
 
 def _nanoseconds(found: Any) -> int:
     return int(found["last_modified"].timestamp() * 1e9)
-
-
-def _put_chunks(store: Any, key: str, chunks: Iterator[bytes]) -> None:
-    obstore.put(store, key, chunks, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)

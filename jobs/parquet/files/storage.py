@@ -24,7 +24,6 @@ from jobs.errors import (
 )
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
-from jobs.runs.plans.names import is_temporary
 from jobs.runs.plans.paths import is_stored, run_path
 
 try:
@@ -53,8 +52,7 @@ class Storage:
 
     Every method but `resolve`, `look` and `is_folder` takes paths that `resolve` has returned, or names in
     such a folder, and raises PathOutsideRoots for others. What two executions of a run may do at once rests
-    on `publish`, of which one alone succeeds, and on `replace`, `rename` and `rewrite`, which fail where the
-    file that they take was removed.
+    on `publish` and `create`, of which the first one alone changes anything.
     """
 
     def __init__(
@@ -123,10 +121,6 @@ class Storage:
         """Make a folder, and what is missing above it."""
         self._of(path).make_folder(path)
 
-    def move_folder(self, path: str, target: str) -> None:
-        """Give an empty folder another name beside it, unless it is gone or one with something in it has that name."""
-        self._of(path).move_folder(path, target)
-
     def remove_folder(self, path: str) -> None:
         """Remove a folder, if nothing is in it."""
         self._of(path).remove_folder(path)
@@ -138,19 +132,6 @@ class Storage:
     def open_output(self, path: str) -> Any:
         """Open a new file for pyarrow to write; what had its name is removed."""
         return self._of(path).open_output(path)
-
-    def reopen_output(self, path: str) -> Any:
-        """Open a file that is there to be written anew by pyarrow; return None if someone removed it."""
-        return self._of(path).reopen_output(path)
-
-    def rewrite(self, path: str, contents: bytes) -> bool:
-        """Write a file that is there anew; return False if someone removed it."""
-        sink = self.reopen_output(path)
-        if sink is None:
-            return False
-        with sink:
-            sink.write(contents)
-        return True
 
     def put(self, path: str, contents: bytes) -> None:
         """Put a whole file there, over one of its name. Raises FileNotFoundError where its folder is gone."""
@@ -167,25 +148,17 @@ class Storage:
         except (InputNotFound, PathSwapped):
             return None
 
-    def make_void(self, path: str, text: str) -> None:
-        """Make a name that `stat` does not see, and that tells whoever lists the folder why."""
-        self._of(path).make_void(path, text)
+    def create(self, path: str) -> None:
+        """Make an empty file, unless something has its name."""
+        self._of(path).create(path)
 
     def publish(self, temporary: str, target: str) -> bool:
         """Put a whole file in its place, in the same folder; return False if the place was taken."""
         return self._of(target).publish(temporary, target)
 
-    def replace(self, temporary: str, target: str) -> bool:
-        """Put a file over one, in the same folder; return False if someone removed it first."""
-        return self._of(target).replace(temporary, target)
-
-    def rename(self, path: str, target: str) -> bool:
-        """Replace by what `make_void` has made: `stat` finds nothing in that place any more."""
-        return self._of(target).rename(path, target)
-
-    def remove(self, path: str) -> bool:
-        """Remove a file; return False if it was gone."""
-        return self._of(path).remove(path)
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        self._of(path).remove(path)
 
 
 def glob_chars(pattern: str) -> set[str]:
@@ -244,23 +217,3 @@ def _is_absurd(error: pa.ArrowMemoryError) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def replace_file(storage: Storage, temporary: str, path: str, of: str, may: Callable[[], bool]) -> bool:
-    """Put a written file over the one that is there, where that is as it was when the other was written.
-
-    temporary: this execution's file, in the same folder. of: what each execution calls such a file (temporary_name of
-    jobs/runs/plans/names.py). may: looks whether what is there is as it was. Returns False where it is not, or where
-    somebody has removed the file. Of two at once, one has written its file before the other removed all others': that
-    one's rename fails, or the other's look finds what it has put there. Raises OutputNotWritable.
-    """
-    with writing(path):
-        remove_replacements(storage, os.path.dirname(path), of, temporary)
-        return may() and storage.replace(temporary, path)
-
-
-def remove_replacements(storage: Storage, folder: str, of: str, but: str = "") -> None:
-    """Remove what executions have written to replace a file, so that none of them does. but: this one's."""
-    for name in storage.names(folder):
-        if is_temporary(name, of) and name != os.path.basename(but):
-            storage.remove(os.path.join(folder, name))

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 
 from jobs.context.shared_files import DEFAULT_BYTES
+from jobs.errors import NewRowsGone
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.kinds import Kind
 from jobs.parquet.tables.table_reading import asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.names import JOURNAL, REUSED, temporary_name
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
@@ -63,13 +64,14 @@ def convert_inputs(
 ) -> int:
     """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have.
 
-    limit: as of look_at. Raises InputChanged, TableNotRead, DiskFull or OutputNotWritable.
+    limit: as of look_at. Raises InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable.
     """
-    if plan.input_format == PARQUET:
-        return 0
     wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
+    wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
         if storage.stat(path) is None:
+            if file.kept is not None:
+                raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id, limit)
     return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)
 
@@ -119,13 +121,13 @@ def converted_for_now(
 
 
 def remove_converted(storage: Storage, plan: Plan) -> None:
-    """Remove what was made of a run's inputs. Raises OutputNotWritable."""
-    folder = plan.converted_folder
-    with writing(folder):
-        try:
-            names = storage.names(folder)
-        except FileNotFoundError:
-            return
-        for name in names:
-            storage.remove(os.path.join(folder, name))
-        storage.remove_folder(folder)
+    """Remove what planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
+    for folder in (plan.converted_folder, *(os.path.join(plan.spec.output, name) for name in (REUSED, JOURNAL))):
+        with writing(folder):
+            try:
+                names = storage.names(folder)
+            except FileNotFoundError:
+                continue
+            for name in names:
+                storage.remove(os.path.join(folder, name))
+            storage.remove_folder(folder)

@@ -6,7 +6,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import OWN_KEYS
+from jobs.parquet.outputs.part import OWN_KEYS, answer_fields
 from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
@@ -26,36 +28,34 @@ from jobs.runs.statistics.reasons import Reasons
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
 
-#: Takes rows.
+#: Takes rows; what makes such of a file and a schema.
 Write = Callable[[pa.RecordBatch], None]
+Writer = Callable[[Any, pa.Schema], AbstractContextManager[Write]]
 
 
-def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
-    """Write the rows of all parts into the claims; return False if one was removed. Raises PartDamaged, or what writing
-    does."""
+def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
+    """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
     if plan.spec.single_file == OPENAI_BATCH:
-        return _write_batch(storage, plan, *claims)
-    (claim,) = claims
-    sink = storage.reopen_output(claim)
-    if sink is None:
-        return False
-    writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
+        _write_batch(storage, plan, *paths)
+        return
+    ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
+    writers: dict[str, Writer] = {PARQUET: _parquet, ARROW: _arrow}
+    writers |= {CSV: partial(_csv, ours), JSONL: partial(_jsonl, ours)}
     assert plan.spec.single_file is not None
-    writer = writers[plan.spec.single_file]
-    with sink, closing(_part_rows(storage, plan)) as rows, writer(sink, _schema(storage, plan)) as write:
+    writer, (path,) = writers[plan.spec.single_file], paths
+    with (
+        storage.open_output(path) as sink,
+        closing(_part_rows(storage, plan)) as rows,
+        writer(sink, _schema(storage, plan)) as write,
+    ):
         for batch in rows:
             write(batch)
-    return True
 
 
-def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool:
+def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> None:
     """Write OpenAI's output file and error file."""
-    sinks = []
     with ExitStack() as stack:
-        for claim in (output, errors):
-            if (sink := storage.reopen_output(claim)) is None:
-                return False
-            sinks.append(stack.enter_context(sink))
+        sinks = [stack.enter_context(storage.open_output(path)) for path in (output, errors)]
         row = 0
         for batch in stack.enter_context(closing(_part_rows(storage, plan))):
             found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
@@ -63,7 +63,6 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
                 line = output_line(plan.run, row, name, body, error)
                 sinks[error is not None].write(f"{line}\n".encode())
                 row += 1
-    return True
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
@@ -144,28 +143,28 @@ def _arrow(sink: Any, schema: pa.Schema) -> Iterator[Write]:
 
 
 @contextmanager
-def _jsonl(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+def _jsonl(ours: Set[str], sink: Any, schema: pa.Schema) -> Iterator[Write]:
     def write(batch: pa.RecordBatch) -> None:
-        for row in _rows(batch):
+        for row in _rows(batch, ours):
             sink.write(f"{_json(dict(zip(schema.names, row, strict=True)))}\n".encode())
 
     yield write
 
 
 @contextmanager
-def _csv(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+def _csv(ours: Set[str], sink: Any, schema: pa.Schema) -> Iterator[Write]:
     def write_rows(rows: Iterator[Sequence[Any]]) -> None:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(map(_field, row) for row in rows)
         sink.write(text.getvalue().encode())
 
     write_rows(iter([schema.names]))
-    yield lambda batch: write_rows(_rows(batch))
+    yield lambda batch: write_rows(_rows(batch, ours))
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows as JSON has values: what Python cannot hold is null."""
-    columns = [row_values(name, _sayable(batch.column(name))) for name in batch.schema.names]
+def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
+    """Yield a batch's rows as JSON has values: what Python cannot hold is null. ours: columns of any length."""
+    columns = [row_values(name, _sayable(batch.column(name)), name in ours) for name in batch.schema.names]
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 
@@ -181,8 +180,8 @@ def _sayable(column: pa.Array) -> pa.Array:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, Real):  # pyarrow before 21 gives numpy's for float16
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """A part: the output file of one shard, with statistics in its footer."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,49 +18,22 @@ from jobs.errors import (
     PathSwapped,
     TableNotRead,
 )
+from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.row_values import NUMBER
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.embedding_options import EMBED
-from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.run_statistics import count_lengths
-
-#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
-OUTPUT_FIELDS = (
-    pa.field("completion", pa.string()),
-    pa.field("finish_reason", pa.string()),
-    pa.field("prompt_tokens", pa.int64()),
-    pa.field("completion_tokens", pa.int64()),
-    pa.field("cached_tokens", pa.int64()),
-    pa.field("error", pa.string()),
-)
-
-#: The same of what a run may ask for.
-REASONING = pa.field("reasoning", pa.string())
-TOOL_CALLS = pa.field("tool_calls", pa.string())
-ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
-
-#: What it adds instead where labels are asked for.
-LABEL_FIELDS = (
-    pa.field("label", pa.string()),
-    pa.field("probability", pa.float64()),
-    pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
-    pa.field("margin", pa.float64()),
-)
-
-#: What it adds instead where embeddings are asked for, in a fixed-size list of float32.
-EMBEDDING = "embedding"
-
-#: What each completion of a row has of its own.
-OF_EACH_COMPLETION = frozenset({"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"})
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
 
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
+
+#: Which row of an earlier run a row's answer was taken from, in the column that the run names.
+REUSED = "reused"
 
 OWN_KEYS = {METADATA_KEY.encode()}
 
@@ -88,7 +62,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     Raises ColumnConflict or MissingColumn.
     """
     kept = kept_columns(spec, schema.names, path)
-    answers = [_answer_field(field, spec) for field in answer_fields(spec, embedding_size)]
+    answers = [_named(field, spec) for field in answer_fields(spec, embedding_size)]
     for field in answers:
         if field.name in kept:
             raise ColumnConflict(
@@ -100,6 +74,10 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
 
 
+def _named(field: pa.Field, spec: RunSpec) -> pa.Field:
+    return field.with_name(spec.reused_column if field.name == REUSED else spec.output_prefix + field.name)
+
+
 def _without_mark(field: pa.Field) -> pa.Field:
     """Return a column without what templates alone want to know of it."""
     metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
@@ -108,49 +86,42 @@ def _without_mark(field: pa.Field) -> pa.Field:
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
-    if spec.steps:
-        texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
-        return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    if spec.labels is not None:
-        return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    if spec.task == EMBED:
-        embedding = pa.field(EMBEDDING, pa.list_(pa.float32(), embedding_size))
-        return [embedding, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
-    reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
-    tools = [TOOL_CALLS] if spec.chat[1].has_tools else []
-    return [*OUTPUT_FIELDS, *reasoning, *tools, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
+    own = kind_of(spec).fields(spec, embedding_size)
+    return [*own, pa.field(REUSED, pa.string())] if spec.reused_column else own
 
 
-def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
-    kind = pa.list_(field.type) if spec.n > 1 and field.name in OF_EACH_COMPLETION else field.type
-    return pa.field(spec.output_prefix + field.name, kind)
-
-
-def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.RecordBatch:
+def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
     """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
     fields = answer_fields(spec)
     num_kept = len(schema) - len(fields)
     kept = [batch.column(name) for name in schema.names[:num_kept]]
     added = [
-        pa.array([answer.column(field.name) for answer in answers], schema.field(number).type)
+        answer_column([answer.column(field.name) for answer in answers], schema.field(number).type)
         for number, field in enumerate(fields, num_kept)
     ]
-    return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
+    return pa.Table.from_arrays([*kept, *added], schema=schema)
+
+
+def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    """Return values as a column; of arrays that hold a value each, without a copy."""
+    if any(isinstance(each, pa.Array) for each in values):
+        return pa.chunked_array([pa.nulls(1, kind) if each is None else each for each in values], kind)
+    return pa.chunked_array([pa.array(values, kind)])
 
 
 def check_answers(answers: Sequence[Answer], spec: RunSpec, embedding_size: int) -> None:
     """Raise what pyarrow does, or AttributeError, for answers that no part of a run can hold."""
     for each in answer_fields(spec, embedding_size):
-        pa.array([answer.column(each.name) for answer in answers], _answer_field(each, spec).type)
+        pa.array([answer.column(each.name) for answer in answers], each.type)
 
 
 def write_part(
-    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], stats: PartStats
+    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
 ) -> None:
     """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
     with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
-            writer.write_batch(batch)
+            writer.write(batch)
         writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
 
 
@@ -176,6 +147,7 @@ def part_stats(
         errors=sum(answer.error is not None for answer in answers),
         failed_checks=sum(answer.failed_check for answer in answers),
         cut=sum(answer.is_cut for answer in answers),
+        rows_reused=sum(answer.reused is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
@@ -204,19 +176,9 @@ def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
     """Read a part's statistics from its footer.
 
-    rows: how many the shard has; None takes the footer's word. One that a retry replaces while it is read is read
-    again. Raises PartDamaged when the file is not the part of this shard of this run, or has another number of rows.
+    rows: how many the shard has; None takes the footer's word. Raises PartDamaged when the file is not the part of
+    this shard of this run, or has another number of rows.
     """
-    while True:
-        before = storage.stat(path)
-        try:
-            return _read_stats(storage, path, run, shard, rows)
-        except PartDamaged:
-            if storage.stat(path) == before:
-                raise
-
-
-def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None) -> PartStats:
     try:
         found = look_at(storage, path)
         stat = storage.stat(path)

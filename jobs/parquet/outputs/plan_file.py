@@ -1,17 +1,16 @@
-"""A run's plan and manifest in its folder: written once, replaced where the run goes on."""
+"""A run's plan and manifest in its folder, each written once."""
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
-from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
-from jobs.parquet.files.filesystem import FileStat
-from jobs.parquet.files.storage import Storage, reading, remove_replacements, replace_file, writing
-from jobs.runs.plans.names import PLAN, TEMPORARY_PREFIX, output_names, part_name, replacement_name, temporary_name
+from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
+from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name, temporary_name
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -21,63 +20,24 @@ from jobs.runs.statistics.run_statistics import RunStatistics
 MAX_PLAN_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 
-#: What executions call a plan that is to take the place of one.
-_REPLACEMENT = replacement_name(PLAN)
-
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, or None; nobody replaces it any more. Raises PlanDamaged or OutputNotWritable."""
+    """Return the plan in a folder, or None. Raises PlanDamaged or OutputNotWritable."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
             return None
-    remove_extensions(storage, folder)
     return load_plan(storage, path)
-
-
-def remove_extensions(storage: Storage, folder: str) -> None:
-    """Remove longer plans that were written and not put in place; former planning jobs put none there any more."""
-    with writing(folder):
-        remove_replacements(storage, folder, _REPLACEMENT)
-
-
-def replace_plan(storage: Storage, plan: Plan, before: Plan, execution_id: str, held: Callable[[], None]) -> bool:
-    """Replace a plan by its extension; return False where it is gone. Raises what `held` does, DiskFull,
-    OutputNotWritable."""
-    folder = plan.spec.output
-    path = os.path.join(folder, PLAN)
-    temporary = os.path.join(folder, temporary_name(execution_id, _REPLACEMENT))
-
-    def may() -> bool:
-        held()
-        return bool(storage.stat(path) == before.file_state)
-
-    try:
-        with writing(folder):
-            write_text(storage, temporary, plan.to_text())
-        return replace_file(storage, temporary, path, _REPLACEMENT, may)
-    finally:
-        storage.remove(temporary)
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
-    while True:
-        state = storage.stat(path)  # first: a plan that is replaced meanwhile counts as changed
-        try:
-            return _read_plan(storage, path, state)
-        except PathSwapped:  # a store's object, replaced while it was read
-            if storage.stat(path) == state:
-                raise
-
-
-def _read_plan(storage: Storage, path: str, state: FileStat | None) -> Plan:
     try:
         with reading(path), storage.open_input(path) as source:
             # In pieces: a read of at most so much has memory for all of it set aside first.
             pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))
             written = b"".join(takewhile(bool, pieces))
-        return replace(Plan.from_text(written.decode()), file_state=state)
+        return Plan.from_text(written.decode())
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
     except ValueError as error:
@@ -96,14 +56,19 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
         names = storage.names(folder)
         if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
             return False
-        for name in names:
-            if not name.startswith(TEMPORARY_PREFIX):
-                raise OutputHoldsForeignFiles(folder, name)
+        check_no_others(folder, names)
         try:
             write_text(storage, temporary, plan.to_text())
             return storage.publish(temporary, os.path.join(folder, PLAN))
         finally:
             storage.remove(temporary)
+
+
+def check_no_others(folder: str, names: Iterable[str]) -> None:
+    """Raise OutputHoldsForeignFiles for what no planner has put into a folder."""
+    for name in names:
+        if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
+            raise OutputHoldsForeignFiles(folder, name)
 
 
 def write_text(storage: Storage, path: str, text: str) -> None:
@@ -146,8 +111,8 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
+        **({"reused": plan.reused.runs} if plan.reused else {}),
         "inputs": [asdict(file) for file in plan.files],
-        **({"extensions": [asdict(each) for each in plan.extensions]} if plan.extensions else {}),
     }
     summary = json.dumps(content, indent=2)
     head = summary.removesuffix("\n}")

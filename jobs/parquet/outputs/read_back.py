@@ -1,19 +1,20 @@
 """What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
 
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.output_file import failed_rows, open_part
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
-from jobs.parquet.outputs.plan_file import load_plan, write_text
+from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ColumnChoice
-from jobs.runs.plans.names import PLAN, SUCCESS, part_shard
+from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
@@ -45,13 +46,10 @@ class FolderReader:
             from jobs.parquet.files import object_files  # noqa: F401  # raises what the storage lets pass
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
-        self._read_plan()
-        self.run = self.plan.run
-
-    def _read_plan(self) -> None:
-        plan = load_plan(self._storage, os.path.join(self._folder, PLAN))
+        plan = load_plan(self._storage, os.path.join(folder, PLAN))
         self._planned_run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=self._folder))
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        self.run = self.plan.run
 
     @property
     def has_ended(self) -> bool:
@@ -63,13 +61,6 @@ class FolderReader:
         path = os.path.join(self._folder, name)
         with reading(path, "text"), self._storage.open_input(path) as source:
             return str(source.read().decode())
-
-    def write(self, name: str, text: str) -> str:
-        """Write a file beside the plan; return its path. Raises OutputNotWritable."""
-        path = os.path.join(self._folder, name)
-        with writing(path):
-            write_text(self._storage, path, text)
-        return path
 
     def shards(self) -> list[int]:
         """Return the shards whose part is there."""
@@ -87,16 +78,14 @@ class FolderReader:
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
         found = {shard: at for name, at in written.items() if (shard := part_shard(name)) is not None}
-        if found and max(found) >= len(self.plan.shards):
-            self._read_plan()  # the run was extended
         return {shard: at for shard, at in found.items() if shard < len(self.plan.shards)}
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        """Return the output's columns that hold answers, and why there is none; nothing of single tokens."""
         prefix = self.plan.spec.output_prefix
         names = [field.name for field in answer_fields(self.plan.spec)]
-        return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
+        return [f"{prefix}{name}" for name in names if not name.endswith(("_tokens", "logprobs"))]
 
     @property
     def prompt_columns(self) -> list[str]:
@@ -118,8 +107,17 @@ class FolderReader:
         for shard in shards:
             planned = self.plan.shards[shard]
             first = self.plan.first_row(shard) - planned.start
+            kept = self._kept_rows(planned.file)
             for row, reason in failed_rows(self._storage, self.plan, shard):
-                yield FailedRow(row, self.plan.files[planned.file].path, row - first, reason)
+                file_row = row - first if kept is None else kept[row - first]
+                yield FailedRow(row, self.plan.files[planned.file].path, file_row, reason)
+
+    def _kept_rows(self, file: int) -> Sequence[int] | None:
+        """Return which rows of an input file a run of new ones has; None where it has all."""
+        if self.plan.files[file].kept is None:
+            return None
+        with self._storage.open_input(os.path.join(self._folder, kept_name(file))) as source:
+            return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
         """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""

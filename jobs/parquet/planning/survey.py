@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from hashlib import blake2b
 from typing import Any
 
@@ -13,14 +13,17 @@ from jobs.context import JobContext
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import row_seed
+from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
+from jobs.parquet.planning.matching import match
 from jobs.parquet.planning.planner import check_columns, new_plan
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.embedding_options import EMBED
@@ -46,12 +49,15 @@ def survey_parquet(
     pick: int = 64,
     first: bool = False,
     max_rows: int | None = None,
+    reuse: Sequence[str] = (),
+    reuse_from_any_model: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Look at what a run of these arguments would ask; write nothing.
 
     pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows. max_rows: where
-    the run has more, every so manyth of them is looked at. arguments: as of RunSpec.from_arguments.
+    the run has more, every so manyth of them is looked at. reuse: see Submission. arguments: as of
+    RunSpec.from_arguments.
     Raises RunError or InvalidJob.
     """
     spec = RunSpec.from_arguments(input, output, **arguments)
@@ -73,7 +79,10 @@ def survey_parquet(
     plan = new_plan(context, spec, inputs)
     files = {shard.file for shard in plan.shards if shard.rows}
     with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (own_storage, own_plan):
-        return _Survey(context, own_storage, own_plan, context.meter()).take(pick, first, max_rows)
+        survey = _Survey(context, own_storage, own_plan, context.meter())
+        if reuse:
+            survey.leave_out(OldRuns(storage, reuse), reuse_from_any_model)
+        return survey.take(pick, first, max_rows)
 
 
 class _Survey:
@@ -85,7 +94,14 @@ class _Survey:
         self._known: dict[bytes, int] = {}
         self._reasons = Reasons()
         self._before: Sequence[int] = ()
-        self._tokens = self._repeated = self._rows = self._cached = 0
+        self._tokens = self._repeated = self._rows = self._cached = self._rows_reused = 0
+        self._is_reused: Callable[[int], bool] = lambda row: False
+
+    def leave_out(self, old: OldRuns, any_model: bool) -> None:
+        """Ask no rows that earlier runs have answered."""
+        asks = ask_of(self._plan, self._source, self._context), self._source
+        places = match(self._context, self._storage, self._plan, asks, old, any_model).places
+        self._is_reused = lambda row: bool(places[row] >= 0)
 
     def take(self, pick: int, first: bool, max_rows: int | None) -> dict[str, Any]:
         every = 1 if max_rows is None else max(1, -(-self._plan.rows // max(1, max_rows)))
@@ -105,6 +121,7 @@ class _Survey:
                 for each in self._reasons.commonest(MAX_REASONS)
             ],
             "rows_repeated": self._repeated,
+            "rows_reused": self._rows_reused,
             "requests": len(self._requests),
             "prompt_tokens": self._tokens,
             "request_tokens": sum(each.tokens for each in self._requests),
@@ -124,7 +141,9 @@ class _Survey:
         asked: dict[Row, list[int]] = {}
         for number, row in rows.items():
             self._rows += 1
-            if isinstance(row, RowProblem):
+            if self._is_reused(number):
+                self._rows_reused += 1
+            elif isinstance(row, RowProblem):
                 self._reasons.add(str(row), [number])
             else:
                 asked.setdefault(row, []).append(number)

@@ -2,26 +2,18 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, model_text
 from jobs.errors import PlanDamaged, RunOfAnotherModel
-from jobs.parquet.asks.kinds import ask_of
-from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
+from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.statistics.part_stats import PartStats
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -58,49 +50,11 @@ class RowsTask(OpenTask):
         assert self._requests is not None, "nothing was asked"
         return self._requests
 
-    def told(self, stats: PartStats, ended: bool) -> dict[str, Any]:
-        """Return what a shard's job gives, whose part is recorded."""
-        return {
-            "run": stats.run,
-            "shard": stats.shard,
-            "rows": stats.rows,
-            "errors": stats.errors,
-            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
-            "run_finished": ended,
-        }
-
     def close(self) -> None:
         if self._requests is not None:
             self._requests.close()
         if self._texts is not None:
             self._texts.close()
-
-
-class AgainTask(RowsTask):
-    """Asks rows of a run again; a subclass calls `ask` when it is made."""
-
-    def ask(self, context: JobContext, storage: Storage, plan: Plan, rows: Sequence[int]) -> None:
-        """Read rows of a run, in order, to ask them as it has. Raises RunOfAnotherModel, RunError or NoRoomYet."""
-        check_model(plan, context.model)
-        context.checks.admit(plan.spec.repairs)
-        wanted, source = set(rows), row_source(plan.spec, context.check_sampling)
-        files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
-        try:
-            with ExitStack() as stack:
-                limit = context.shard_bytes.limit
-                storage, plan = stack.enter_context(converted_for_now(storage, plan, files, limit))
-                for number in sorted(files):
-                    file = plan.files[number]
-                    file = replace(file, path=storage.resolve(file.path))
-                    stack.enter_context(unchanged(storage, plan, file))
-                for start, rendered in rendered_shards(context, storage, plan, source, wanted):
-                    texts.add(row for number, row in enumerate(rendered, start) if number in wanted)
-            ask = ask_of(plan, source, context)
-            self._requests = ShardRequests(texts.gathered(), ask, rows.__getitem__, let_go=texts.let_go)
-        except BaseException:
-            texts.close()
-            raise
 
 
 def opened_folder(context: JobContext, plan_path: str, run: str) -> RunFolder:

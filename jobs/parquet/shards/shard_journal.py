@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import pyarrow as pa
+
 from jobs.context.answers import Answer
 from jobs.context.journal_bytes import MAX_BYTES, JournalUnfit, packed, unpacked
 from jobs.context.under_way import UnderWay, answer_from_json, answer_to_json
@@ -114,6 +116,7 @@ class ShardJournal:
     ) -> Callable[[], None] | None:
         """Return what writes down, in any thread, what is new; see OpenTask."""
         answered, under_way = requests.answered[self._num_written :], requests.under_way(so_far)
+        answered = [each for each in answered if not any(isinstance(v, pa.Array) for v in each.answer.columns.values())]
         if not answered and not under_way:
             return None
 

@@ -3,7 +3,6 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -47,28 +46,28 @@ class Answered(NamedTuple):
 class ShardRequests:
     """Holds one answer for each row.
 
-    number_of: gives the number in the run of a row, counted within the shard. run, memo: where the answers of
-    other shards are. let_go: told of each row whose texts are not held here any more. known: answers that rows have.
+    rows: those that are answered already are answers. number_of: gives the number in the run of a row, counted within
+    the shard. memo: where the answers of other shards are. let_go: told of each row whose texts are not held here any
+    more.
 
     Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
-    and not at all where another shard of the run, on the same worker, has it. A row that another shard is at comes
+    and not at all where another shard on the same worker has it. A row that another shard is at comes
     last; if it has no answer then, it is computed here too, so that no shard waits for another. What a row asks next
     comes before other rows. Made in any thread; then all methods belong to one, but `inspect` and the last, `close`.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row | RowProblem],
+        rows: Sequence[Row | RowProblem | Answer],
         ask: Ask,
         number_of: Callable[[int], int],
-        run: str = "",
         memo: AnswerMemo | None = None,
         let_go: Callable[[Row], None] = lambda row: None,
         known: Mapping[int, Answer] = _NONE_KNOWN,
     ) -> None:
         self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
-        self._answers = [ask.failed(str(row)) if isinstance(row, RowProblem) else None for row in rows]
+        self._answers = [_answer_of(row, ask) for row in rows]
         # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
         self._sent: list[tuple[_Group, int, int] | None] = []
         self._following: deque[tuple[_Group, int, Request]] = deque()
@@ -78,8 +77,8 @@ class ShardRequests:
         self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
         self.rows_open = 0
         self.generated_tokens = self.prompt_tokens = self.rows_resumed = self.tokens_resumed = 0
-        groups = _groups(rows, run.encode(), ask.is_greedy)
-        self._unsent = [group for group in groups if not self._take_known(group, known.get(group.rows[0]))]
+        groups = _groups(rows, ask)
+        self._unsent = [group for group in groups if not self._take_known(group)]
         self._awaits_before = ask.before is not None and bool(self._unsent)
         self._waiting: list[tuple[int, Sequence[Completion]]] = []
         if ask.before is not None and self._unsent:
@@ -272,18 +271,24 @@ class ShardRequests:
             self._memo.end(key)
 
 
-def _groups(rows: Sequence[Row | RowProblem], run: bytes, is_greedy: Callable[[Row], bool]) -> list[_Group]:
+def _answer_of(row: Row | RowProblem | Answer, ask: Ask) -> Answer | None:
+    """Return what a row has before anything is asked."""
+    if isinstance(row, Row):
+        return None
+    return row if isinstance(row, Answer) else ask.failed(str(row))
+
+
+def _groups(rows: Sequence[Row | RowProblem | Answer], ask: Ask) -> list[_Group]:
     """Return equal rows with equal answers together, and each other row by itself, the last one first."""
     together: dict[Row, _Group] = {}
     groups = []
     for number, row in enumerate(rows):
-        if isinstance(row, RowProblem):
+        if not isinstance(row, Row):
             continue
         if (known := together.get(row)) is not None:
             known.rows.append(number)
-        elif is_greedy(row):
-            key = blake2b("\n".join(row).encode(), digest_size=16, key=run).digest()  # JSON has no such break
-            groups.append(together.setdefault(row, _Group(row, [number], key)))
+        elif ask.is_greedy(row):
+            groups.append(together.setdefault(row, _Group(row, [number], ask.key_of(row))))
         else:
             groups.append(_Group(row, [number], None))
     groups.reverse()  # of equal rows the last one first, too

@@ -11,7 +11,6 @@ from jobs.runs.plans.names import is_run_id
 from jobs.tasks import Task
 
 if TYPE_CHECKING:
-    from jobs.parquet.shards.retry_work import RetryWork
     from jobs.parquet.shards.shard_work import ShardWork
     from jobs.parquet.shards.verify_work import VerifyWork
 
@@ -21,23 +20,18 @@ class ShardTask(Task):
 
     blocking = reads_rows = True
 
-    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False) -> None:
+    def __init__(self, run: str, plan: str, shard: int) -> None:
         """Check the arguments. Raises InvalidJob."""
         _check_run(run, plan)
         if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
             raise InvalidValue("shard is {}, expected the number of a shard", brief(shard))
         self._run, self._plan, self._shard = run, plan, shard
-        self._redo, self._retry = redo_damaged is True, retry_errors is True
 
-    def open(self, context: JobContext) -> ShardWork | RetryWork:
+    def open(self, context: JobContext) -> ShardWork:
         """Read the shard's rows, or find its part there already. Raises RunError."""
-        if self._retry:
-            from jobs.parquet.shards.retry_work import RetryWork
-
-            return RetryWork.open(context, self._run, self._plan, self._shard)
         from jobs.parquet.shards.shard_work import ShardWork
 
-        return ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
+        return ShardWork.open(context, self._run, self._plan, self._shard)
 
 
 class VerifyTask(Task):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.context import JobContext
@@ -16,12 +17,15 @@ from jobs.context.answers import Answer
 from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
+from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
 from jobs.parquet.outputs.part import check_answers, embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.key_file import write_keys
+from jobs.parquet.reuse.taken_answers import taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
@@ -40,22 +44,14 @@ class ShardWork(RowsTask):
     _rows_known = _tokens_known = 0
 
     def __init__(
-        self,
-        context: JobContext,
-        folder: RunFolder,
-        shard: int,
-        redo_damaged: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Read the shard's rows. redo_damaged: replace a part that is not this run's. Raises RunError or NoRoomYet."""
-        self._context, self._folder, self._number = context, folder, shard
-        self._redo, self._clock = redo_damaged, clock
-        self._started_at = clock()
-        temporary = folder.temporary_replacement if redo_damaged else folder.temporary_part
-        self._temporary = temporary(shard)
+        """Read the shard's rows. Raises RunError or NoRoomYet."""
+        self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._started_at, self._temporary = clock(), folder.temporary_part(shard)
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
-        if not self._has_part():
+        if folder.lacks(shard):
             check_model(folder.plan, context.model)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
@@ -68,12 +64,12 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
         folder = opened_folder(context, plan_path, run)
         if shard >= len(folder.plan.shards):
             raise PlanDamaged(plan_path, f"it has {len(folder.plan.shards)} shards, none numbered {shard}")
-        return cls(context, folder, shard, redo_damaged)
+        return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:
         """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
@@ -99,7 +95,15 @@ class ShardWork(RowsTask):
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
         ended = self._folder.record_part(stats, self._context.queue_name)
-        return {**self.told(stats, ended), "tokens": stats.completion_tokens}
+        return {
+            "run": stats.run,
+            "shard": stats.shard,
+            "rows": stats.rows,
+            "errors": stats.errors,
+            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
+            "run_finished": ended,
+            "tokens": stats.completion_tokens,
+        }
 
     def close(self) -> None:
         self._let_go()
@@ -111,32 +115,19 @@ class ShardWork(RowsTask):
             self._files.leave(self._planned_file.path)
         super().close()
 
-    def _has_part(self) -> bool:
-        """Whether there is nothing left to compute."""
-        if self._redo:
-            return self._folder.has_whole_part(self._number)
-        return self._folder.has_part(self._number)
-
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
-        while not self._has_part():  # redone while this worker was frozen: nobody awaits the file
-            try:
-                stats = self._write(requests)
-                if self._redo:
-                    published = self._folder.publish_over_damaged(self._temporary, self._number)
-                else:
-                    published = self._folder.publish(self._temporary, self._number)
-            except (OSError, RunError):
-                # Of two executions the slower one may find the run ended and its own file, or the input, removed.
-                if not self._has_part():
-                    raise
-                return None
-            if published:
-                return stats
-            if not self._redo or self._folder.storage.stat(self._temporary) is not None:
-                return None
-            self._context.check_interrupted()  # another has removed the file
-        return None
+        if self._folder.has_part(self._number):
+            return None
+        try:
+            stats = self._write(requests)
+            self._write_keys(requests.answers())
+            return stats if self._folder.publish(self._temporary, self._number) else None
+        except (OSError, RunError):
+            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            if not self._folder.has_part(self._number):
+                raise
+            return None
 
     def _write(self, requests: ShardRequests) -> PartStats:
         """Write the part beside its place."""
@@ -160,7 +151,13 @@ class ShardWork(RowsTask):
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
-    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _write_keys(self, answers: Sequence[Answer]) -> None:
+        """Write what later runs find the rows by, before the part is there. Raises DiskFull or OutputNotWritable."""
+        folder, keys = self._folder, self._keys.copy()
+        keys[[answer.error is not None for answer in answers]] = 0
+        write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
+
+    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
         for batch in reader.read(self._shard, self._context.check_interrupted):
             batch = self._with_added(split_problems(batch)[0])
@@ -176,11 +173,18 @@ class ShardWork(RowsTask):
                 batch, problems = split_problems(batch)
                 texts.add(self._heeded(source.rows(self._with_added(batch), problems)))
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
-        rows, number_of = texts.gathered(), lambda row: first_row + row
+        rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
+        self._keys = row_keys(ask.key_of, rows)
+        self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
+        for row, taken in taken_answers(self._folder.storage, plan, self._number).items():
+            rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
         self._journal = ShardJournal(self._folder, self._number, context.model.fingerprint, self._check_answers)
         left = self._journal.read()
-        self._rows_known, self._tokens_known = len(left.answers), left.num_tokens
-        requests = ShardRequests(rows, ask, number_of, plan.run, context.answers, texts.let_go, left.answers)
+        known = {row: answer for row, answer in left.answers.items() if isinstance(rows[row], Row)}
+        self._rows_known, self._tokens_known = len(known), left.num_tokens
+        for row, answer in known.items():
+            rows[row] = answer
+        requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
         requests.resume(left.under_way)
         return requests
 

@@ -2,29 +2,45 @@
 
 import math
 import re
+from collections.abc import Mapping, Set
+from contextlib import ExitStack
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
+from jobs.parquet.asks.kinds import ask_of
+from jobs.parquet.asks.row_keys import model_mark
+from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
+from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import answer_fields, read_part_stats
-from jobs.parquet.shards.rows_task import AgainTask, trusted_plan
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.key_file import read_keys
+from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
 
 #: Follows what else is computed at the time.
-_NOT_COMPARED = {"cached_tokens", "probability", "probabilities", "margin"}
+_NOT_COMPARED = {"cached_tokens", "reused", "probability", "margin"}
 
 
-class VerifyWork(AgainTask):
-    """A sample of a run between open and close; rows that the run could not answer are left out."""
+class VerifyWork(RowsTask):
+    """A sample of a run between open and close; rows that it could not answer, or took from another model, are left
+    out."""
 
     def __init__(self, context: JobContext, run: str, plan_path: str, sample: str, seed: int) -> None:
         """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
@@ -33,18 +49,53 @@ class VerifyWork(AgainTask):
         if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
+        self._num_of_others = 0
         self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
-        names = [field.name for field in answer_fields(plan.spec)]
-        self._columns = [name for name in names if name not in _NOT_COMPARED]
+        fields = [field for field in answer_fields(plan.spec) if field.name not in _NOT_COMPARED]
+        self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
         columns = {name: plan.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
+        keys: dict[int, bytes] = {}
         for shard in plan.shards_of(self._sample):
             # Raises PartDamaged for a part that is not this shard's.
             read_part_stats(storage, plan.part_path(shard), run, shard, plan.shards[shard].rows)
             for row, values in part_rows(storage, plan, shard, list(columns.values()), self._sample):
                 if values[columns["error"]] is None:
                     self._recorded[row] = {name: values[column] for name, column in columns.items()}
-        self.ask(context, storage, plan, list(self._recorded))
+            keys |= _keys_of(storage, plan, shard, self._sample)
+        self._ask(context, storage, plan, keys)
+
+    def _ask(self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]) -> None:
+        """Read the rows that are recorded, to ask them as the run has. keys: of rows, as this model would answer them;
+        those that have others are left out. Raises RunOfAnotherModel, RunError or NoRoomYet."""
+        check_model(plan, context.model)
+        context.checks.admit(plan.spec.repairs)
+        wanted, source = self._recorded.keys(), row_source(plan.spec, context.check_sampling)
+        files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
+        self._texts = texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
+        try:
+            ask = ask_of(plan, source, context)
+            with ExitStack() as stack:
+                limit = context.shard_bytes.limit
+                storage, plan = stack.enter_context(converted_for_now(storage, plan, files, limit))
+                for number in sorted(files):
+                    file = plan.files[number]
+                    file = replace(file, path=storage.resolve(file.path))
+                    stack.enter_context(unchanged(storage, plan, file))
+                for start, rendered in rendered_shards(context, storage, plan, source, wanted):
+                    for number, row in enumerate(rendered, start):
+                        if number not in wanted:
+                            continue
+                        if number in keys and isinstance(row, Row) and ask.key_of(row) != keys[number]:
+                            del self._recorded[number]
+                            self._num_of_others += 1
+                        else:
+                            texts.add([row])
+            numbers = list(self._recorded)
+            self._requests = ShardRequests(texts.gathered(), ask, numbers.__getitem__, let_go=texts.let_go)
+        except BaseException:
+            texts.close()
+            raise
 
     def result(self) -> dict[str, Any]:
         """Return how many rows are equal, and the first values that are not."""
@@ -61,10 +112,25 @@ class VerifyWork(AgainTask):
             "rows_checked": len(self._recorded),
             "rows_equal": len(self._recorded) - num_different,
             "rows_different": num_different,
-            "rows_not_compared": len(self._sample) - len(self._recorded),
+            "rows_not_compared": len(self._sample) - len(self._recorded) - self._num_of_others,
+            "rows_of_other_models": self._num_of_others,
             "columns": self._columns,
             "differences": differences[:MAX_DIFFERENCES],
         }
+
+
+def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
+    """Return the keys of those of a shard's rows that have one, without the run's own model. Raises PartDamaged."""
+    found, first = read_keys(storage, plan, shard)[0], plan.first_row(shard)
+    own = found ^ model_mark(plan.model.fingerprint)
+    return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    """Whether a value holds probabilities, in a map or in structs."""
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_nested(kind))
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:

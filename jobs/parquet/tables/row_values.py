@@ -86,9 +86,12 @@ def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     return values
 
 
-def row_values(name: str, column: pa.Array) -> Iterator[Any]:
-    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts."""
-    values = _python_values(name, column)
+def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
+    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts.
+
+    is_ours: values that were computed may be larger than what a prompt is made of.
+    """
+    values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
     if not holds_map(column.type):
         return values
     return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)

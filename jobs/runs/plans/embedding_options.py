@@ -1,6 +1,6 @@
 """Options of a run that asks for embeddings or labels, and what they go together with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
@@ -81,6 +81,13 @@ def calibrate(value: Any, asks_labels: bool) -> bool:
     return True
 
 
+def check_read(values: Iterable[str], what: str, read: Collection[str], whose: str = "sampling") -> None:
+    """Raise InvalidValue for a sampling value that says something of an answer. what: is asked for."""
+    for name in values:
+        if name not in read:
+            raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))
+
+
 def check_nothing_generated(
     task: str, labels: Sequence[str] | None, options: Mapping[str, Any], *, is_chat: bool
 ) -> None:
@@ -89,12 +96,14 @@ def check_nothing_generated(
         raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
     if task != EMBED and labels is None:
         return
-    what, read = ("embeddings", OF_PROMPTS[:1]) if task == EMBED else ("labels", OF_PROMPTS)
-    for name in options.get("sampling") or ():
-        if name not in read:
-            raise InvalidValue(f"sampling has {{}}, and for {what} nothing is generated: leave it out", brief(name))
-    excluded = ("sampling_columns", "prompts", *(_OF_ANSWERS if task == EMBED else ()))
-    for name in excluded:
+    has_prompts = bool(options.get("prompts"))  # of which all but the last are answered
+    if task == EMBED:
+        check_read(options.get("sampling") or (), "embeddings", OF_PROMPTS[:1])
+    elif not has_prompts:
+        check_read(options.get("sampling") or (), "labels", OF_PROMPTS)
+    elif options.get("calibrate"):
+        raise InvalidJob("calibrate and prompts do not go together: without content, earlier prompts have no answers")
+    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if task == EMBED else ())):
         if options.get(name):
             kind = "task 'embed'" if task == EMBED else "labels"
             raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")

@@ -13,9 +13,6 @@ REPORT = "_report.html"
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
 
-#: Where one execution's claim to withdraw SUCCESS is called like a file of that name.
-WITHDRAWAL = "_WITHDRAWN"
-
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
 
@@ -24,6 +21,13 @@ JOURNAL = "_journal"
 
 #: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
+
+#: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
+#: reads files of folders that do.
+KEYS = "_keys"
+
+#: Where planning puts the answers that are taken from earlier runs.
+REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"part-(\d{5,})\.parquet")
@@ -36,6 +40,16 @@ def is_run_id(value: object) -> bool:
 def part_name(shard: int) -> str:
     """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
     return f"part-{shard:05d}.parquet"
+
+
+def keys_name(shard: int) -> str:
+    """Return the name, below the run's folder, of the keys of a part's rows."""
+    return f"{KEYS}/_part-{shard:05d}.bin"
+
+
+def kept_name(file: int) -> str:
+    """Return the name, below the run's folder, of which rows of an input file a run of new rows has."""
+    return f"{KEYS}/_rows-{file:05d}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:
@@ -54,16 +68,6 @@ def part_shard(name: str) -> int | None:
 def temporary_name(execution_id: str, name: str) -> str:
     """Return the name, matched by no reader's `*.parquet`, of what one execution writes before it is published."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
-
-
-def is_temporary(name: str, of: str) -> bool:
-    """Whether this is what some execution calls its file for `of` before it is published."""
-    return name.startswith(TEMPORARY_PREFIX) and name.endswith(f".{of}.tmp")
-
-
-def replacement_name(part: str) -> str:
-    """Return what a file is called that is to take a part's place: who does so removes those of all others."""
-    return f"again-{part}"
 
 
 def shard_job_id(run: str, shard: int) -> str:

@@ -7,6 +7,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.arguments import text_problem
+from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 
 
 def column_name(argument: str, value: Any) -> str:
@@ -65,8 +66,21 @@ def limit(value: Any) -> int | None:
     return None if value is None else whole_number("limit", value)
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return whether an option is wished for. Raises InvalidValue."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
+    return bool(value)
+
+
+def reused(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run does with rows that earlier ones have answered, as fields of a RunSpec. Raises InvalidJob."""
+    column = optional_column("reused_column", options.get("reused_column"))
+    return {"only_new": truth("only_new", options.get("only_new")), "reused_column": column}
+
+
 #: What a run of batch files may be given as well.
-_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "rows_per_shard")
+_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 
 #: The same of what its own arguments are in their normal form.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
@@ -108,7 +122,22 @@ def sampling_columns(value: Any) -> dict[str, str]:
             raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", brief(name))
         if name == "n":
             raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
+        if name in RESPONSE_NAMES:
+            raise InvalidJob(f"{name} cannot come from a column: the output has the same columns for all rows")
     return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}
+
+
+#: How exactly log probabilities are written; the first by default.
+LOGPROB_TYPES = ("float32", "float16")
+
+
+def logprob_type(value: Any) -> str:
+    """Return the type of log probabilities. Raises InvalidValue."""
+    if value is None:
+        return LOGPROB_TYPES[0]
+    if value not in LOGPROB_TYPES:
+        raise InvalidValue("logprob_type is {}, expected 'float32' or 'float16'", brief(value))
+    return str(value)
 
 
 def defaults(value: Any, has_template: bool) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jobs.context.served_model import model_text
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import INPUT, part_name
+from jobs.runs.plans.names import INPUT, REUSED, part_name
 from jobs.runs.plans.partitions import AddedColumn
 from jobs.runs.plans.spec import RunSpec
 
@@ -27,7 +27,7 @@ MAX_SHARDS = 100_000
 MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class PinnedModel:
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    begin, end: which of its rows the run has here, None for all: those gained since come as another file of its path.
-    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is.
+    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is. kept: how
+    many of its rows the run has, where it has only those that are new; None for all.
     """
 
     path: str
@@ -57,23 +57,20 @@ class PlannedFile:
     fingerprint: str
     values: tuple[Any, ...] = ()
     etag: str = field(default="", compare=False)
-    begin: int = 0
-    end: int | None = None
+    kept: int | None = field(default=None, compare=False)
 
     @property
     def own_rows(self) -> int:
-        """Return how many of its rows the run has here."""
-        return (self.rows if self.end is None else self.end) - self.begin
+        """Return how many of its rows the run has."""
+        return self.rows if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
-class Extension:
-    """What a run has gained: when, in Unix seconds, of which input, and how many files and rows."""
+class Reused:
+    """What planning has taken from earlier runs. name: of the files that hold it. runs: see ReusedRun."""
 
-    at: float
-    input: list[str]
-    files: int
-    rows: int
+    name: str
+    runs: tuple[dict[str, Any], ...] = ()
 
 
 class Shard(NamedTuple):
@@ -125,9 +122,8 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. extensions: what came since it was planned.
-    file_state: of the file that it was read from, None for one that was not. input_folder: of what was made
-    of inputs that are no Parquet; by default in the output.
+    sizes: bytes of what each shard asks. reused: None where no earlier run was named. input_folder: of what was made of
+    inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -141,14 +137,8 @@ class Plan:
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
-    extensions: tuple[Extension, ...] = ()
-    file_state: Any = field(default=None, compare=False)
+    reused: Reused | None = None
     input_folder: str | None = field(default=None, compare=False)
-
-    @property
-    def input(self) -> list[str]:
-        """Return the input as it was named last."""
-        return self.extensions[-1].input if self.extensions else self.spec.input
 
     @property
     def run(self) -> str:
@@ -170,22 +160,30 @@ class Plan:
         """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
+    def reused_path(self, shard: int) -> str:
+        """Return where answers for a shard's rows are that were taken from earlier runs."""
+        assert self.reused is not None
+        return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
+
     @property
     def converted_folder(self) -> str:
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file with the rows of an input: itself, or what was made of it."""
-        if self.input_format == PARQUET:
+        if self.input_format == PARQUET and file.kept is None:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
+        if file.kept is not None:
+            assert self.reused is not None
+            text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""
         planned = self.shards[shard]
-        return self._first_rows[planned.file] + planned.start - self.files[planned.file].begin
+        return self._first_rows[planned.file] + planned.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold any of these rows."""
@@ -210,7 +208,7 @@ class Plan:
             "columns": self.columns,
             "repeated": self.repeated,
             "sizes": self.sizes,
-            "extensions": [asdict(each) for each in self.extensions],
+            "reused": None if self.reused is None else asdict(self.reused),
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -237,7 +235,7 @@ class Plan:
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 repeated=tuple(content["repeated"]),
                 sizes=tuple(content["sizes"]),
-                extensions=tuple(Extension(**each) for each in content["extensions"]),
+                reused=None if content["reused"] is None else Reused(**content["reused"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None
@@ -267,23 +265,14 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     """
     if limit is not None:
         row_groups = _first_rows(row_groups, limit)
-    shards = cut_further(Shards(), 0, row_groups, [0] * len(row_groups), rows_per_shard)
-    return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
-
-
-def cut_further(
-    shards: Shards, first_file: int, row_groups: Sequence[Sequence[int]], begins: Sequence[int], rows_per_shard: int
-) -> Shards:
-    """Return shards and behind them those of further files. begins: of each its first row that is in no earlier one."""
-    left = sum(map(sum, row_groups)) - sum(begins)
-    at_least = len(shards) + left // rows_per_shard
-    further = [] if at_least > MAX_SHARDS else list(_cut(row_groups, rows_per_shard, begins, first_file))
-    if max(at_least, len(shards) + len(further)) > MAX_SHARDS:
+    rows = sum(map(sum, row_groups))
+    shards = list(_cut(row_groups, rows_per_shard)) if rows // rows_per_shard <= MAX_SHARDS else None
+    if shards is None or len(shards) > MAX_SHARDS:
         raise InvalidJob(
-            f"{left} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
+            f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
             f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
-    return Shards([*shards, *further])
+    return Shards(shards or [Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
 
 
 def _smallest(left: int, rows_per_shard: int) -> int:
@@ -305,12 +294,12 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
     return cut
 
 
-def _cut(row_groups: Sequence[Sequence[int]], most: int, begins: Sequence[int], first_file: int) -> Iterator[Shard]:
+def _cut(row_groups: Sequence[Sequence[int]], most: int) -> Iterator[Shard]:
     """Yield shards of at most and, where a file does not end, at least so many rows."""
-    left = sum(map(sum, row_groups)) - sum(begins)
+    left = sum(map(sum, row_groups))
     least = _smallest(left, most)
-    for number, (groups, start) in enumerate(zip(row_groups, begins, strict=True), first_file):
-        ends = list(accumulate(groups))
+    for number, groups in enumerate(row_groups):
+        ends, start = list(accumulate(groups)), 0
         while ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start)

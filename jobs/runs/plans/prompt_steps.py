@@ -12,8 +12,11 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
+from jobs.runs.plans.embedding_options import OF_PROMPTS, check_read
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
@@ -114,30 +117,43 @@ MAX_STEPS = 20
 #: Columns of a row as a whole, which no prompt's may be named like.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 
-#: What a prompt's columns besides its answer's end with.
-FINISH_REASON, REASONING, TOOL_CALLS = "_finish_reason", "_reasoning", "_tool_calls"
+#: What the longest name of a column of a prompt's ends with.
+LONGEST = "_prompt_logprobs"
+
+
+def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
+    """Return the columns that hold what an answer has of its own. Their types: jobs/parquet/asks/ask.py."""
+    wanted = {
+        "completion": True,
+        "finish_reason": True,
+        "reasoning": sampling.get("separate_reasoning"),
+        "tool_calls": chat.has_tools,
+        **{name: sampling.get(name) is not None for name in LOGPROBS},
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 @dataclass(frozen=True)
 class PromptStep:
-    """One of a row's prompts. sampling: all of its values, those of the run included."""
+    """One of a row's prompts. sampling: all of its values, those of the run included. is_scored: against labels."""
 
     name: str
     template: Template
     sampling: Mapping[str, Any]
     chat: ChatOptions
+    is_scored: bool = False
 
     @property
     def is_chat(self) -> bool:
         return self.template.roles is not None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns that hold what comes of it, its answer's first."""
-        endings = ["", FINISH_REASON]
-        endings += [REASONING] if self.sampling.get("separate_reasoning") else []
-        endings += [TOOL_CALLS] if self.chat.has_tools else []
-        return tuple(self.name + ending for ending in endings)
+    def columns(self) -> dict[str, str]:
+        """Return the columns that hold what comes of it, its answer's first, and what each of them is of an answer."""
+        if self.is_scored:
+            return {name: name for name in LABEL_COLUMNS}
+        names = answer_columns(self.sampling, self.chat)
+        return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
 
 
 def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
@@ -159,7 +175,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
             f"prompts[{number}] is {{}}, expected an object of name, template and, if at all, sampling", brief(value)
         )
     name, sampling = value["name"], value.get("sampling")
-    longest = MAX_NAME_CHARS - len(FINISH_REASON)
+    longest = MAX_NAME_CHARS - len(LONGEST)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
         raise InvalidValue(
             f"the name of prompts[{number}] is {{}}, expected a word of letters, digits and _, at most "
@@ -185,24 +201,29 @@ def make_steps(
     parse_sampling: Callable[[dict[str, Any], bool], dict[str, Any]],
     from_columns: Collection[str],
     rows_per_shard: int,
+    has_labels: bool = False,
 ) -> tuple[PromptStep, ...]:
     """Return the prompts of a run with what each may name and ask checked.
 
     prompts: as parse_prompts returned them. sampling: the run's. parse_sampling: of values, and whether they
-    are a chat's. from_columns: sampling values that each row brings. Raises InvalidJob.
+    are a chat's. from_columns: sampling values that each row brings. has_labels: the last prompt is scored.
+    Raises InvalidJob.
     """
     steps = []
-    for prompt in prompts:
+    if sampling.get("n", 1) != 1:
+        raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
+    for number, prompt in enumerate(prompts, 1):
         template, name = Template.parse(prompt["template"]), prompt["name"]
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
         own = parse_sampling(prompt.get("sampling") or {}, is_chat)  # by the names that the run's have
         if twice := sorted(own.keys() & from_columns):
             raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
+        if is_scored := has_labels and number == len(prompts):
+            check_read(own, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
+            sampling = {key: value for key, value in sampling.items() if key in OF_PROMPTS}
         values, chat = split_chat_options(parse_sampling({**sampling, **own}, is_chat))
-        if values.get("n", 1) != 1:
-            raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
-        steps.append(PromptStep(name, template, values, chat))
+        steps.append(PromptStep(name, template, values, chat, is_scored))
     _check_names(steps)
     return tuple(steps)
 

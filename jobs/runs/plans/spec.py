@@ -18,7 +18,7 @@ from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
-from jobs.prompts.response_options import refuse_response_options
+from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import embedding_options
 from jobs.runs.plans import option_checks as checks
@@ -77,6 +77,9 @@ class RunSpec:
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
+    only_new: bool = False
+    reused_column: str | None = None
+    logprob_type: str = checks.LOGPROB_TYPES[0]
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
@@ -106,8 +109,6 @@ class RunSpec:
             _check_template(template, form, rows)
         if is_batch:
             checks.check_batch(given)
-        if get("keep") is not None and get("drop") is not None:
-            raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
         is_chat = messages_column is not None or isinstance(template, list) or has_prompts
         task = embedding_options.task(get("task"))
@@ -133,6 +134,8 @@ class RunSpec:
             task=task,
             **embedding_options.embedding_values(task, given),
             model_alias=checks.model_alias(get("model_alias"), is_batch),
+            **checks.reused(given),
+            logprob_type=checks.logprob_type(get("logprob_type")),
             labels=None if get("labels") is None else parse_labels(get("labels")),
             calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
             **checks.repairs(given),
@@ -189,7 +192,8 @@ class RunSpec:
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
+        from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
+        return make_steps(self.prompts, self.sampling, parse, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -215,7 +219,11 @@ class RunSpec:
 
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other."""
-    _ = spec.steps  # raises where they cannot be
+    if spec.keep is not None and spec.drop is not None:
+        raise InvalidJob("keep and drop each say which columns the output has: give one of them")
+    values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
+    if options.get("logprob_type") and not any(name in each for each in values for name in LOGPROBS):
+        raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
     check_num_labels(spec.labels, spec.rows_per_shard)
     check_nothing_generated(spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat)
     check_run_repairs(
@@ -285,7 +293,7 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
-    refuse_response_options(sampling)
+    sampling = run_values(sampling)
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +22,6 @@ from jobs.common.rq_jobs import (
     relatives_keys,
 )
 from jobs.runs.plans.names import job_shard
-
-#: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
-MAX_PAYLOAD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -64,17 +60,6 @@ def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
         for job_id, is_there, (status, origin), executions in read
         if is_there
     ]
-
-
-def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
-    """Return a planning job's function and keyword arguments; nothing of a payload that cannot be read."""
-    packed: Any = connection.hget(job_key(plan_job), "data")
-    text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
-    try:
-        function, _, _, arguments = json.loads(text or b"")
-        return str(function), dict(arguments)
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return "", {}
 
 
 #: Entries that are read at once: Redis is busy with them for about a millisecond.

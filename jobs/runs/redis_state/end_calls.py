@@ -10,8 +10,10 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
-from jobs.errors import InvalidJob, InvalidValue
-from jobs.runs.plans.spec import RunSpec, check_queue_name
+from jobs.errors import InvalidValue
+from jobs.runs.plans.option_checks import truth
+from jobs.runs.plans.paths import run_path
+from jobs.runs.plans.spec import check_queue_name
 
 #: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
 #: of which it was told that it has failed.
@@ -118,8 +120,10 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 
+_ANY_MODEL = "reuse_from_any_model"
+
 #: Arguments of jobs.score_parquet that are a submission's, but for its queue.
-WISHES = ("model", "max_errors", WEBHOOK, ON_END, "redo_damaged", "extend")
+WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)
@@ -127,42 +131,36 @@ class Submission:
     """What one submission of a run says beside the run's arguments.
 
     queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it. limit: the run
-    is stopped, as if it was cancelled, beyond it. calls: who is told of its end. redo_damaged: parts that are not what
-    this run has written are removed, and their rows computed again. extend: files that the input has gained since the
-    run was planned, and rows behind the end of a file of lines, are added to the run; without it they are refused.
+    is stopped, as if it was cancelled, beyond it. calls: who is told of its end. reuse: outputs of earlier runs, whose
+    answers a new run takes. reuse_from_any_model: also those of other models.
     """
 
     queue: str
     model: str | None = None
     limit: ErrorLimit = DEFAULT_LIMIT
     calls: EndCalls = NO_CALLS
-    redo_damaged: bool = False
-    extend: bool = False
+    reuse: tuple[str, ...] = ()
+    reuse_from_any_model: bool = False
 
     @classmethod
     def split(cls, queue: str, arguments: Mapping[str, Any]) -> tuple[Submission, dict[str, Any]]:
         """Part the arguments of jobs.score_parquet into those of a submission and the run's own. Raises InvalidJob."""
         check_queue_name(queue)
         own = dict(arguments)
-        flags = {name: own.pop(name, False) for name in ("redo_damaged", "extend")}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
         model, limit = parse_model(own.pop("model", None)), ErrorLimit.parse(own.pop("max_errors", None))
         calls = EndCalls.parse(own.pop(WEBHOOK, None), own.pop(ON_END, None))
-        return cls(queue, model, limit, calls, **flags), own
-
-    def check_with(self, spec: RunSpec) -> None:
-        """Raise InvalidJob where a run of such arguments cannot be extended."""
-        if self.extend and spec.limit is not None:
-            raise InvalidJob(
-                f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
-            )
+        reuse, any_model = _reused(own.pop("reuse", None)), truth(_ANY_MODEL, own.pop(_ANY_MODEL, None))
+        return cls(queue, model, limit, calls, reuse, any_model), own
 
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that `split` takes."""
-        flags = {"redo_damaged": self.redo_damaged, "extend": self.extend}
-        given = {name: value for name, value in flags.items() if value}
         limit = {} if self.limit == DEFAULT_LIMIT else {"max_errors": str(self.limit)}
         model = {} if self.model is None else {"model": self.model}
-        return {"queue": self.queue, **model, **given, **limit, **self.calls.to_fields()}
+        reuse: dict[str, Any] = {"reuse": list(self.reuse)} if self.reuse else {}
+        reuse |= {_ANY_MODEL: True} if self.reuse_from_any_model else {}
+        return {"queue": self.queue, **model, **limit, **reuse, **self.calls.to_fields()}
+
+
+def _reused(value: Any) -> tuple[str, ...]:
+    """Return the outputs of earlier runs. Raises InvalidJob."""
+    return tuple(map(run_path, [] if value is None else value if isinstance(value, list | tuple) else [value]))

@@ -62,14 +62,6 @@ class PartCount:
 
 
 @dataclass(frozen=True)
-class End:
-    """Whether a run is marked finished, and how often such a mark was withdrawn."""
-
-    finished: bool
-    withdrawals: int
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Why a run is to be stopped, and the submission whose limit says so."""
 
@@ -120,28 +112,14 @@ class RecordedParts:
         """
         with self._redis.pipeline() as pipe:
             pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
-            return self._record(pipe, stats)
-
-    def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
-        """Record a part that others may replace meanwhile, as read after any such replacement."""
-
-        def record(pipe: Pipeline) -> PartCount:
-            stats = read()
-            pipe.multi()
-            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
-            return self._record(pipe, stats)
-
-        return self._transact(record, self._parts_key)
-
-    def _record(self, pipe: Pipeline, stats: PartStats) -> PartCount:
-        pipe.expire(self._parts_key, RUN_TTL_S)
-        pipe.expire(self._key, RUN_TTL_S)
-        pipe.srem(self._failed_key, stats.shard)
-        self._count(pipe)
-        is_new, *_, length, raw_total, failed = pipe.execute()
-        if is_new:
-            add_part(pipe, self._key, stats)
-        return part_count(length, raw_total, failed)
+            pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.expire(self._key, RUN_TTL_S)
+            pipe.srem(self._failed_key, stats.shard)
+            self._count(pipe)
+            is_new, *_, length, raw_total, failed = pipe.execute()
+            if is_new:
+                add_part(pipe, self._key, stats)
+            return part_count(length, raw_total, failed)
 
     def _count(self, pipe: Pipeline) -> None:
         """Ask for what `part_count` takes."""

@@ -29,17 +29,9 @@ CHUNK = 100
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
-def enqueue_shards(
-    context: JobContext,
-    queue_name: str,
-    plan: Plan,
-    state: RunState,
-    shards: Sequence[int],
-    how: Mapping[str, bool] | None = None,
-) -> int:
+def enqueue_shards(context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int]) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
-    how: further arguments of jobs.score_shard: redo_damaged, retry_errors.
     Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
     `cancel` came in between, and between two chunks what interrupts the job.
     """
@@ -50,19 +42,13 @@ def enqueue_shards(
             context.check_interrupted()
             meta = dict(context.trace)
             part = shards[start : start + CHUNK]
-            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how or {}, meta)
+            chunk = partial(_enqueue_chunk, waiting, plan, state, part, meta)
             enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
 def _enqueue_chunk(
-    on_queue: WaitingJobs,
-    plan: Plan,
-    state: RunState,
-    shards: Sequence[int],
-    how: Mapping[str, bool],
-    meta: Mapping[str, str],
-    pipe: Pipeline,
+    on_queue: WaitingJobs, plan: Plan, state: RunState, shards: Sequence[int], meta: Mapping[str, str], pipe: Pipeline
 ) -> int:
     state.check_not_cancelled()
     submission = state.submission()
@@ -77,7 +63,7 @@ def _enqueue_chunk(
         pipe.delete(results_key(job.id))
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
-    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], how, meta) for shard in waiting])
+    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], meta) for shard in waiting])
     for shard in waiting:
         fields: dict[Any, Any] = {
             SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n,
@@ -150,11 +136,10 @@ def _read(queue: JobQueue, job_ids: Collection[str], cancelled: int, with_queue:
     return found
 
 
-def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool], meta: Mapping[str, str]) -> Any:
+def _job(plan: Plan, shard: int, job_id: str, meta: Mapping[str, str]) -> Any:
     return prepared_job(
         "jobs.score_shard",
         args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
-        kwargs=dict(how) or None,
         timeout=-1,
         result_ttl=RESULT_TTL_S,
         failure_ttl=FAILURE_TTL_S,

@@ -5,7 +5,7 @@ Nothing here is needed to resume: parts on disk are the truth, and the planner r
 Whoever writes here may have been frozen since it looked, for any time. So each write that rests on a look is
 one transaction, which is carried out only while what was looked at is as it was: the lock is held
 (submitting, cancelling, enqueueing), the job is (what a planner writes), no other submission came
-(cancelling), no part was recorded and no end marked or withdrawn since (counting and ending).
+(cancelling), no part was recorded since (counting).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.lock import RunLock
-from jobs.runs.redis_state.recorded_parts import End, PartCount, RecordedParts, Verdict, part_count
+from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
 
 T = TypeVar("T")
@@ -203,41 +203,29 @@ class RunState(RecordedParts):
 
         return self._change(record, self._parts_key)
 
-    def end(self) -> End:
-        return self._end(self._redis)
+    def is_finished(self) -> bool:
+        return bool(self._redis.hexists(self._key, "finished"))
 
-    def _end(self, client: Redis) -> End:
-        found: Any = client.hmget(self._key, "finished", "withdrawals")
-        return End(found[0] is not None, _number(found[1]))
-
-    def mark_finished(self, seen: End) -> bool:
-        """Mark the run finished by a look at its parts after `seen` was read; return False where an end was withdrawn
-        since."""
-
-        def mark(pipe: Pipeline) -> bool:
-            if self._end(pipe).withdrawals != seen.withdrawals:
-                return False
-            pipe.multi()
+    def mark_finished(self) -> None:
+        """Mark the run finished: its folder says so."""
+        with self._redis.pipeline() as pipe:
             pipe.hset(self._key, "finished", "1")
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
-            return True
 
-        return self._transact(mark, self._key)
+    def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
+        """Take a mark away that the folder does not bear out, such as an earlier folder's. Raises RunBusy.
 
-    def withdraw_finished(self, seen: End) -> bool:
-        """Take back an end that is no longer true; return False where the run has ended since `seen`."""
+        has_ended: looks there. Whoever ends the run meanwhile sets the mark behind that look, and it stays.
+        """
 
-        def withdraw(pipe: Pipeline) -> bool:
-            if self._end(pipe) != seen:
-                return False
-            pipe.multi()
-            pipe.hdel(self._key, "finished")
-            pipe.hincrby(self._key, "withdrawals")
-            pipe.execute()
-            return True
+        def unmark(pipe: Pipeline) -> None:
+            if pipe.hexists(self._key, "finished") and not has_ended():
+                pipe.multi()
+                pipe.hdel(self._key, "finished")
+                pipe.execute()
 
-        return self._change(withdraw, self._key)
+        self._change(unmark, self._key)
 
     # Who may write
 
@@ -265,11 +253,6 @@ class RunState(RecordedParts):
         except LockNotOwnedError:
             if not lock.acquire(blocking=False):
                 raise
-
-    def check_held(self) -> None:
-        """Raise RunBusy where the job that the lease is of is another execution's."""
-        if self._lease is not None and self._redis.zscore(self._lease.key, self._lease.member) is None:
-            raise RunBusy(self.run)
 
     def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change while the lock is held, again where it was taken anew. Raises as `keep`, and RunBusy for a lost

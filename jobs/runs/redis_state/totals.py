@@ -45,6 +45,7 @@ class Totals:
     generated_tokens: int
     failed_checks: int
     cut: int
+    rows_reused: int
     judged_rows: int
     judged_tokens: int
     began_at: float | None

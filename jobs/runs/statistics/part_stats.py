@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 #: What is summed up over the parts while a run goes on.
 COUNTED = (
     *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
-    *("failed_checks", "cut"),
+    *("failed_checks", "cut", "rows_reused"),
 )
 
 #: The same in a manifest.
@@ -24,8 +24,9 @@ class PartStats:
     generated_tokens: completion tokens that its execution has computed, equal prompts counted once.
     rows_resumed, tokens_resumed: rows that earlier executions have answered, or begun to, and the tokens that they
     have computed for these.
-    started_at, ended_at: Unix time in seconds; a retry of its rows counts as if it had followed at once.
+    started_at, ended_at: Unix time in seconds.
     failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
+    rows_reused: rows whose answer was taken from an earlier run.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
 
@@ -51,16 +52,12 @@ class PartStats:
     cut: int = 0
     rows_resumed: int = 0
     tokens_resumed: int = 0
+    rows_reused: int = 0
 
     @property
     def seconds(self) -> float:
         """Return for how long it was worked on."""
         return max(0.0, self.ended_at - self.started_at)
-
-    def retried(self, seconds: float, generated_tokens: int) -> PartStats:
-        """Return what it is with the time and tokens of a retry."""
-        tokens = self.generated_tokens + generated_tokens
-        return replace(self, ended_at=self.ended_at + seconds, generated_tokens=tokens)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

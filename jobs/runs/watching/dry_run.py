@@ -41,6 +41,8 @@ def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Tr
     """Return the job that answers a picked row as the run would."""
     values = {**picked["sampling"], **changed, **({} if model is None else {"model": model})}
     if picked["is_chat"]:
+        top = values.pop("logprobs", None)
+        values |= {} if top is None else {"logprobs": True, "top_logprobs": top}
         return Trial("jobs.chat", {"messages": picked["prompt"], **values})
     return Trial("jobs.complete", {"prompt": picked["prompt"], **values})
 

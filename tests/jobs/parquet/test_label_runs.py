@@ -21,13 +21,15 @@ from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse
+from tests.jobs.answering import FakeCompletion, keyed, refuse
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
+from tests.jobs.parquet.conftest import Ask
 
 Score = Callable[..., pa.Table]
 LABELS = ["yes", "no", "may, be"]
 ADDED = ["label", "probability", "probabilities", "margin"]
+CHAIN = [{"name": "short", "template": "{text} In short:"}, {"name": "asked", "template": "{text} {short}? "}]
 TOKENS = ["prompt_tokens", "completion_tokens", "cached_tokens", "error"]
 
 
@@ -100,9 +102,10 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
 
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
-    labels = Labels(RunSpec.from_arguments("in", "out", labels=LABELS), None if prior is None else Row(prior))
+    spec = RunSpec.from_arguments("in", "out", labels=LABELS)
+    labels = keyed(Labels(spec, None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
-    return ShardRequests(rows, labels, lambda row: row, "run", memo)
+    return ShardRequests(rows, labels, lambda row: row, memo)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])
@@ -136,6 +139,59 @@ def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
     check(row, expected("a?", "N/A?"))
 
 
+def test_a_chat_is_rendered_with_the_options_of_its_template(runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+    seen: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        return likely(request)
+
+    template, own = [{"role": "user", "content": "{text}?"}], {"chat_template_kwargs": {"enable_thinking": False}}
+    runs.score(answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own)
+    assert [request.chat_options for request in seen] == [own, own], "the prompt without content too"
+
+
+def test_the_last_of_several_prompts_is_scored(score: Score, runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a", None, "broken", "a"])
+    seen: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        if request.kind == "score":
+            return likely(request)
+        return FakeCompletion(f"<{request.prompt}>", 0, [1, 2], "stop", 10, 1)
+
+    table = runs.score(answer=answer, prompts=CHAIN, labels=LABELS, sampling={"max_tokens": 9, "temperature": 0})
+    assert table.column_names == ["id", "text", "short", "short_finish_reason", *ADDED, *TOKENS]
+    assert table.schema.field("probabilities").type == pa.map_(pa.string(), pa.float64())
+    rows = table.to_pylist()
+    text = "a <a In short:>? "
+    check({**rows[0], **dict(zip(TOKENS, (7, 0, 3, None), strict=True))}, expected(text))
+    assert ([rows[0][name] for name in TOKENS], rows[0]["short"]) == ([17, 2, 4, None], "<a In short:>")
+    assert rows[3] == {**rows[0], "id": 3}
+    assert [row["error"] for row in rows[1:3]] == [
+        "prompt 'short': column 'text' is null",
+        "prompt 'asked': it is broken",
+    ]
+    assert [[row[name] for name in ADDED] for row in rows[1:3]] == [[None] * 4] * 2
+    assert rows[2]["short"] == "<broken In short:>"
+    assert [request.sampling.get("max_tokens") for request in seen] == [9, 9, None, None], "equal rows are asked once"
+
+
+def test_a_chain_has_the_labels_of_the_text_that_it_renders(
+    runs: Runs, ask: Ask, compute: Callable[[], None], tmp_path: Path
+) -> None:
+    write(tmp_path, ["The quick brown", "Numbers: 0 1", "ü"])
+    runs.plan(prompts=CHAIN, labels=LABELS, sampling={"temperature": 0.8, "seed": 2, "max_tokens": 6})
+    compute()
+    for row in runs.rows():
+        found = ask("jobs.classify", f"{row['text']} {row['short']}? ", LABELS)
+        assert row["label"] == found["label"]
+        assert dict(row["probabilities"]) == pytest.approx(found["probabilities"], abs=1e-5)
+        assert row["short_finish_reason"] == "length"
+
+
 def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a", None])
     table = score(keep=["id"], output_prefix="x_", limit=1)
@@ -156,6 +212,15 @@ def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Pa
         ({"labels": ["a", "a"]}, "are both 'a'"),
         ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
         ({"calibrate": True}, "calibrate is for labels"),
+        ({"labels": LABELS, "prompts": CHAIN, "calibrate": True}, "calibrate and prompts do not go together"),
+        ({"labels": LABELS, "prompts": [{**CHAIN[1], "sampling": {"top_p": 1}}, CHAIN[0]]}, "names 'short', which"),
+        (
+            {"labels": LABELS, "prompts": [CHAIN[0], {**CHAIN[1], "sampling": {"top_p": 1}}]},
+            "prompt 'asked' has 'top_p'",
+        ),
+        ({"labels": LABELS, "prompts": [{**CHAIN[0], "name": "label"}, CHAIN[0]]}, "'label', which is there already"),
+        ({"labels": LABELS, "prompts": CHAIN, "sampling": {"n": 2}}, "n is one where"),
+        ({"labels": LABELS, "prompts": CHAIN, "check": {"regex": "a"}}, "check and labels"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
@@ -168,3 +233,6 @@ def test_submit_takes_labels(invoke: Invoke, runs: Runs, tmp_path: Path) -> None
     options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
     assert invoke("submit", runs.source, runs.output, *options).exit_code == 0
     assert runs.jobs[0].kwargs["labels"] == ["yes", "no"]
+    options = ["--prompts", json.dumps(CHAIN), "--labels", "yes,no", "--max-tokens", 4]
+    assert invoke("submit", runs.source, tmp_path / "chain", *options).exit_code == 0
+    assert (runs.jobs[1].kwargs["prompts"], runs.jobs[1].kwargs["labels"]) == (CHAIN, ["yes", "no"])

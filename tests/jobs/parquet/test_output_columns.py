@@ -13,7 +13,7 @@ from redis import Redis
 
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
-from jobs.parquet.outputs.part import OUTPUT_FIELDS
+from jobs.parquet.asks.ask import OUTPUT_FIELDS
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off
 from tests.jobs.conftest import Invoke

@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import polars as pl
@@ -18,12 +17,11 @@ from redis import Redis
 
 from jobs.errors import InvalidValue, PartDamaged
 from jobs.parquet.outputs import output_file
-from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import PARTS, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.conftest import Invoke
-from tests.jobs.killing import RECOVERIES, Executions, Fuse, finish, recover, run_until_killed
+from tests.jobs.killing import RECOVERIES, Executions, Fuse, recover, run_until_killed
 from tests.jobs.local_runs import Runs
 
 ROWS = 5
@@ -82,41 +80,6 @@ def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, 
     _, found = named_run(redis, str(output))
     assert found is not None
     assert (found.parts, found.finished, found.num_gone) == (3, True, 0)
-
-
-def test_a_file_that_was_removed_is_written_again_without_computing_a_row(site: Site) -> None:
-    site.plan()
-    site.runs.work()
-    assert site.plan()["already_finished"]
-    (site.runs.output / "output.parquet").unlink()
-    again = site.plan()
-    assert (again["shards_missing"], again["shards_enqueued"], again["run_finished"]) == (0, 0, True)
-    site.check_finished()
-
-
-def test_whoever_was_frozen_while_it_wrote_the_file_replaces_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Meanwhile a part was lost, the end withdrawn, the part computed again, and the run ended."""
-    site.plan()
-    write, file = output_file.write_output, site.runs.output / "output.parquet"
-    published: list[int] = []
-
-    def frozen(*arguments: Any) -> bool:
-        monkeypatch.setattr("jobs.parquet.outputs.run_folder.write_output", write)
-        monkeypatch.setattr(RunFolder, "_remove_leftovers", lambda folder: None)  # killed before it could
-        written = write(*arguments)
-        (site.runs.output / PARTS / part_name(1)).unlink()
-        site.plan()
-        finish(site.open(1))
-        published.append(file.stat().st_ino)
-        return written
-
-    monkeypatch.setattr("jobs.parquet.outputs.run_folder.write_output", frozen)
-    for shard in range(3):
-        finish(site.open(shard))
-    assert [file.stat().st_ino] == published
-    site.check_finished()
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "arrow", "parquet"])

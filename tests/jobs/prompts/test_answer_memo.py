@@ -19,10 +19,8 @@ def memo() -> AnswerMemo:
     return AnswerMemo()
 
 
-def open_shard(
-    memo: AnswerMemo, prompts: str, run: str = "run", sampling: Mapping[str, object] = GREEDY
-) -> ShardRequests:
-    return shard_of(prompts, sampling, run=run, memo=memo)
+def open_shard(memo: AnswerMemo, prompts: str, sampling: Mapping[str, object] = GREEDY) -> ShardRequests:
+    return shard_of(prompts, sampling, memo=memo)
 
 
 def pull(requests: Iterator[Request]) -> str:
@@ -53,8 +51,8 @@ def test_a_shard_takes_the_answers_of_earlier_ones_of_its_run(memo: AnswerMemo) 
     assert [answer.completion_tokens for answer in second.answers()] == [1] * 4
 
 
-@pytest.mark.parametrize("other", [{"run": "other"}, {"sampling": {"temperature": 1}}])
-def test_nothing_is_shared_with_another_run_or_where_tokens_are_drawn(
+@pytest.mark.parametrize("other", [{"sampling": {**GREEDY, "top_k": 1}}, {"sampling": {"temperature": 1}}])
+def test_nothing_is_shared_where_other_values_are_asked_or_tokens_are_drawn(
     memo: AnswerMemo, other: dict[str, object]
 ) -> None:
     work(open_shard(memo, "ab"))

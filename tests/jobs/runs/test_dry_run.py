@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs.cli.trial_commands import dry_run_lines
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
-from jobs.runs.watching.dry_run import NUM_TRIED, estimate
+from jobs.runs.watching.dry_run import NUM_TRIED, estimate, trial_of
 from jobs.runs.watching.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import MakeContext
 
 BLOCK = 16
@@ -118,6 +119,17 @@ def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeCon
     assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
 
 
+def test_rows_that_an_earlier_run_has_answered_cost_nothing(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
+    source, old = tmp_path / "in.parquet", tmp_path / "old"
+    pq.write_table(pa.table({"prompt": ["aa", "bb", "cc"]}), source)
+    score_parquet(context(), str(source), str(old))
+    work_off(redis, context)
+    pq.write_table(pa.table({"prompt": ["new", "cc", "aa", "newer"]}), source)
+    found = survey(context, source, reuse=[str(old)])
+    assert (found["rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (4, 2, 2, 8)
+    assert "2 are answered by earlier runs" in dry_run_lines(found, estimate(found, answering(context, shout)), None)[0]
+
+
 def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet")
     found = survey(context, tmp_path / "in.parquet", max_rows=100)
@@ -176,3 +188,10 @@ def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
     begun = [prompt.partition("prompt") for prompt in asked.difference(prompts)]
     assert len({beginning for beginning, _, _ in begun}) == 6, "two tries each"
     assert {f"prompt{rest}" for _, _, rest in begun} == set(prompts)
+
+
+def test_log_probabilities_are_asked_by_the_names_of_each_job() -> None:
+    asked = {"prompt": "a", "is_chat": False, "sampling": {"logprobs": 0, "prompt_logprobs": 2}}
+    assert trial_of(asked, None).kwargs == {"prompt": "a", "logprobs": 0, "prompt_logprobs": 2}
+    of_chat = trial_of({**asked, "is_chat": True}, None).kwargs
+    assert of_chat == {"messages": "a", "logprobs": True, "top_logprobs": 0, "prompt_logprobs": 2}

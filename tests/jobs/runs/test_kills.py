@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,15 +14,15 @@ from redis.lock import Lock
 from jobs.common.keys import run_lock_key
 from jobs.errors import RunBusy, RunCancelled
 from jobs.parquet.files.storage import Storage
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import run_task, shout
-from tests.jobs.killing import RECOVERIES, Executions, Fuse, Killed, finish, recover, run_until_killed
+from tests.jobs.killing import RECOVERIES, Executions, Fuse, finish, recover, run_until_killed
 from tests.jobs.local_runs import Runs
 
-ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+ENDED = {"_keys", "_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 ROWS = 5
 
 
@@ -94,29 +93,6 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(planned: Site) -> Non
     planned.check_finished()
 
 
-@pytest.mark.parametrize("next_one", ["a submitter", "a straggler"])
-def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_next_to_look(
-    planned: Site, next_one: str
-) -> None:
-    class KilledInAFinishedRun(Storage):
-        def open_output(self, path: str) -> Any:
-            planned.runs.work()
-            return super().open_output(path)
-
-        def publish(self, temporary: str, target: str) -> bool:
-            raise Killed
-
-    killed, straggler = planned.open(0, KilledInAFinishedRun), planned.open(1)
-    with pytest.raises(Killed):
-        finish(killed)
-    assert len(list(planned.runs.output.glob("_tmp.*"))) == 1
-    if next_one == "a submitter":
-        planned.plan()
-    else:
-        finish(straggler)
-    planned.check_finished()
-
-
 def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(site: Site) -> None:
     class SleepsBeforeTheFolder(Storage):
         def make_folder(self, path: str) -> None:
@@ -127,22 +103,6 @@ def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_pla
     assert site.plan(SleepsBeforeTheFolder)["shards_missing"] == 2
     site.runs.work()
     site.check_finished()
-
-
-def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(planned: Site) -> None:
-    cleaned: list[str] = []
-
-    class CleanedByAnother(Storage):
-        def replace(self, temporary: str, target: str) -> bool:
-            if len(cleaned) < 2:
-                cleaned.append(temporary)
-                self.remove(temporary)
-            return super().replace(temporary, target)
-
-    for shard in range(3):
-        finish(planned.open(shard, CleanedByAnother))
-    assert len(cleaned) == 2
-    planned.check_finished()
 
 
 def test_a_part_that_is_there_is_not_computed_again(planned: Site) -> None:
@@ -164,20 +124,22 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
         calls.append(("sync", name.split(".", 2)[-1]))
         sync(descriptor)
 
-    def noted(move: Callable[..., None]) -> Callable[..., None]:
-        def note(temporary: str, target: str, **options: Any) -> None:
-            calls.append(("name", target))
-            move(temporary, target, **options)
+    link = os.link
 
-        return note
+    def note_link(temporary: str, target: str, **options: Any) -> None:
+        calls.append(("name", target))
+        link(temporary, target, **options)
 
     monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "link", noted(os.link))
-    monkeypatch.setattr(os, "replace", noted(os.replace))
+    monkeypatch.setattr(os, "link", note_link)
     site.plan()
     site.runs.work()
-    names = [PLAN, *map(part_name, range(3)), "_report.html", "_manifest.json", "_SUCCESS"]
-    assert calls == [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]
+    keys = [(keys_name(shard).rpartition("/")[2], "_keys") for shard in range(3)]
+    parts = [(part_name(shard), "out") for shard in range(3)]
+    written = [(PLAN, "out"), *(each for pair in zip(keys, parts, strict=True) for each in pair)]
+    written += [("_report.html", "out"), ("_manifest.json", "out")]
+    steps = [step for name, folder in written for step in (("sync", name), ("name", name), ("sync", folder))]
+    assert calls == [*steps, ("sync", "out")]  # and the folder of the empty mark
 
 
 def test_planners_at_once_agree_on_one_plan_and_enqueue_each_shard_once(runs: Runs) -> None:

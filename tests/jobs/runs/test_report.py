@@ -69,15 +69,19 @@ def test_the_page_needs_no_script_and_fetches_nothing(runs: Runs) -> None:
     assert {"svg", "table", "main", "title"} <= tags
 
 
-def test_it_is_written_again_with_a_price(runs: Runs, invoke: Invoke, tmp_path: Path) -> None:
+def test_it_is_written_again_elsewhere_with_a_price(runs: Runs, invoke: Invoke, tmp_path: Path) -> None:
     page, manifest = runs.output / "_report.html", runs.manifest
-    page.unlink()
-    result = invoke("report", runs.output, "--price-per-hour", "1e6")
-    assert (result.exit_code, result.output.strip()) == (0, str(page)), result.output
+    assert invoke("report", runs.output).output.strip() == str(page)
+    for out, told in (((), "--out"), (("--out", page), "stays as it is")):
+        refused = invoke("report", runs.output, "--price-per-hour", "1e6", *out)
+        assert refused.exit_code != 0
+        assert told in refused.output
+    assert page.read_text() == report_html(manifest)
+    elsewhere = tmp_path / "r"
+    assert invoke("report", manifest["run"], "--price-per-hour", "1e6", "--out", elsewhere).exit_code == 0
+    assert elsewhere.read_text() == report_html(manifest, 1e6)
     spent = manifest["statistics"]["worker_seconds"] / 3600 * 1e6
-    assert f"{spent:,.2f}" in page.read_text()
-    assert invoke("report", manifest["run"], "--output", tmp_path / "r").exit_code == 0
-    assert (tmp_path / "r").read_text() == report_html(manifest)
+    assert f"{spent:,.2f}" in elsewhere.read_text()
 
 
 moments = st.floats(0, 1e6)

@@ -39,30 +39,6 @@ def run(runs: Runs, submit: Callable[..., dict[str, Any]]) -> str:
     return str(planned["run"])
 
 
-def truncate(part: Path) -> None:
-    os.truncate(part, part.stat().st_size // 2)
-
-
-def replace_by_another_table(part: Path) -> None:
-    part.unlink()
-    pq.write_table(pa.table({"x": [1, 2]}), part)
-
-
-@pytest.mark.parametrize("damage", [truncate, replace_by_another_table])
-def test_a_damaged_part_of_a_finished_run_is_named_and_redone_on_wish(
-    runs: Runs, redis: Redis, submit: Callable[..., dict[str, Any]], run: str, damage: Callable[[Path], None]
-) -> None:
-    damage(runs.output / part_name(1))
-    with pytest.raises(errors.PartDamaged, match=r"part-00001\.parquet.*--redo-damaged"):
-        submit()
-    assert not read_snapshot(redis, run).finished
-    assert not (runs.output / "_SUCCESS").exists()
-    assert submit(redo_damaged=True)["shards_enqueued"] == 1
-    runs.work()
-    assert read_snapshot(redis, run).finished
-    assert [row["completion"] for row in runs.rows()] == [*"ABCDEF"]
-
-
 def test_a_part_of_another_run_is_no_part_of_this_one(
     runs: Runs, submit: Callable[..., dict[str, Any]], run: str, tmp_path: Path
 ) -> None:

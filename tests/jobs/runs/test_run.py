@@ -24,7 +24,7 @@ from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shard_of, shout
 from tests.jobs.local_runs import Runs
 
-ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+ENDED = {"_keys", "_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 GREEDY = {"temperature": 0}
 
 

@@ -127,23 +127,38 @@ def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(s3: S3, context
     finish(slow)
     assert s3.get("data/out/part-00000.parquet") == before
     assert not [key for key in s3.names() if "_tmp" in key]
-    storage.make_void(f"{ROOT}/out/_tmp.x", "other")
+    storage.open_output(f"{ROOT}/out/_tmp.x").close()
     assert storage.publish(f"{ROOT}/out/_tmp.x", f"{ROOT}/out/part-00000.parquet") is False
     assert s3.get("data/out/part-00000.parquet") == before
 
 
-def test_a_missing_part_is_computed_again_and_a_damaged_one_is_named(s3: S3, context: JobContext) -> None:
+def test_what_a_store_does_not_copy_at_once_is_put_in_place_once(
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "MAX_COPY_BYTES", 3)
+    storage = Storage.of(context)
+    for contents, is_first in ((b"first", True), (b"second", False)):
+        with storage.open_output(f"{ROOT}/_tmp.x") as sink:
+            sink.write(contents)
+        assert storage.publish(f"{ROOT}/_tmp.x", f"{ROOT}/large") is is_first
+    assert s3.get("data/large") == b"first"
+
+
+@pytest.mark.parametrize("lost", ["part-00001.parquet", "output.jsonl"])
+def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(s3: S3, context: JobContext, lost: str) -> None:
     s3.put_rows("data/in.parquet", rows(6))
-    spec = spec_of(f"{ROOT}/in.parquet")
+    spec = spec_of(f"{ROOT}/in.parquet", single_file="jsonl")
     run_all(context, spec)
-    s3.delete("data/out/part-00001.parquet")
-    planned = plan_run(context, Storage.of(context), spec, Submission("bulk"))
-    assert (planned["shards_missing"], planned["run_finished"]) == (1, False)
-    assert "data/out/_SUCCESS" not in s3.names()
-    assert run_all(context, spec)["run_finished"]
-    s3.put("data/out/part-00002.parquet", b"nonsense")
-    with pytest.raises(errors.PartDamaged):
+    key = f"data/out/{'_parts/' if lost.startswith('part') else ''}{lost}"
+    s3.delete(key)
+    left = s3.names()
+    with pytest.raises(errors.PartDamaged, match=rf"{lost} .*it is gone.*--reuse {ROOT}/out, "):
         plan_run(context, Storage.of(context), spec, Submission("bulk"))
+    assert s3.names() == left
+    s3.put(key, b"nonsense")
+    if lost.startswith("part"):
+        with pytest.raises(errors.PartDamaged, match="not readable"):
+            plan_run(context, Storage.of(context), spec, Submission("bulk"))
 
 
 def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(s3: S3, context: JobContext) -> None:
@@ -274,36 +289,9 @@ def test_no_kill_point_strands_a_run_in_a_store(
     assert step > 60
 
 
-def test_an_end_that_was_withdrawn_while_its_files_are_written_puts_none_in_place(
-    memory: MemoryStore, context: JobContext, tmp_path: Path
+def test_commands_read_a_run_in_a_store(
+    s3: S3, redis: Redis, context: JobContext, invoke: Invoke, tmp_path: Path
 ) -> None:
-    pq.write_table(rows(4), tmp_path / "in.parquet", row_group_size=2)
-    spec = spec_of(str(tmp_path / "in.parquet"), single_file=True)
-
-    class Withdrawn(Storage):
-        left = 1
-
-        def rewrite(self, path: str, contents: bytes) -> bool:
-            written = super().rewrite(path, contents)
-            if self.left:
-                self.left -= 1
-                names = [name for name in self.names(f"{ROOT}/out") if name.startswith("_tmp.")]
-                for name in names:
-                    self.remove(f"{ROOT}/out/{name}")
-                super().open_output(path).close()  # a write that was on its way brings the claim back
-                super().open_output(path.replace("_manifest.json", "output.parquet")).close()
-            return written
-
-        def replace(self, temporary: str, target: str) -> bool:
-            if not target.endswith("_SUCCESS"):
-                assert self.stat(mark) is not None, "put in place without the claim for the mark"
-            return super().replace(temporary, target)
-
-    mark = f"{ROOT}/out/_tmp.{context.execution_id}._SUCCESS.tmp"
-    assert run_all(context, spec, Withdrawn(context.data_roots))["run_finished"]
-
-
-def test_commands_read_a_run_in_a_store(s3: S3, redis: Redis, context: JobContext, invoke: Invoke) -> None:
     s3.put_rows("data/in.parquet", rows(3))
     output = f"{ROOT}/out"
     run = score_parquet(context, f"{ROOT}/in.parquet", output, rows_per_shard=2)["run"]
@@ -311,6 +299,7 @@ def test_commands_read_a_run_in_a_store(s3: S3, redis: Redis, context: JobContex
     told = json.loads(invoke("errors", run, "--json").stdout)
     assert [(each["row"], each["reason"]) for each in told["rows"]] == [(1, "no")]
     assert invoke("tail", output, "--lines", 1).stdout == "row 2: P2\n"
-    assert invoke("report", run, "--price-per-hour", 3).stdout == f"{output}/_report.html\n"
-    assert b"3 an hour" in s3.get("data/out/_report.html")
+    assert invoke("report", run).stdout == f"{output}/_report.html\n"
+    assert invoke("report", run, "--price-per-hour", 3, "--out", tmp_path / "r").exit_code == 0
+    assert "3 an hour" in (tmp_path / "r").read_text()
     assert tokenmill.run(output, connection=redis).table()["completion"].to_pylist() == ["P0", None, "P2"]

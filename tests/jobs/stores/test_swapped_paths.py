@@ -38,7 +38,7 @@ def _swapping(operation: str) -> Callable[..., Any]:
     return swap_and_go_on
 
 
-for _operation in ("make_folder", "open_input", "open_output", "publish", "replace", "remove"):
+for _operation in ("make_folder", "open_input", "open_output", "publish", "create", "remove"):
     setattr(SwappedBefore, _operation, _swapping(_operation))
 
 
@@ -71,7 +71,7 @@ def put_back(path: Path) -> None:
     Path(f"{path}.real").rename(path)
 
 
-@pytest.mark.parametrize("operation", ["open_output", "publish", "replace", "remove"])
+@pytest.mark.parametrize("operation", ["open_output", "publish", "create", "remove"])
 def test_nothing_of_a_shard_is_written_where_its_folder_is_swapped_for_a_link(
     runs: Runs, executions: Executions, outside: Path, operation: str
 ) -> None:
@@ -159,6 +159,8 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
 
     def link_and_move(*names: Any, **options: Any) -> None:
         link(*names, **options)
+        if names[1] != part_name(0):
+            return
         runs.output.rename(moved)
         shutil.copytree(moved, runs.output, ignore=lambda *_: [part_name(0)])  # another one of the same name
 
@@ -167,4 +169,4 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
         with pytest.raises(errors.PathSwapped, match=r"moved away"):
             work.result()
     work.close()
-    assert sorted(os.listdir(moved)) == [JOURNAL, PLAN]
+    assert sorted(os.listdir(moved)) == [JOURNAL, "_keys", PLAN]

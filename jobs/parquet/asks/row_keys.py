@@ -1,0 +1,80 @@
+"""Names what a row asks in 128 bits: rows of any runs with equal keys have the same answer from the same model."""
+
+import json
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Request
+
+Keys = npt.NDArray[np.uint64]
+"""Keys, (rows, 2): those of rows without an answer to be taken are zeros."""
+
+#: Bytes of a key.
+SIZE = 16
+
+#: Arguments that say where rows come from, how they become prompts, and how the output is written. All others decide
+#: the answer.
+_NOT_ASKED = frozenset(
+    [
+        *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
+        *("prompt_column", "messages_column", "template", "sampling_columns", "check_columns"),
+        *("filename_column", "single_file", "keep", "drop", "output_prefix", "only_new", "reused_column"),
+    ]
+)
+
+#: These make prompts too, but later ones of a row are made from them once the first is answered.
+_OF_PROMPTS = frozenset(["defaults", "template_format"])
+
+
+NO_KEYS: Keys = np.empty((0, 2), np.uint64)
+
+
+class RowKeys:
+    """The keys of a run's rows. before: what is asked before all rows. check: the version of its check's function."""
+
+    def __init__(self, spec: RunSpec, before: Request | None, check: str) -> None:
+        left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
+        asked: dict[str, Any] = {name: each for name, each in spec.to_json().items() if name not in left_out}
+        asked |= {"chat": spec.is_chat, "lines": spec.input_format == OPENAI_BATCH, "function": check}
+        if before is not None:
+            asked["before"] = [before.prompt, before.messages]
+        text = json.dumps(asked, sort_keys=True)
+        # 0 and 0.0 are the same value.
+        text = json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+        self._run = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
+
+    def of(self, row: Row) -> bytes:
+        """Return a row's key."""
+        found = blake2b(digest_size=SIZE, key=self._run)
+        for text in row:
+            encoded = text.encode("utf-8", "surrogatepass")
+            found.update(len(encoded).to_bytes(8, "little"))
+            found.update(encoded)
+        return found.digest()
+
+
+def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
+    """Return the key of each row, without a model; zeros for what asks nothing."""
+    return as_keys(b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)).copy()
+
+
+def model_mark(fingerprint: str) -> Keys:
+    """Return what a model adds, by exclusive or, to the keys of rows that it has answered: one key, (1, 2)."""
+    return as_keys(blake2b(fingerprint.encode(), digest_size=SIZE, person=b"model").digest())
+
+
+def as_keys(found: bytes | bytearray) -> Keys:
+    """Return keys that lie behind each other."""
+    return np.frombuffer(found, "<u8").reshape(-1, 2)
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,1 @@
+"""Answers of earlier runs, found again by what was asked."""

@@ -1,0 +1,305 @@
+"""A new run takes what earlier ones have answered, wherever its rows lie now, and computes the rest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from jobs import client
+from jobs.errors import CannotReuse, InvalidJob, PathOutsideRoots
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+
+GREEDY = {"temperature": 0.0}
+BAD = "bad"
+
+
+class Asked:
+    """Answers as `shout`, but for BAD, and counts what was asked."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+
+    def __call__(self, request: Request) -> FakeCompletion:
+        self.prompts.append(str(request.prompt))
+        return refuse("no") if request.prompt == BAD else shout(request)
+
+
+@pytest.fixture
+def old(runs: Runs) -> Path:
+    """A run of seven rows: one has no prompt, one fails."""
+    runs.write(["a", "b", None, BAD, "c", "d", "e"])
+    runs.score(answer=Asked(), rows_per_shard=3, sampling=GREEDY)
+    return runs.output
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in [*files]}
+
+
+def new_run(runs: Runs, **arguments: Any) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
+    """Run into `new`; return its rows, what was asked, and its manifest."""
+    asked, output = Asked(), runs.output.parent / "new"
+    options = {"rows_per_shard": 4, "sampling": GREEDY, "reuse": str(runs.output), **arguments}
+    table = runs.score(output=output, answer=asked, **options)
+    assert not (output / "_reused").exists()
+    return table.to_pylist(), asked.prompts, json.loads((output / "_manifest.json").read_text())
+
+
+def test_rows_that_were_answered_are_taken_wherever_they_lie_now(runs: Runs, old: Path) -> None:
+    before = state_of(old)
+    names = ["x", "e", None, "b", "mended", "a", "e", "d", "y", BAD]
+    pq.write_table(pa.table({"id": range(10), "prompt": names}), runs.source)
+    rows, asked, manifest = new_run(runs)
+    assert sorted(asked) == sorted(["x", "mended", "y", BAD]), "neither failed rows nor those without prompt are taken"
+    assert [row["id"] for row in rows] == list(range(10))
+    expected = [None if each in (None, BAD) else each.upper() for each in names]
+    assert [row["completion"] for row in rows] == expected
+    assert rows[2]["error"] == "prompt is null"
+    assert (manifest["rows_reused"], manifest["generated_tokens"]) == (5, len("xmendedy"))
+    assert [(each["output"], each["rows"]) for each in manifest["reused"]] == [(str(old), 5)]
+    assert state_of(old) == before
+
+
+def test_the_output_is_that_of_a_run_without_reuse(runs: Runs, old: Path) -> None:
+    runs.write(["e", "new", "b", "a", None])
+    rows, asked, _ = new_run(runs)
+    assert asked == ["new"]
+    plain = runs.score(output=runs.output.parent / "plain", rows_per_shard=4, sampling=GREEDY)
+    assert rows == plain.to_pylist()
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.arrow"])
+def test_rows_may_come_in_another_format_or_by_another_way(runs: Runs, old: Path, name: str) -> None:
+    path = runs.source.with_name(name)
+    texts = ["b", "z", "a"]
+    if name == "in.csv":
+        path.write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    elif name == "in.jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        with pa.ipc.new_file(path, pa.schema([("text", pa.string())])) as writer:
+            writer.write_table(pa.table({"text": texts}))
+    rows, asked, _ = new_run(runs, source=path, template="{text}")
+    assert (asked, [row["completion"] for row in rows]) == (["z"], ["B", "Z", "A"])
+
+
+def test_a_template_that_changes_some_rows_asks_these(runs: Runs) -> None:
+    runs.write([f"p{row}" for row in range(6)])
+    runs.score(template="{prompt}", sampling=GREEDY)
+    changed = "{{ prompt }}{% if id % 2 %}!{% endif %}"
+    _, asked, _ = new_run(runs, template=changed, template_format="jinja")
+    assert sorted(asked) == ["p1!", "p3!", "p5!"]
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 3}, {"seed": 3}, {"n": 2}])
+def test_what_is_asked_otherwise_is_computed(runs: Runs, old: Path, other: dict[str, Any]) -> None:
+    asked = Asked()
+    runs.plan(output=runs.output.parent / "new", reuse=[str(old)], sampling={**GREEDY, **other})
+    runs.work(asked)
+    assert len(asked.prompts) == 6
+
+
+def test_another_model_computes_all_unless_it_is_told_to_take_any(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = runs.context
+    other = replace(make().model, fingerprint="another")
+    monkeypatch.setattr(runs, "context", lambda: replace(make(), model=other))
+    asked = Asked()
+    mixed, third = (runs.output.parent / name for name in ("mixed", "third"))
+    runs.score(output=runs.output.parent / "own", answer=asked, sampling=GREEDY, reuse=[str(old)])
+    assert len(asked.prompts) == 6
+    runs.score(output=mixed, answer=(asked := Asked()), sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)
+    assert asked.prompts == [BAD]
+    runs.score(output=third, answer=(asked := Asked()), sampling=GREEDY, reuse=[str(mixed)])
+    assert len(asked.prompts) == 6, "what another model has answered stays another's"
+    monkeypatch.setattr(runs, "context", make)
+    _, asked_of_first, _ = new_run(runs, reuse=[str(mixed)])
+    assert asked_of_first == [BAD], "and is the first one's still"
+
+
+def test_rows_that_ask_the_same_with_seeds_of_their_own_keep_their_own_answers(runs: Runs) -> None:
+    def seeded(request: Request) -> FakeCompletion:
+        return FakeCompletion(f"{request.prompt} {request.sampling['seed']}")
+
+    runs.write(["same"] * 3)
+    first = runs.score(answer=seeded, sampling={"temperature": 1.0}).column("completion").to_pylist()
+    runs.write(["same", "other", "same", "same", "same"])
+    rows, asked, _ = new_run(runs, sampling={"temperature": 1.0})
+    assert asked == ["other"]
+    assert [row["completion"] for row in rows if row["prompt"] == "same"] == [*first, first[0]]
+
+
+def test_a_row_that_failed_keeps_its_seed_where_it_has_not_moved(runs: Runs) -> None:
+    seeds: dict[str, int] = {}
+
+    def note(request: Request) -> FakeCompletion:
+        seeds[str(request.prompt)] = request.sampling["seed"]
+        return refuse("no")
+
+    runs.write(["a", "b"])
+    runs.score(answer=note, sampling={"temperature": 1.0}, max_errors="100%")
+    first = dict(seeds)
+    options = {"sampling": {"temperature": 1.0}, "max_errors": "100%", "reuse": [str(runs.output)]}
+    runs.score(answer=note, output=runs.output.parent / "new", **options)
+    assert seeds == first
+
+
+def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: Runs) -> None:
+    runs.write([f"p{row}" for row in range(12)])
+    runs.plan(rows_per_shard=3, sampling=GREEDY)
+    for job in runs.jobs[:3]:
+        runs.run(job)
+    (runs.output / "part-00001.parquet").write_bytes(b"damaged")
+    (runs.output / "_keys" / "_part-00002.bin").write_bytes(b"damaged too")
+    for job in runs.jobs:
+        job.delete()
+    _, asked, manifest = new_run(runs)
+    assert sorted(asked) == sorted(f"p{row}" for row in range(3, 12))
+    (reused,) = manifest["reused"]
+    assert reused["rows"] == 3
+    assert "part-00001.parquet" in reused["passed_over"][1]
+    assert "part-00002.bin" in reused["passed_over"][0]
+
+
+def test_the_old_run_may_be_deleted_once_the_new_one_is_planned(runs: Runs, old: Path) -> None:
+    new, asked = runs.output.parent / "new", Asked()
+    runs.plan(output=new, sampling=GREEDY, reuse=[str(old)])
+    shutil.rmtree(old)
+    runs.work(asked)
+    assert asked.prompts == [BAD]
+    assert (new / "_SUCCESS").exists()
+
+
+def test_a_resume_may_repeat_or_omit_what_was_reused(runs: Runs, old: Path) -> None:
+    runs.write(["a", "b", "x", "y"])
+    new = runs.output.parent / "new"
+    first = runs.plan(output=new, sampling=GREEDY, rows_per_shard=1, reuse=[str(old)])
+    for job in runs.jobs:
+        job.delete()
+    shutil.rmtree(old)
+    for arguments in ({"reuse": [str(old)]}, {}):
+        again = runs.plan(output=new, sampling=GREEDY, rows_per_shard=1, **arguments)
+        assert (again["run"], again["shards_missing"]) == (first["run"], 4)
+    runs.work(asked := Asked())
+    assert sorted(asked.prompts) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "reason"),
+    [
+        (lambda old: shutil.rmtree(old / "_keys"), CannotReuse, "no _keys/"),
+        (lambda old: (old / "_plan.json").unlink(), CannotReuse, "no such file"),
+        (lambda old: Path("/etc"), PathOutsideRoots, "/etc"),
+    ],
+)
+def test_what_cannot_be_reused_is_refused_by_name(
+    runs: Runs, old: Path, break_it: Callable[[Path], Any], error: type[Exception], reason: str
+) -> None:
+    found = break_it(old)
+    named = str(found if isinstance(found, Path) else old)
+    with pytest.raises(error, match=reason):
+        runs.plan(output=runs.output.parent / "new", sampling=GREEDY, reuse=[named])
+    assert not (runs.output.parent / "new" / "_plan.json").exists()
+
+
+def test_a_column_says_where_a_row_came_from(runs: Runs, old: Path) -> None:
+    runs.write(["e", "x", "a"])
+    rows, _, _ = new_run(runs, reused_column="from", output_prefix="my_")
+    assert [row["from"] for row in rows] == [f"{old}#6", None, f"{old}#0"]
+
+
+def test_nights_that_take_only_new_rows_read_as_one_dataset(runs: Runs) -> None:
+    folder = runs.output.parent / "log"
+    folder.mkdir()
+    nights = []
+    for night, texts in enumerate((["a", BAD], ["b", "c"], [])):
+        lines = (folder / "grows.jsonl").read_text() if night else ""
+        (folder / "grows.jsonl").write_text(lines + "".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+        (folder / f"{night}.jsonl").write_text(f'{{"prompt": "file {night}"}}\n')
+        output = runs.output.parent / "answered" / f"night={night}"
+        earlier = [str(each) for each in nights]
+        options = {"sampling": GREEDY, "rows_per_shard": 2, "only_new": night > 0, "reuse": earlier}
+        runs.score(folder, output=output, answer=(asked := Asked()), max_errors="100%", **options)
+        fresh = [*texts, f"file {night}"] if night < 2 else ["file 2"]
+        assert sorted(asked.prompts) == sorted([*fresh, *([BAD] if night else [])])
+        nights.append(output)
+    table = pq.read_table(runs.output.parent / "answered", partitioning="hive")
+    good = [row for row in table.to_pylist() if row["error"] is None]
+    assert sorted(row["prompt"] for row in good) == sorted([*"abc", "file 0", "file 1", "file 2"])
+
+
+def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with(runs: Runs, old: Path) -> None:
+    from jobs.parquet.outputs.read_back import FolderReader
+
+    runs.write(["a", "x", "b", None, "y", BAD])
+    rows, asked, manifest = new_run(runs, only_new=True, rows_per_shard=2, max_errors="100%")
+    assert sorted(asked) == [BAD, "x", "y"]
+    assert [row["id"] for row in rows] == [1, 3, 4, 5]
+    assert (manifest["rows"], manifest["rows_reused"]) == (4, 0)
+    reader = FolderReader(str(runs.output.parent / "new"))
+    assert [(row.row, row.file_row) for row in reader.failed(reader.shards())] == [(1, 3), (3, 5)]
+    with pytest.raises(InvalidJob, match="only_new"):
+        runs.plan(output=runs.output.parent / "other", only_new=True)
+
+
+def test_all_rows_answered_before_make_an_empty_run_of_new_rows(runs: Runs, old: Path) -> None:
+    runs.write(["a", "b"])
+    rows, asked, manifest = new_run(runs, only_new=True)
+    assert (rows, asked, manifest["rows"]) == ([], [], 0)
+
+
+def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
+    new, third = (runs.output.parent / name for name in ("new", "third"))
+    told = invoke("errors", old, "--retry", new)
+    assert told.exit_code == 0, told.output
+    runs.work()
+    runs.work(asked := Asked())
+    assert asked.prompts == [BAD]
+    plans = [json.loads((folder / "_plan.json").read_text()) for folder in (old, new)]
+    assert plans[0]["seed"] == plans[1]["seed"]
+    assert plans[0]["arguments"] == {**plans[1]["arguments"], "output": str(old)}
+    again = client.run(new, connection=redis).retry(third)
+    runs.work()
+    runs.work(asked := Asked())
+    assert (asked.prompts, again.status().rows_reused) == ([BAD], 5)
+    assert "reused   5 rows of earlier runs" in invoke("status", third).stdout
+    assert "--wait is for --retry" in invoke("errors", old, "--wait").output
+
+
+def test_options_of_the_command_reach_the_plan(runs: Runs, old: Path, invoke: Invoke) -> None:
+    runs.write(["a", "x"])
+    new = runs.output.parent / "new"
+    options = ["--reuse", old, "--only-new", "--reused-column", "from", "--temperature", 0]
+    assert invoke("submit", runs.source, new, *options).exit_code == 0
+    runs.work()
+    runs.work(asked := Asked())
+    assert asked.prompts == ["x"]
+    assert pq.read_table(new).to_pylist()[0]["from"] is None
+
+
+def test_rows_of_another_model_are_left_out_of_a_verification(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = runs.context
+    monkeypatch.setattr(runs, "context", lambda: replace(make(), model=replace(make().model, fingerprint="another")))
+    runs.write(["a", "b", "x"])
+    new = runs.output.parent / "new"
+    run = runs.plan(output=new, sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)["run"]
+    runs.work()
+    before = state_of(new)
+    arguments = {"run": run, "plan": str(new / "_plan.json"), "sample": "100%"}
+    found = run_task(runs.context(), "jobs.verify_rows", **arguments)
+    assert (found["rows_checked"], found["rows_equal"], found["rows_of_other_models"]) == (1, 1, 2)
+    assert state_of(new) == before
