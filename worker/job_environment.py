@@ -46,7 +46,7 @@ class JobEnvironment:
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
         payload = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
-        whose = f"{claimed.job_id} {payload} {self.lent.model.fingerprint}"
+        whose = f"1 {claimed.job_id} {payload} {self.lent.model.fingerprint}"
         lease = _lease(claimed)
         return JobJournal(connection, claimed.job_id, whose, claimed.left, (lease.key, lease.member))
 

@@ -9,13 +9,10 @@ from typing import NamedTuple
 from redis import Redis
 
 from jobs.common.keys import JOURNAL_TTL_S, journal_key
-from jobs.context.journal_bytes import JournalUnfit, packed, unpacked
 from jobs.context.under_way import UnderWay
 
 #: Of one job: it is written whole each time, and comes with the job's claim.
 MAX_BYTES = 256 << 10
-
-_PROMPT = b"P"
 
 
 class LeftPrompt(NamedTuple):
@@ -26,7 +23,7 @@ class LeftPrompt(NamedTuple):
 
 
 class JobJournal:
-    """What one execution of a job has found, and writes.
+    """What one execution of a job has found, and writes: a line that says whose it is, and one for each prompt.
 
     whose: job, payload and model. found: the key's value at its claim, None for none. lease: a sorted set, and its
     member while this execution holds the job.
@@ -40,17 +37,16 @@ class JobJournal:
 
     def read(self) -> dict[int, LeftPrompt]:
         """Return what is left of the job's prompts, by their places: nothing of another job or model."""
-        found: dict[int, LeftPrompt] = {}
-        try:
-            for _, (place, under_way, reasons) in unpacked(self._found or b"", self._whose):
-                found[place] = LeftPrompt(UnderWay.from_json(under_way), reasons)
-        except (JournalUnfit, ValueError, TypeError):
-            return {}
-        return found
+        whose, *lines = (self._found or b"").decode().split("\n")
+        prompts = map(json.loads, lines if whose == self._whose else ())
+        return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
 
     def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:
         """Write it anew, unless the job was taken over; what goes beyond its bound is left out."""
-        records = ((_PROMPT, f"[{place},{was.to_json()},{json.dumps(reasons)}]") for place, (was, reasons) in prompts)
-        contents = packed(self._whose, records, MAX_BYTES)
+        contents = self._whose
+        for place, (was, reasons) in prompts:
+            line = json.dumps([place, was.to_json(), reasons])
+            if len(contents) + len(line) < MAX_BYTES:
+                contents += "\n" + line
         if self._lease is None or self._connection.zscore(*self._lease) is not None:
             self._connection.set(self._key, contents, ex=JOURNAL_TTL_S)

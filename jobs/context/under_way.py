@@ -1,20 +1,17 @@
-"""What is kept of answers, and of prompts under way, so that another execution goes on where one was: as JSON."""
+"""What is kept of prompts under way, so that another execution goes on where one was: as JSON."""
 
 from __future__ import annotations
 
-import json
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
-
-from jobs.context.answers import Answer
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletion:
-    """What is kept of a completion; its other values are None."""
+    """What is kept of a completion."""
 
     index: int
     token_ids: Sequence[int]
@@ -25,15 +22,16 @@ class KeptCompletion:
     error: str | None
     reasoning: str | None
     num_continued: int = 0
+    logprobs: None = None
+    prompt_logprobs: None = None
+    prompt_text: None = None
+    prompt_tokens: None = None
+    embedding: None = None
+    loglikelihoods: None = None
 
-    def __getattr__(self, name: str) -> None:
-        if name not in _NOT_KEPT:
-            raise AttributeError(name)
 
-
-_NOT_KEPT = ("logprobs", "prompt_logprobs", "prompt_text", "prompt_tokens", "embedding", "loglikelihoods")
-
-_KEPT_TYPES = (int, str, str, str, int, int, str | None, str | None)
+_NAMES = tuple(KeptCompletion.__dataclass_fields__)
+_KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[9:]
 
 
 @dataclass(frozen=True)
@@ -59,46 +57,29 @@ class UnderWay:
         completions = [each for _, delivered in self.delivered for each in delivered]
         return any(self.length) and all(getattr(each, name) is None for each in completions for name in _NOT_KEPT)
 
-    def to_json(self) -> str:
+    def to_json(self) -> Any:
         delivered = [[place, [_kept(each) for each in completions]] for place, completions in self.delivered]
         so_far = [
             [place, [[index, _packed(tokens)] for index, tokens in samples.items()]]
             for place, samples in self.so_far.items()
         ]
-        return json.dumps([delivered, so_far, self.num_tokens])
+        return [delivered, so_far, self.num_tokens]
 
     @classmethod
     def from_json(cls, value: Any) -> UnderWay:
-        """Raise ValueError or TypeError for what is none."""
         delivered, so_far, num_tokens = value
         return cls(
-            [(_int(place), [_completion(each) for each in completions]) for place, completions in delivered],
-            {_int(place): {_int(index): _unpacked(each) for index, each in samples} for place, samples in so_far},
-            _int(num_tokens),
+            [(place, [_completion(*each) for each in completions]) for place, completions in delivered],
+            {place: {index: _unpacked(each) for index, each in samples} for place, samples in so_far},
+            num_tokens,
         )
 
 
-def answer_to_json(answer: Answer) -> str:
-    return json.dumps([getattr(answer, each.name) for each in fields(Answer)], default=_plain)
-
-
-def answer_from_json(value: Any) -> Answer:
-    """Raise ValueError or TypeError for what is no answer."""
-    values = [_frozen(each) for each in value]
-    if len(values) != len(fields(Answer)) or not isinstance(values[8], dict):
-        raise ValueError("an answer has other fields")
-    return Answer(*values)
-
-
 def _kept(completion: Any) -> list[Any]:
-    index, token_ids, *others = (getattr(completion, each.name) for each in fields(KeptCompletion)[:-1])
-    return [index, _packed(token_ids), *others]
+    return [completion.index, _packed(completion.token_ids), *(getattr(completion, name) for name in _KEPT)]
 
 
-def _completion(values: Any) -> KeptCompletion:
-    if not all(isinstance(value, kind) for value, kind in zip(values, _KEPT_TYPES, strict=True)):
-        raise ValueError("a completion has other fields")
-    index, token_ids, *others = values
+def _completion(index: int, token_ids: str, *others: Any) -> KeptCompletion:
     return KeptCompletion(index, _unpacked(token_ids), *others)
 
 
@@ -106,34 +87,5 @@ def _packed(token_ids: Sequence[int]) -> str:
     return b64encode(array("i", token_ids).tobytes()).decode()
 
 
-def _unpacked(text: Any) -> list[int]:
-    return array("i", b64decode(text, validate=True)).tolist()
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-#: An array of numbers in JSON.
-_ARRAY = "\0array"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, array):
-        return {_ARRAY: b64encode(value.tobytes()).decode(), "type": value.typecode}
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no value of an answer")
-
-
-def _frozen(value: Any) -> Any:
-    """Return a value as answers have it: lists as tuples, numbers in arrays."""
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    if not isinstance(value, dict):
-        return value
-    if _ARRAY in value:
-        return array(str(value.get("type")), b64decode(value[_ARRAY], validate=True))
-    return {name: _frozen(each) for name, each in value.items()}
+def _unpacked(text: str) -> list[int]:
+    return array("i", b64decode(text)).tolist()

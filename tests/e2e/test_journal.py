@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.runs.redis_state.state import RunState
 from tests.e2e.conftest import RealWorkers
+from tests.jobs.answering import MODEL
 from tests.rq_workers import Process, stats_of, wait_until
 
 ROWS = 12
@@ -66,12 +68,12 @@ def manifest(output: Path) -> dict[str, Any]:
 
 
 def entries(output: Path) -> set[str]:
-    return {path.name for path in (output / "_journal").glob("*.journal")}
+    return {path.name for path in (output / "_journal").glob("*.*")}
 
 
 def wait_for_an_entry(output: Path, but: set[str]) -> None:
     """Return once another execution has told how far its rows are."""
-    wait_until(lambda: any(name.endswith("now.journal") for name in entries(output) - but))
+    wait_until(lambda: any(".now." in name for name in entries(output) - but))
 
 
 def tokens_kept(workers: RealWorkers, output: Path) -> int:
@@ -79,7 +81,7 @@ def tokens_kept(workers: RealWorkers, output: Path) -> int:
     storage = Storage([str(workers.folder.resolve())])
     plan = load_plan(storage, str((output / "_plan.json").resolve()))
     folder = RunFolder(storage, plan, RunState(workers.redis, plan.run), "nobody")
-    left = ShardJournal(folder, 0, plan.model.fingerprint, lambda answers: None).read()
+    left = ShardJournal(folder, 0, replace(MODEL, fingerprint=plan.model.fingerprint)).read()
     return left.num_tokens + sum(each.num_tokens + each.length[1] for each in left.under_way.values())
 
 

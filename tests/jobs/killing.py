@@ -81,7 +81,6 @@ class FusedStorage(Storage):
         self._fuse = fuse
 
     make_folder = _step(Storage.make_folder)
-    put = _step(Storage.put)
     publish = _step(Storage.publish)
     create = _step(Storage.create)
 

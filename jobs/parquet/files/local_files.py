@@ -112,21 +112,6 @@ class LocalFiles:
             descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
-    def put(self, path: str, contents: bytes) -> None:
-        self.check_interrupted()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with self._parent(path) as (folder, name):
-            temporary = f"{name}.tmp"
-            descriptor = os.open(temporary, flags, mode=0o666, dir_fd=folder)
-            try:
-                with os.fdopen(descriptor, "wb") as sink:
-                    sink.write(contents)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
-
     def create(self, path: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name), suppress(FileExistsError):

@@ -153,9 +153,6 @@ class ObjectFiles:
         )
         return ObjectSink(writer, "w")
 
-    def put(self, path: str, contents: bytes) -> None:
-        self._put(path, contents)
-
     def create(self, path: str) -> None:
         store, key = self._place(path)
         with suppress(FileExistsError):

@@ -20,7 +20,6 @@ from jobs.errors import (
     InputNotFound,
     OutputNotWritable,
     PathOutsideRoots,
-    PathSwapped,
 )
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
@@ -132,21 +131,6 @@ class Storage:
     def open_output(self, path: str) -> Any:
         """Open a new file for pyarrow to write; what had its name is removed."""
         return self._of(path).open_output(path)
-
-    def put(self, path: str, contents: bytes) -> None:
-        """Put a whole file there, over one of its name. Raises FileNotFoundError where its folder is gone."""
-        self._of(path).put(path, contents)
-
-    def read_small(self, path: str, most: int) -> bytes | None:
-        """Return what a file of at most so many bytes holds; None for a larger one, or none."""
-        state = self.stat(path)
-        if state is None or state.size > most:
-            return None
-        try:
-            with self.open_input(path) as source:
-                return bytes(source.read(state.size))
-        except (InputNotFound, PathSwapped):
-            return None
 
     def create(self, path: str) -> None:
         """Make an empty file, unless something has its name."""

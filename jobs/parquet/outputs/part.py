@@ -109,12 +109,6 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(values, kind)])
 
 
-def check_answers(answers: Sequence[Answer], spec: RunSpec, embedding_size: int) -> None:
-    """Raise what pyarrow does, or AttributeError, for answers that no part of a run can hold."""
-    for each in answer_fields(spec, embedding_size):
-        pa.array([answer.column(each.name) for answer in answers], each.type)
-
-
 def write_part(
     storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
 ) -> None:

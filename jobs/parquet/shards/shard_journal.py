@@ -1,33 +1,38 @@
 """The journal of an open shard: its answers, and how far its other rows are, for whoever takes it up next.
 
-A file of answers for each interval of an execution, with those of that interval; and one file, put over the one before,
-that tells how far the rows are that were under way then. Nobody but their execution writes them. They lie in a folder
-that planning makes and the run's end removes: who thaws afterwards finds none.
+A file of answers for each interval of an execution, with those of that interval; and one that tells how far the rows
+are that were under way in the last one. They lie in a folder that planning makes and the run's end removes: who thaws
+afterwards finds none.
 """
 
+import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jobs.context.answers import Answer
-from jobs.context.journal_bytes import MAX_BYTES, JournalUnfit, packed, unpacked
-from jobs.context.under_way import UnderWay, answer_from_json, answer_to_json
-from jobs.errors import PathSwapped, RunError
+from jobs.context.served_model import ServedModel
+from jobs.context.under_way import UnderWay
+from jobs.errors import CorruptParquet, InputNotFound, RunError, TableNotRead
+from jobs.parquet.asks.kinds import kind_of
+from jobs.parquet.outputs.part import answer_column, embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.shards.shard_requests import Answered, ShardRequests
+from jobs.parquet.reuse.taken_answers import read_answers
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.tables.table_reading import TableReading
 
-#: Kinds of records.
-_ANSWER, _UNDER_WAY = b"A", b"U"
+#: What stands beside an answer: its row in the shard, and the tokens generated for it and equal rows, with the first.
+_ROW, _TOKENS = "_row", "_tokens"
 
-#: Of all files of a shard that are read.
-MAX_FILES = 100_000
+#: What stands beside a row that is under way, as JSON.
+_UNDER_WAY = "_under_way"
 
-#: Rows that are written into one file at most, so that it stays within its bounds.
-_FILE_ROWS = 2_000
+_WHOSE = b"whose"
 
 _log = logging.getLogger("rq.worker")
 
@@ -42,81 +47,50 @@ class Journalled:
 
 
 class ShardJournal:
-    """The journal of one shard, as one execution reads and goes on with it.
+    """The journal of one shard, as one execution reads and goes on with it."""
 
-    whose: what else must be the same. check: raises for answers that no part of this run can hold.
-    """
-
-    def __init__(
-        self, folder: RunFolder, shard: int, fingerprint: str, check: Callable[[Sequence[Answer]], None]
-    ) -> None:
-        self._storage, self._folder, self._check = folder.storage, folder.journal, check
-        self._rows, self._prefix = folder.plan.shards[shard].rows, f"{shard:05d}."
-        self._whose = f"{folder.plan.run} {shard} {folder.plan.seed} {fingerprint}"
-        self._stem, self._num_files, self._num_written = f"{self._prefix}{folder.execution_id}", 0, 0
+    def __init__(self, folder: RunFolder, shard: int, model: ServedModel) -> None:
+        plan = folder.plan
+        self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"{shard:05d}."
+        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint}".encode()
+        self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
+        self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._names: set[str] = set()
 
     def read(self) -> Journalled:
         """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
         found = Journalled()
-        try:
-            names = [name for name in self._storage.names(self._folder) if self._is_ours(name)]
-        except FileNotFoundError:
-            return found
-        except (OSError, PathSwapped) as error:
-            _log.warning("the journals in %s are passed over: %s", self._folder, error)
-            return found
-        self._names.update(names)
-        for name in names[:MAX_FILES]:
+        with suppress(FileNotFoundError):
+            self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
+        for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             try:
-                self._add(found, self._storage.read_small(path, MAX_BYTES) or b"")
-            except JournalUnfit as error:
+                with closing(TableReading(self._storage, path)) as file:
+                    self._add(found, path, file)
+            except (CorruptParquet, TableNotRead, InputNotFound) as error:
                 _log.warning("the journal %s is passed over: %s", path, error)
         for row in found.answers:
             found.under_way.pop(row, None)
         return found
 
-    def _is_ours(self, name: str) -> bool:
-        return name.startswith(self._prefix) and name.endswith(".journal")
-
-    def _add(self, found: Journalled, contents: bytes) -> None:
-        """Add what a file tells, or nothing of it. Raises JournalUnfit."""
-        answered: list[Answered] = []
-        under_way: dict[int, UnderWay] = {}
-        try:
-            for kind, value in unpacked(contents, self._whose):
-                if kind == _ANSWER:
-                    rows, num_tokens, answer = value
-                    answered.append(Answered(self._checked(rows), int(num_tokens), answer_from_json(answer)))
-                elif kind == _UNDER_WAY:
-                    row, was = value
-                    under_way[self._checked([row])[0]] = UnderWay.from_json(was)
-            self._check([each.answer for each in answered])
-        except JournalUnfit:
-            raise
-        except Exception as error:  # noqa: BLE001 - what is in it may be anything
-            raise JournalUnfit(f"a record is none of this run: {type(error).__name__}") from None
-        for rows, num_tokens, answer in answered:
-            if rows[0] not in found.answers:
-                found.num_tokens += num_tokens
-            found.answers.update(dict.fromkeys(rows, answer))
-        for row, was in under_way.items():
-            known = found.under_way.get(row)
-            if known is None or was.length > known.length:
-                found.under_way[row] = was
-
-    def _checked(self, rows: Sequence[int]) -> Sequence[int]:
-        if not rows or not all(type(row) is int and 0 <= row < self._rows for row in rows):
-            raise JournalUnfit("a record is of no row of its shard")
-        return rows
+    def _add(self, found: Journalled, path: str, file: TableReading) -> None:
+        if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
+            _log.warning("the journal %s is passed over: it is of another plan or model", path)
+        elif _UNDER_WAY in file.schema.names:
+            for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
+                was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
+                if known is None or was.length > known.length:
+                    found.under_way[row] = was
+        else:
+            for (row, num_tokens), answer in read_answers(file, (_ROW, _TOKENS)):
+                found.num_tokens += 0 if row in found.answers else num_tokens
+                found.answers[row] = answer
 
     def keep(
         self, requests: ShardRequests, so_far: Mapping[int, Mapping[int, Sequence[int]]]
     ) -> Callable[[], None] | None:
         """Return what writes down, in any thread, what is new; see OpenTask."""
         answered, under_way = requests.answered[self._num_written :], requests.under_way(so_far)
-        answered = [each for each in answered if not any(isinstance(v, pa.Array) for v in each.answer.columns.values())]
         if not answered and not under_way:
             return None
 
@@ -126,22 +100,27 @@ class ShardJournal:
 
         return write
 
-    def _write(self, answered: Sequence[Answered], under_way: Mapping[int, UnderWay]) -> None:
+    def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
-        for start in range(0, len(answered), _FILE_ROWS):
-            some = answered[start : start + _FILE_ROWS]
-            records = (f"[{list(rows)},{tokens},{answer_to_json(answer)}]" for rows, tokens, answer in some)
-            self._put(str(self._num_files), _ANSWER, records)
-            self._num_files += 1
-            self._num_written += len(some)
+        if answered:
+            rows, tokens, answers = zip(*answered, strict=True)
+            schema = pa.schema([(_ROW, pa.int64()), (_TOKENS, pa.int64()), *self._fields])
+            columns = [answer_column([each.column(own.name) for each in answers], own.type) for own in self._fields]
+            self._put("answers", pa.table([rows, tokens, *columns], schema))
+            self._num_written += len(answered)
         if under_way:
-            self._put("now", _UNDER_WAY, (f"[{row},{was.to_json()}]" for row, was in under_way.items()))
+            texts = [json.dumps(each.to_json()) for each in under_way.values()]
+            before, self._now = self._now, self._put("now", pa.table({_ROW: list(under_way), _UNDER_WAY: texts}))
+            if before:
+                self._storage.remove(os.path.join(self._folder, before))
 
-    def _put(self, name: str, kind: bytes, texts: Iterable[str]) -> None:
-        name = f"{self._stem}.{name}.journal"
-        contents = packed(self._whose, ((kind, text) for text in texts))
-        self._storage.put(os.path.join(self._folder, name), contents)
+    def _put(self, what: str, table: pa.Table) -> str:
+        name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
+        with self._storage.open_output(os.path.join(self._folder, name)) as sink:
+            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink)
+        self._num_files += 1
         self._names.add(name)
+        return name
 
     def remove(self) -> None:
         """Remove what was read and written, once the part is there; the run's end removes what is left."""

@@ -4,8 +4,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from types import MappingProxyType
-from typing import NamedTuple
 
 from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.under_way import UnderWay
@@ -13,8 +11,6 @@ from jobs.parquet.asks.ask import Ask, Asked
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.tasks import Completion, Request
-
-_NONE_KNOWN: Mapping[int, Answer] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -33,14 +29,6 @@ class _Group:
     delivered: dict[int, Sequence[Completion]] = field(default_factory=dict)
     num_tokens: int = 0
     so_far: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
-
-
-class Answered(NamedTuple):
-    """Rows with one answer, and the tokens generated for it."""
-
-    rows: Sequence[int]
-    num_tokens: int
-    answer: Answer
 
 
 class ShardRequests:
@@ -63,7 +51,6 @@ class ShardRequests:
         number_of: Callable[[int], int],
         memo: AnswerMemo | None = None,
         let_go: Callable[[Row], None] = lambda row: None,
-        known: Mapping[int, Answer] = _NONE_KNOWN,
     ) -> None:
         self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
@@ -72,7 +59,7 @@ class ShardRequests:
         self._sent: list[tuple[_Group, int, int] | None] = []
         self._following: deque[tuple[_Group, int, Request]] = deque()
         self._open: dict[int, _Group] = {}  # groups under way, by their first rows
-        self.answered: list[Answered] = []
+        self.answered: list[tuple[int, int, Answer]] = []  # row, tokens generated for it and equal ones, answer
         self._begun: set[bytes] = set()
         self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
         self.rows_open = 0
@@ -239,22 +226,19 @@ class ShardRequests:
         self._let_go(row)
         return row
 
-    def _take_known(self, group: _Group, known: Answer | None = None) -> bool:
-        """Answer a group with what is known, or another shard has computed; return whether there was such."""
-        answer = known
-        if answer is None and group.key is not None:
-            answer = self._memo.get(group.key)
+    def _take_known(self, group: _Group) -> bool:
+        """Answer a group with what another shard has computed; return whether there was such."""
+        answer = None if group.key is None else self._memo.get(group.key)
         if answer is None:
             return False
-        self._answer(group, answer, is_new=answer is not known)
+        self._answer(group, answer)
         self._taken(group)
         return True
 
-    def _answer(self, group: _Group, answer: Answer, is_new: bool = True) -> None:
-        for row in group.rows:
+    def _answer(self, group: _Group, answer: Answer) -> None:
+        for place, row in enumerate(group.rows):
             self._answers[row] = answer
-        if is_new:
-            self.answered.append(Answered(group.rows, group.num_tokens, answer))
+            self.answered.append((row, 0 if place else group.num_tokens, answer))
         self.rows_done += len(group.rows)
 
     def _take_on(self, group: _Group) -> bool:

@@ -20,7 +20,7 @@ from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
-from jobs.parquet.outputs.part import check_answers, embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.sources import row_source
@@ -178,7 +178,7 @@ class ShardWork(RowsTask):
         self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
         for row, taken in taken_answers(self._folder.storage, plan, self._number).items():
             rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
-        self._journal = ShardJournal(self._folder, self._number, context.model.fingerprint, self._check_answers)
+        self._journal = ShardJournal(self._folder, self._number, context.model)
         left = self._journal.read()
         known = {row: answer for row, answer in left.answers.items() if isinstance(rows[row], Row)}
         self._rows_known, self._tokens_known = len(known), left.num_tokens
@@ -187,10 +187,6 @@ class ShardWork(RowsTask):
         requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
         requests.resume(left.under_way)
         return requests
-
-    def _check_answers(self, answers: Sequence[Answer]) -> None:
-        spec = self._folder.plan.spec
-        check_answers(answers, spec, embedding_size(spec, self._context.model))
 
     def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:
         """Yield rows; before each of them the work heeds what interrupts it."""

@@ -187,7 +187,7 @@ def test_a_shard_goes_on_where_another_execution_has_left_it(s3: S3, context: Jo
     write = left.keep({1: {0: [7, 8]}})
     assert write is not None
     write()
-    names = [f"data/out/_journal/00000.killed.{name}.journal" for name in ("0", "now")]
+    names = [f"data/out/_journal/00000.killed.{name}" for name in ("answers.0", "now.1")]
     assert s3.names("data/out/_journal/") == names
     work = open_work(context, spec, 0, storage)
     requests = list(work.requests())
