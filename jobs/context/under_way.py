@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletion:
-    """What is kept of a completion."""
+    """What is kept of a completion, or told of one that failed."""
 
     index: int
     token_ids: Sequence[int]

@@ -19,7 +19,7 @@ from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
+from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
 from jobs.prompts.templated_task import TemplatedTask
 from jobs.tasks import Completion, OpenTask, Request, Task
 
@@ -203,7 +203,7 @@ class OpenPrompts(OpenTask):
     def _failed(self, reason: str | None) -> Sequence[Completion]:
         """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
         n = self._sampling.get("n", 1)
-        failed = FailedCompletion(reason or "the engine gave no reason")
+        failed = failed_completion(reason or "the engine gave no reason")
         return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:

@@ -125,15 +125,11 @@ def part_stats(
     answers: Sequence[Answer],
     *,
     generated_tokens: int,
-    resumed: tuple[int, int] = (0, 0),
     times: tuple[float, float],
     model: ServedModel,
     worker: str = "",
 ) -> PartStats:
-    """Sum up the answers of a shard's rows.
-
-    times: when it began and ended. resumed: rows and tokens. See PartStats for the rest.
-    """
+    """Sum up the answers of a shard's rows. times: when it began and ended. See PartStats for the rest."""
     return PartStats(
         run=run,
         shard=shard,
@@ -146,8 +142,6 @@ def part_stats(
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         generated_tokens=generated_tokens,
-        rows_resumed=resumed[0],
-        tokens_resumed=resumed[1],
         started_at=times[0],
         ended_at=times[1],
         model=model.name,

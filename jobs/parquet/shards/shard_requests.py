@@ -61,7 +61,8 @@ class ShardRequests:
         self._open: dict[int, _Group] = {}  # groups under way, by their first rows
         self.answered: list[tuple[int, int, Answer]] = []  # row, tokens generated for it and equal ones, answer
         self._begun: set[bytes] = set()
-        self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
+        self.rows_done = sum(answer is not None for answer in self._answers)
+        self.rows_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self.rows_open = 0
         self.generated_tokens = self.prompt_tokens = self.rows_resumed = self.tokens_resumed = 0
         groups = _groups(rows, ask)

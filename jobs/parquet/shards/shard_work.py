@@ -41,7 +41,6 @@ class ShardWork(RowsTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
 
     _journal: ShardJournal | None = None
-    _rows_known = _tokens_known = 0
 
     def __init__(
         self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
@@ -138,11 +137,11 @@ class ShardWork(RowsTask):
             self._number,
             answers,
             generated_tokens=requests.generated_tokens,
-            resumed=(self._rows_known + requests.rows_resumed, self._tokens_known + requests.tokens_resumed),
             times=(self._started_at, self._clock()),
             model=self._context.model,
             worker=self._context.worker_name,
         )
+        stats = replace(stats, rows_resumed=requests.rows_resumed, tokens_resumed=requests.tokens_resumed)
         spec, added = self._folder.plan.spec, self._folder.plan.added_columns
         self._folder.make_parts_folder()
         with self._reader(file, kept(spec, self._added)) as reader:
@@ -180,11 +179,10 @@ class ShardWork(RowsTask):
             rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
         self._journal = ShardJournal(self._folder, self._number, context.model)
         left = self._journal.read()
-        known = {row: answer for row, answer in left.answers.items() if isinstance(rows[row], Row)}
-        self._rows_known, self._tokens_known = len(known), left.num_tokens
-        for row, answer in known.items():
+        for row, answer in left.answers.items():
             rows[row] = answer
         requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
+        requests.rows_resumed, requests.tokens_resumed = len(left.answers), left.num_tokens
         requests.resume(left.under_way)
         return requests
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.context.check_processes import Checks
-from jobs.runs.plans.names import JOURNAL
+from jobs.runs.plans.names import JOURNAL, keys_name
 from jobs.tasks import Completion, OpenTask, Request
 from tests.jobs.answering import MODEL, FakeCompletion, opened_task, shout
 from tests.jobs.conftest import MakeContext
@@ -23,6 +23,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": {"temperature": 0}, "prompt_column": "prompt"},
     "chain": {"prompts": CHAIN, "sampling": DRAWN},
     "attempts": {"check": {"regex": "never"}, "sampling": DRAWN, "prompt_column": "prompt"},
+    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompt_column": "prompt"},
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
@@ -36,11 +37,12 @@ def answer(request: Request) -> FakeCompletion:
     if request.kind == "embed":
         return FakeCompletion(num_prompt_tokens=3, embedding=[1.5] * 4)
     found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}", token_ids=[*range(6)])
+    found = replace(found, logprobs=[{7: Scored(-1.0)}] if "logprobs" in request.sampling else None)
     return replace(found, num_continued=len(request.resumed.get(0, ())))
 
 
 class Scored:
-    num_tokens, is_greedy = 1, True
+    num_tokens, is_greedy, decoded_token, rank = 1, True, "x", 1
 
     def __init__(self, logprob: float) -> None:
         self.logprob = logprob
@@ -115,6 +117,7 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
     whole.keep()
     whole.end()
     expected, generated = runs.rows(), runs.manifest["generated_tokens"]
+    keys = (runs.output / keys_name(0)).read_bytes()
     for job in runs.jobs:
         job.delete()
     shutil.rmtree(runs.output)
@@ -130,6 +133,7 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
     last = shard()
     last.end()
     assert runs.rows() == expected
+    assert (runs.output / keys_name(0)).read_bytes() == keys
     found = runs.manifest
     assert found["generated_tokens"] + found["tokens_resumed"] == generated
     if most:
