@@ -1,9 +1,10 @@
 """Engine: takes requests, steps the model, and returns completions."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -36,6 +37,8 @@ from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_NO_TOKENS: Mapping[int, Collection[int]] = MappingProxyType({})
 
 
 class Engine:
@@ -164,6 +167,7 @@ class Engine:
         *,
         lane: int = 0,
         continued: Collection[int] = (),
+        resumed: Mapping[int, Collection[int]] = _NO_TOKENS,
     ) -> None:
         """Queue one request: text or token ids, prepared or not. `step()` returns its params.n completions.
 
@@ -173,6 +177,8 @@ class Engine:
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         continued: token ids of an unfinished completion of this prompt: params.max_tokens more follow, the same as
         if they had been asked for at once.
+        resumed: the tokens behind those that samples of this request had elsewhere, by index, as of `samples_so_far`:
+        they go on as they would have there, and one that is whole ends at once. Left out where they cannot be.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
@@ -194,9 +200,16 @@ class Engine:
             self._prompts.check_continued(ready.token_ids, continued)
             seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
             seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
+            if resumed and params.logprobs is None and params.prompt_logprobs is None:
+                seqs = self._resumed(seqs, resumed) or self._sequences.make(
+                    request_id, ready, params, lane=lane, seed=seed, continued=continued
+                )
             for seq in seqs:
                 seq.prompt_logprobs = seqs[0].prompt_logprobs
-                self._scheduler.add(seq)
+                if seq.finish_reason is None:
+                    self._scheduler.add(seq)
+                else:
+                    self._stepper.finish(seq)
         self._unfinished[request_id] = seqs
 
     def abort(self, request_id: str) -> None:
@@ -204,11 +217,11 @@ class Engine:
         for seq in self._unfinished.pop(request_id, ()):
             self._scheduler.abort(seq)
 
-    def step(self) -> list[Completion]:
+    def step(self, *, launches: bool = True) -> list[Completion]:
         """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
 
         With async_scheduling this launches one batch and returns what finished in the one launched before,
-        which ran meanwhile; the first such step returns [].
+        which ran meanwhile; the first such step returns []. launches: False to wait for that one alone.
         A request that makes a step raise, and raises alone too, ends with finish_reason "error"; the others
         go on. Raises StepFailed if none is to blame: nothing is lost, the next step repeats it.
         With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
@@ -217,7 +230,7 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
-        finished, self._incomplete = self._incomplete + self._stepper.take(), []
+        finished, self._incomplete = self._incomplete + self._stepper.take(launches), []
         completions = map(self._finish, finished)
         return [completion for completion in completions if completion is not None]
 
@@ -233,6 +246,17 @@ class Engine:
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
         return request_progress(self._scheduler.running)
+
+    def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
+        """Return the tokens of each unfinished sample, by request and index, without those that it continued.
+
+        Requests for log probabilities are left out: those of earlier tokens would be lost.
+        """
+        return {
+            request_id: {seq.index: seq.generated_token_ids[seq.num_continued :] for seq in seqs}
+            for request_id, seqs in self._unfinished.items()
+            if seqs[0].generates and seqs[0].params.logprobs is None and seqs[0].params.prompt_logprobs is None
+        }
 
     def chat_token_ids(
         self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
@@ -328,6 +352,17 @@ class Engine:
                 return prompt
             prompt = prompt.token_ids
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
+
+    def _resumed(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> list[Sequence]:
+        """Hand sequences the tokens that they had elsewhere; return none where they cannot have had them."""
+        try:
+            for index, token_ids in resumed.items():
+                self._prompts.check_ids(token_ids)
+                seqs[index].resume(token_ids, self.max_model_len)
+        except (InvalidRequest, IndexError) as error:
+            logger.warning("request %s begins anew, it cannot go on where it was: %s", seqs[0].request_id, error)
+            return []
+        return seqs
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""

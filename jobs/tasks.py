@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +19,7 @@ class Request:
     arrived as text were refused before.
     chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
     continued: as of engine.Engine.add: token ids of an answer that was cut, and goes on.
+    resumed: likewise: token ids that its samples had behind those on another worker, by index.
     """
 
     prompt: str | list[int] | None
@@ -27,6 +28,7 @@ class Request:
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "generate"
     continued: Sequence[int] = ()
+    resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class Logprob(Protocol):
@@ -68,6 +70,8 @@ class Completion(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def error(self) -> str | None: ...
+    @property
+    def num_continued(self) -> int: ...
     @property
     def logprobs(self) -> Sequence[Mapping[int, Logprob]] | None: ...
     @property
@@ -141,6 +145,14 @@ class OpenTask(abc.ABC):
 
         A request that the engine refused arrives as one completion with finish_reason "error" and `error`.
         """
+
+    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        """Return what writes down, in any thread, what another worker needs to go on; None where nothing is new.
+
+        so_far: the tokens of requests that were sent and not delivered, by index and sample. Not called again before
+        what it has returned has run; where that raises, the next call has all that was new.
+        """
+        return None
 
     def progress(self) -> dict[str, Any] | None:
         """Return what job.meta should show, as small JSON; None when the job has no progress to show."""

@@ -259,6 +259,7 @@ class BatchWorker(BaseWorker):
             settings.max_worker_deaths,
             settings.max_stuck_threads,
             settings.drain_s,
+            settings.journal_s,
         )
         loop, io = assemble(self, engine, settings, limits, *traced)
         self._io = io

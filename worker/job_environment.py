@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from redis import Redis
@@ -9,6 +10,7 @@ from redis import Redis
 from engine import InvalidRequest
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
+from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
@@ -38,8 +40,15 @@ class JobEnvironment:
             execution_id=claimed.execution_id,
             lease=_lease(claimed),
             worker_name=claimed.worker_name,
+            journal=self._journal(claimed, connection),
             trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
         )
+
+    def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
+        payload = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
+        whose = f"1 {claimed.job_id} {payload} {self.lent.model.fingerprint}"
+        lease = _lease(claimed)
+        return JobJournal(connection, claimed.job_id, whose, claimed.left, (lease.key, lease.member))
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """Tell the receivers of a run's end that it has failed, if it has with this job."""

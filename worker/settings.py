@@ -125,6 +125,10 @@ class WorkerSettings(BaseSettings):
     drain_s: float | None = Field(default=None, ge=0)
     """Seconds from the first signal to stop after which what still runs is given back; without one, none."""
 
+    journal_s: float = Field(default=10, ge=0)
+    """Seconds between two times that what open shards and long jobs have computed is written down, so that whoever
+    takes them up next goes on from there; also when the worker is told to stop. 0 for never."""
+
     max_stuck_threads: int = Field(default=16, ge=0)
     """With more threads given up that have not ended, the worker gives back what it holds and exits."""
 

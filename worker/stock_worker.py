@@ -129,7 +129,7 @@ def _refill(
         try:
             params = request_params(request.kind, request.sampling)
             prompt = _prompt(engine, request, params)
-            engine.add(str(index), prompt, params, continued=request.continued)
+            engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
         except InvalidRequest as error:
             _deliver(task, index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
         else:

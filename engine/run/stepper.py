@@ -62,13 +62,22 @@ class Stepper:
         self._pending.clear()
         del self._runner
 
-    def take(self) -> list[Sequence]:
+    def finish(self, seq: Sequence) -> None:
+        """Have the next step return a sequence that has ended without one."""
+        seq.status = SequenceStatus.FINISHED
+        self._finished.append(seq)
+
+    def take(self, launches: bool = True) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
 
-        Raises StepFailed if no sequence is to blame, and RankFailed; finished sequences come with the next call.
+        launches: False to wait for launched ones alone. Raises StepFailed if no sequence is to blame, and RankFailed;
+        finished sequences come with the next call.
         """
         try:
-            self._take()
+            if launches:
+                self._take()
+            else:
+                self._receive_all_but(0)
             with self.stats.detokenize:
                 for seq in self._finished:
                     self._write_text(seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -57,7 +57,8 @@ class Sequence:
     ones, `logprobs` those of the completion. `score_top`, `sample_top`: the number of likely tokens with each, or
     NOT_WANTED. A sequence that does not generate scores `targets`, branch `index` of `tree`, or its hidden states
     are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
-    the request. `arrived_at`, `first_token_at`: monotonic seconds.
+    the request, and the `num_resumed` behind those are of another engine. `arrived_at`, `first_token_at`: monotonic
+    seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends it, the model's own included unless ignored.
@@ -96,6 +97,7 @@ class Sequence:
     num_computed_tokens: int = field(default=0, init=False)
     num_stale: int = field(default=0, init=False)
     num_continued: int = field(default=0, init=False)
+    num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
     next_scored: int = field(default=1, init=False)
@@ -137,6 +139,24 @@ class Sequence:
             raise InvalidRequest("the completion cannot go on: it has ended with the tokens that it has")
         self.num_continued += 1
         self.num_tokens += 1
+
+    def resume(self, token_ids: Collection[int], max_model_len: int) -> None:
+        """Learn the tokens that it has had in another engine, before it is scheduled; it may end with the last.
+
+        Raises InvalidRequest if it cannot have had them.
+        """
+        self.max_len = min(self.max_len, max_model_len)
+        try:
+            for token_id in token_ids:
+                if self.finish_reason is not None:
+                    raise InvalidRequest("it has ended before")
+                self.append(token_id)
+                if self.token_ids[-1] != token_id:
+                    raise InvalidRequest(f"another token than {token_id} comes next")
+        except Exception as error:
+            raise InvalidRequest(f"it cannot have had these tokens: {error}") from error
+        self.num_resumed = len(token_ids)
+        self.num_tokens += len(token_ids)
 
     def pool_alone(self, pooled: PooledStates) -> None:
         """Pool the prompt's hidden states and generate nothing. Before it is queued."""

@@ -160,7 +160,7 @@ class PromptReader:
                 f"takes {whole} (max_model_len={self._max_model_len}, and one that is scored alone)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
-            self._check_ids(token_ids)
+            self.check_ids(token_ids)
         return before, tails
 
     def _continued(
@@ -199,13 +199,13 @@ class PromptReader:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         token_ids = self.truncated(token_ids, truncate_prompt_tokens, room)
         self._check_length("the prompt has", len(token_ids), room)
-        self._check_ids(token_ids)
+        self.check_ids(token_ids)
         return token_ids
 
     def check_continued(self, token_ids: Sized, continued: Collection[int]) -> None:
         """Raise InvalidPrompt or PromptTooLong for a completion that cannot go on."""
         self._check_length("prompt and completion have", len(token_ids) + len(continued), 1)
-        self._check_ids(continued)
+        self.check_ids(continued)
 
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
         most = self._max_model_len - room
@@ -216,7 +216,8 @@ class PromptReader:
                 f"(max_model_len={self._max_model_len}, which model and KV pool bound, {one})"
             )
 
-    def _check_ids(self, token_ids: Iterable[object]) -> None:
+    def check_ids(self, token_ids: Iterable[object]) -> None:
+        """Raise InvalidPrompt for what is no token of the vocabulary."""
         for token_id in token_ids:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")

@@ -15,6 +15,7 @@ Those by which workers tell whose a job is, or whose turn it is, belong to worke
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
+tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
@@ -63,6 +64,9 @@ RUNS_KEY = f"{OWN}:run:index"
 #: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
 
+#: How far a job of prompts was is kept so long, for whoever takes it up after a worker's death.
+JOURNAL_TTL_S = 24 * 3600
+
 #: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
 SILENT_S = 10
 
@@ -78,6 +82,10 @@ def loading_key(name: str) -> str:
 
 def samples_key(name: str) -> str:
     return f"{OWN}:samples:{name}"
+
+
+def journal_key(job_id: str) -> str:
+    return f"{OWN}:journal:{job_id}"
 
 
 def held_key(queue: str) -> str:

@@ -10,6 +10,7 @@ from redis import Redis
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.check_processes import Checks
+from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
 
@@ -47,6 +48,7 @@ class JobContext:
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
     trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
+    journal: of a job of prompts; None where none is kept.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -70,3 +72,4 @@ class JobContext:
     allowed_functions: frozenset[str] = frozenset()
     worker_name: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
+    journal: JobJournal | None = None

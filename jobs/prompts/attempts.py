@@ -65,6 +65,15 @@ class Attempts:
         if answer is not None and self._options.check is not None and not self._goes_on(completion):
             self._reason = self._checks.reason(self._options, self._row, answer.text)
 
+    @property
+    def reason(self) -> str | None:
+        """Return why the last answer is not valid; set by whoever has had it inspected elsewhere."""
+        return self._reason
+
+    @reason.setter
+    def reason(self, reason: str | None) -> None:
+        self._reason = reason
+
     def deliver(self, completion: Completion) -> Request | None:
         """Take an answer; return what to ask next, or None once `outcome` stands."""
         self._first = self._first or completion

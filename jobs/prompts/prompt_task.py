@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
+from jobs.context.job_journal import LeftPrompt
 from jobs.context.served_model import parse_model
+from jobs.context.under_way import UnderWay
 from jobs.errors import InvalidJob, ResultTooLarge
 from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
+from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
 from jobs.prompts.templated_task import TemplatedTask
 from jobs.tasks import Completion, OpenTask, Request, Task
 
@@ -81,12 +83,49 @@ class OpenPrompts(OpenTask):
             (place, prompt) for place, prompt in enumerate(task.prompts) if isinstance(prompt, Request)
         )
         #: What answers lead to, and of each request that was sent: its prompt's place, and the prompt's way.
-        self._following: deque[tuple[int, Attempts, Request]] = deque()
+        self._following: deque[tuple[int, Attempts | None, Request]] = deque()
         self._sent: list[tuple[int, Attempts | None]] = []
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in task.prompts
         ]
         self._num_done = sum(map(bool, self._answers))
+        self._journal = context.journal
+        #: What each prompt got, and why a check did not take it.
+        self._delivered: defaultdict[int, list[tuple[Sequence[Completion], str | None]]] = defaultdict(list)
+        self._found = {} if context.journal is None else context.journal.read()
+        self._resume(self._found)
+
+    def _resume(self, left: Mapping[int, LeftPrompt]) -> None:
+        """Take prompts up where another execution has left them."""
+        resumed = [each for each in self._unsent if each[0] in left]
+        self._unsent = deque(each for each in self._unsent if each[0] not in left)
+        for place, request in resumed:
+            attempts, (was, reasons) = self._attempts(request), left[place]
+            self._following.append((place, attempts, request))
+            for (_, completions), reason in zip(was.delivered, reasons, strict=False):
+                if not self._answers[place]:
+                    self._following.pop()
+                    if attempts is not None:
+                        attempts.reason = reason
+                    self._take(place, attempts, completions)
+            if not self._answers[place]:
+                _, _, following = self._following.pop()
+                tokens = was.so_far.get(len(was.delivered), {})
+                self._following.append((place, attempts, replace(following, resumed=tokens)))
+
+    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        tokens = {self._sent[index][0]: samples for index, samples in so_far.items()}
+        left = {place: self._left(place, tokens.get(place, {})) for place in (*self._delivered, *tokens)}
+        for place, found in self._found.items():  # of which some may wait for the engine still
+            if place not in left or left[place].under_way.length < found.under_way.length:
+                left[place] = found
+        kept = [(place, each) for place, each in left.items() if each.under_way.can_be_kept]
+        return partial(self._journal.write, kept) if kept and self._journal is not None else None
+
+    def _left(self, place: int, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
+        delivered = self._delivered.get(place, [])
+        completions = [(number, each) for number, (each, _) in enumerate(delivered)]
+        return LeftPrompt(UnderWay(completions, {len(delivered): so_far}), [reason for _, reason in delivered])
 
     def requests(self) -> Iterator[Request]:
         if self._began_at is None:
@@ -97,10 +136,14 @@ class OpenPrompts(OpenTask):
                 place, attempts, request = self._following.popleft()
             else:
                 place, request = self._unsent.popleft()
-                if self._repairs.is_asked_for:
-                    attempts = Attempts(request, _row(request), self._repairs, self._checks)
+                attempts = self._attempts(request)
             self._sent.append((place, attempts))
             yield request
+
+    def _attempts(self, request: Request) -> Attempts | None:
+        if not self._repairs.is_asked_for:
+            return None
+        return Attempts(request, _row(request), self._repairs, self._checks)
 
     @property
     def has_more(self) -> bool:
@@ -122,13 +165,18 @@ class OpenPrompts(OpenTask):
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
         place, attempts = self._sent[index]
+        self._sent[index] = place, None
+        self._take(place, attempts, completions)
+
+    def _take(self, place: int, attempts: Attempts | None, completions: Sequence[Completion]) -> None:
+        if self._journal is not None:
+            self._delivered[place].append((completions, None if attempts is None else attempts.reason))
         if attempts is not None:
             following = attempts.deliver(completions[0])
             if following is not None:
                 self._following.append((place, attempts, following))
                 return
             completions = [attempts.outcome]
-            self._sent[index] = place, None
         self._num_chars += sum(map(_least_chars, completions))
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
@@ -155,7 +203,7 @@ class OpenPrompts(OpenTask):
     def _failed(self, reason: str | None) -> Sequence[Completion]:
         """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
         n = self._sampling.get("n", 1)
-        failed = FailedCompletion(reason or "the engine gave no reason")
+        failed = failed_completion(reason or "the engine gave no reason")
         return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:

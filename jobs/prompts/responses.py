@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from jobs.context.under_way import KeptCompletion
 from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempted, num_generated
 from jobs.prompts.response_options import ResponseOptions
@@ -236,24 +236,9 @@ def chat_completion(
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
 
 
-@dataclass(frozen=True)
-class FailedCompletion:
-    """A sample of a prompt that failed."""
-
-    error: str
-    index: int = 0
-    token_ids: Sequence[int] = ()
-    text: str = ""
-    finish_reason: str = "error"
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    logprobs: None = None
-    prompt_logprobs: None = None
-    reasoning: None = None
-    prompt_text: None = None
-    prompt_tokens: None = None
-    loglikelihoods: None = None
-    embedding: None = None
+def failed_completion(error: str) -> KeptCompletion:
+    """Return a sample of a prompt that failed."""
+    return KeptCompletion(0, (), "", "error", 0, 0, error, None)
 
 
 def check_answers(answers: Answers) -> None:

@@ -1,6 +1,6 @@
 """A completion that was cut goes on: as it would have if it had had as many tokens at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,87 @@ def run(engine: Engine, *requests: tuple[str, SamplingParams, list[int]]) -> dic
     while engine.has_unfinished:
         done |= {completion.request_id: completion for completion in engine.step()}
     return done
+
+
+RESUMED = {
+    **{name: wish for name, wish in WISHES.items() if wish.logprobs is None},
+    "two samples": replace(DRAWN, n=2, ignore_eos=False, stop_token_ids=list(range(8))),
+    "stop string": replace(DRAWN, stop=["qu", "e"], min_tokens=3),
+    "stop string kept": replace(DRAWN, stop=["e"], include_stop_str_in_output=True),
+    "schema": replace(
+        DRAWN,
+        structured_outputs={"json": {"type": "object", "properties": {"a": {"enum": ["abcd", "abxy"]}}}},
+        max_tokens=40,
+    ),
+}
+
+
+def steps(engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]) -> Iterator[list[Completion]]:
+    engine.add("it", PROMPT, params, resumed=resumed)
+    while engine.has_unfinished:
+        yield engine.step()
+
+
+def finished(engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]) -> list[Completion]:
+    done = [each for found in steps(engine, params, resumed) for each in found]
+    return sorted(done, key=lambda each: each.index)
+
+
+@pytest.mark.parametrize("wish", RESUMED)
+def test_a_request_goes_on_wherever_it_was(engine: Engine, wish: str) -> None:
+    params = RESUMED[wish]
+    whole = finished(engine, params, {})
+    cuts: list[dict[int, list[int]]] = []
+    done: dict[int, list[int]] = {}
+    for found in steps(engine, params, {}):
+        done |= {each.index: each.token_ids for each in found}
+        cuts.append(done | engine.samples_so_far().get("it", {}))
+    assert any(cuts[0]) or len(cuts) > 1
+    for so_far in cuts:
+        again = finished(engine, params, so_far)
+        assert [each.num_continued for each in again] == [len(so_far[each.index]) for each in again]
+        assert [replace(each, num_continued=0, num_cached_tokens=0) for each in again] == [
+            replace(each, num_cached_tokens=0) for each in whole
+        ]
+        assert all(each.num_cached_tokens <= len(PROMPT) for each in again)
+
+
+def test_it_goes_on_behind_what_it_continued(engine: Engine) -> None:
+    whole = run(engine, ("whole", DRAWN, []))["whole"]
+    less = replace(DRAWN, max_tokens=14)
+    engine.add("it", PROMPT, less, continued=cut(whole, 10), resumed={0: whole.token_ids[10:16]})
+    assert engine.samples_so_far() == {"it": {0: whole.token_ids[10:16]}}
+    more: list[Completion] = []
+    while engine.has_unfinished:
+        more += engine.step()
+    assert (more[0].token_ids, more[0].num_continued) == (whole.token_ids, 16)
+
+
+def test_a_completion_as_long_as_the_model_takes_has_ended(engine: Engine) -> None:
+    params = replace(DRAWN, max_tokens=1 << 20)
+    (whole,) = finished(engine, params, {})
+    assert len(PROMPT) + len(whole.token_ids) == engine.max_model_len
+    for length in (len(whole.token_ids) - 1, len(whole.token_ids)):
+        (again,) = finished(engine, params, {0: whole.token_ids[:length]})
+        assert (again.token_ids, again.text, again.finish_reason) == (whole.token_ids, whole.text, "length")
+
+
+@pytest.mark.parametrize(
+    "resumed", [{0: [1 << 30]}, {0: [-1]}, {1: [4]}, {0: [9, 5]}, {0: [5] * 25}, {0: [5] * (1 << 16)}]
+)
+def test_what_it_cannot_have_had_is_left_out(engine: Engine, resumed: dict[int, list[int]]) -> None:
+    params = replace(DRAWN, stop_token_ids=[9])
+    assert finished(engine, params, resumed) == finished(engine, params, {})
+
+
+def test_log_probabilities_are_computed_anew(engine: Engine) -> None:
+    params = replace(DRAWN, logprobs=1)
+    engine.add("it", PROMPT, params)
+    for _ in range(4):
+        engine.step()
+    assert engine.samples_so_far() == {}
+    engine.abort("it")
+    assert finished(engine, params, {0: [5, 6]}) == finished(engine, params, {})
 
 
 def cut(completion: Completion, length: int) -> list[int]:

@@ -23,7 +23,7 @@ from jobs.parquet.planning.planner import plan_run
 from jobs.parquet.shards.rows_task import trusted_plan
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.control import cancel_run
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
@@ -72,6 +72,8 @@ class Scene:
         work = ShardWork(context, folder, shard)
         for index, request in enumerate(work.requests()):
             work.deliver(index, [shout(request)])
+            if (write := work.keep({})) is not None:
+                write()
         work.result()
         work.close()
 
@@ -85,14 +87,15 @@ class Scene:
         """Return what each file holds and when it was written, but for those not yet put in place."""
         return {
             path.name: (path.read_bytes(), path.stat().st_mtime_ns)
-            for path in self.output.iterdir()
-            if not path.name.startswith("_tmp.")
+            for path in self.output.rglob("*")
+            if path.is_file() and not path.name.startswith("_tmp.")
         }
 
     def check_finished(self) -> None:
         """Every row once, and the marks of the end in files and in Redis."""
         parts = {part_name(number) for number in range(SHARDS)}
-        assert self.files().keys() == parts | {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+        keys = {Path(keys_name(number)).name for number in range(SHARDS)}
+        assert self.files().keys() == parts | keys | {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
         rows = [(row["id"], row["completion"]) for row in pq.read_table(self.output).to_pylist()]
         assert rows == [(row, f"P{row}") for row in range(ROWS)]
         manifest = json.loads((self.output / "_manifest.json").read_text())
@@ -161,4 +164,5 @@ def test_an_end_that_comes_while_somebody_sleeps_stays_as_it_is_when_he_wakes(
         work_off(redis, scene.context)
         scene.check_finished()
         assert [scene.files()] == ended
+        assert dies or not (scene.output / "_journal").exists()
     assert step > 10

@@ -33,6 +33,7 @@ class FakeCompletion:
     finish_reason: str = "stop"
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_continued: int = 0
     error: str | None = None
     logprobs: Any = None
     prompt_logprobs: Any = None

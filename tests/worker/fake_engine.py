@@ -55,7 +55,12 @@ class FakeEngine:
         self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
         self.running = [s for s in self.running if s.request_id != request_id]
 
-    def step(self) -> list[Completion]:
+    def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
+        return {}
+
+    def step(self, *, launches: bool = True) -> list[Completion]:
+        if not launches:
+            return []
         time.sleep(self.step_s)  # what a forward pass takes: without it a hanging prompt spins a core
         self.num_steps += 1
         self.started = []

@@ -162,6 +162,7 @@ REFUSED = [
     ("SET", "rq:suspended", "1"),
     ("RPUSH", "tokenmill:claim:0", "x"),
     ("SET", "tokenmill:deaths:another's", "4"),
+    ("SET", "tokenmill:journal:another's", "x"),
     ("SADD", "rq:workers:bulk", "rq:worker:invented"),
     ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
     ("RENAME", "rq:queue:bulk", "rq:queue:other"),

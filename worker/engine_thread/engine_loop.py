@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine import Completion
 from worker.engine_thread.intake import Intake
-from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Look, Order, Stepped
+from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Look, Order, SoFar, Stepped, Tell
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -31,12 +31,13 @@ class EngineLoop:
         self,
         engine: Engine,
         orders: SimpleQueue[Order],
-        report: Callable[[Stepped | EngineDied], None],
+        report: Callable[[Stepped | SoFar | EngineDied], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
+        self._is_stopped = False
         self._reported_at = self._progress_at = self.turned_at = clock()
 
     def run(self) -> None:
@@ -57,7 +58,7 @@ class EngineLoop:
         if not self._take_orders():
             return False
         began_at = self.turned_at = self._clock()
-        if self._engine.has_unfinished:
+        if self._engine.has_unfinished and not self._is_stopped:
             finished = self._engine.step()
             self._hand_out(finished, self._engine.started, began_at)
         else:
@@ -66,7 +67,7 @@ class EngineLoop:
 
     def _take_orders(self) -> bool:
         """Take all waiting orders, or wait for one if idle, then requests for a turn; False: leave."""
-        wait = not (self._engine.has_unfinished or self._refused or self._intake.has_ready)
+        wait = self._is_stopped or not (self._engine.has_unfinished or self._refused or self._intake.has_ready)
         while True:
             try:
                 order = self._orders.get(wait, WAKE_PERIOD_S)
@@ -79,13 +80,18 @@ class EngineLoop:
         self._refused += self._intake.admit()
         return True
 
-    def _carry_out(self, order: Add | Abort | Look) -> None:
+    def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
         if isinstance(order, Add):
             self._intake.put(order)
         elif isinstance(order, Abort):
             self._intake.drop(order.request_ids)
             for request_id in order.request_ids:
                 self._engine.abort(request_id)
+        elif isinstance(order, Tell):
+            if order.stops and not self._is_stopped:
+                self._is_stopped, self._reported_at = True, float("-inf")  # the last statistics are told
+                self._hand_out(self._engine.step(launches=False), self._engine.started, self._clock())
+            self._report(SoFar(self._engine.samples_so_far()))
 
     def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
         if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:

@@ -250,12 +250,14 @@ class Intake:
             del self._lanes[lane]
 
     def _add(self, waiting: _Waiting) -> list[Completion]:
-        request_id, continued = waiting.request_id, waiting.request.continued
+        request_id, request = waiting.request_id, waiting.request
         if waiting.error is not None:
             return [_refused(request_id, waiting.error)]
         try:
             prompt, params = waiting.prepared or waiting.read()
-            self._engine.add(request_id, prompt, params, lane=waiting.lane, continued=continued)
+            self._engine.add(
+                request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
+            )
         except Exception as error:  # noqa: BLE001  # what a request may hold is open
             return [_refused(request_id, error)]
         return []
@@ -279,9 +281,10 @@ def _truncation(params: RequestParams) -> dict[str, Any]:
 def _size(request: Request) -> int:
     """Count characters or token ids; a chat adds its rendering, a scored prompt its continuations."""
     continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
+    continuations += len(request.continued) + sum(map(len, request.resumed.values()))
     if request.messages is None:
-        return len(request.prompt or "") + len(request.continued) + continuations
-    return _chars(request.messages) + _chars(request.chat_options) + len(request.continued) + continuations
+        return len(request.prompt or "") + continuations
+    return _chars(request.messages) + _chars(request.chat_options) + continuations
 
 
 def _chars(value: object) -> int:

@@ -30,6 +30,13 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Order: tell the tokens so far of all requests. stops: and take no further step."""
+
+    stops: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """Order: leave the loop."""
 
@@ -50,10 +57,17 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class SoFar:
+    """Report: the tokens of requests that are not completed, by their samples' indices."""
+
+    samples: Mapping[str, Mapping[int, Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """Report: a step raised; no request in the engine will be completed."""
 
     error: BaseException
 
 
-Order = Add | Abort | Look | Halt
+Order = Add | Abort | Look | Tell | Halt

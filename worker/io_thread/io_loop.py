@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from worker.engine_thread.orders import EngineDied, Halt, Stepped
+from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
@@ -120,6 +120,7 @@ class IoLoop:
                 self._runner.open_claimed()
             self._runner.feed()
             moment = self.turned_at = self._clock()
+            self._runner.journals.look(moment)
             if self._deadlines.due(moment):
                 self._check_deadlines()
             if self._phase is Phase.DRAINING and moment >= self._drain_by:
@@ -161,6 +162,8 @@ class IoLoop:
             self._runner.streams.deliver(event.completions, event.at)
             if event.progress is not None:
                 self._runner.jobs.progressed(event.progress)
+        elif isinstance(event, SoFar):
+            self._runner.journals.told(event)
         elif isinstance(event, StopJob):
             if not self._runner.stop(event.job_id, event.execution_id):
                 self._log.info("not working on job %s, stop command ignored", event.job_id)
@@ -202,6 +205,8 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._releaser.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
+            if self.engine_error is None:
+                self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
         """Carry out all duties that need the server. An outage delays them; the engine goes on."""
@@ -227,7 +232,8 @@ class IoLoop:
 
     def _take_or_give(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
-            self._give_back_everything()
+            if not self._runner.journals.is_awaited(moment):
+                self._give_back_everything()
         elif self._phase is Phase.DRAINING:
             self._releaser.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:

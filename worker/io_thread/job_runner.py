@@ -12,6 +12,7 @@ from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.function_runner import FunctionRunner
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts, JobState
+from worker.io_thread.held.journals import Journals
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
@@ -40,6 +41,7 @@ class JobRunner:
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
         inspections = Inspections(post, lent.checks)
+        self.journals = Journals(self.jobs, parts.limits.journal_s, parts.orders, post, log, clock)
         self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(clock)
         self.streams = Streams(self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally)

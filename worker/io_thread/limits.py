@@ -19,6 +19,7 @@ class Limits:
     max_worker_deaths: int
     max_stuck_threads: int
     drain_s: float | None
+    journal_s: float = 10.0
 
     @property
     def suspect_deaths(self) -> float:

@@ -19,7 +19,7 @@ from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.kinds import Kind
 from jobs.parquet.tables.table_reading import asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import REUSED, temporary_name
+from jobs.runs.plans.names import JOURNAL, REUSED, temporary_name
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
@@ -121,8 +121,8 @@ def converted_for_now(
 
 
 def remove_converted(storage: Storage, plan: Plan) -> None:
-    """Remove what planning has put beside a run's plan. Raises OutputNotWritable."""
-    for folder in (plan.converted_folder, os.path.join(plan.spec.output, REUSED)):
+    """Remove what planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
+    for folder in (plan.converted_folder, *(os.path.join(plan.spec.output, name) for name in (REUSED, JOURNAL))):
         with writing(folder):
             try:
                 names = storage.names(folder)

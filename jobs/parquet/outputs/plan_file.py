@@ -12,7 +12,7 @@ from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name, temporary_name
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.run_statistics import RunStatistics
 
@@ -86,13 +86,13 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
     `seconds` runs from the first shard's start to the last's end, pauses included. parts: taken one by one,
     so that many need little memory. reasons: why rows have an error, as far as that is kept.
     """
-    counts = dict.fromkeys(COUNTED, 0)
+    counts = dict.fromkeys(TOLD, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
     lines, statistics = [], RunStatistics()
     for each in parts:
         statistics.add(each)
-        for name in COUNTED:
+        for name in TOLD:
             counts[name] += getattr(each, name)
         started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
         for name in _SERVED:

@@ -21,6 +21,7 @@ from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_end, tell_shards_failed
 from jobs.runs.plans.names import (
+    JOURNAL,
     KEYS,
     MANIFEST,
     REPORT,
@@ -52,24 +53,31 @@ class RunFolder:
         self.state = state
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
-        self._execution_id = execution_id
+        self.execution_id, self.journal = execution_id, self.path(JOURNAL)
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
 
     def temporary_path(self, name: str) -> str:
         """Return where this execution writes `name`, so that no two executions share a file."""
-        return self.path(temporary_name(self._execution_id, name))
+        return self.path(temporary_name(self.execution_id, name))
 
     def temporary_part(self, shard: int) -> str:
         """Return where this execution writes a part: in the folder in which it is published."""
-        return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
+        return os.path.join(self._parts_path, temporary_name(self.execution_id, part_name(shard)))
 
     def make_parts_folder(self) -> None:
         """Make the folder of the parts, if they have one of their own. Raises OutputNotWritable."""
         if self._parts_path != self._path:
             with writing(self._parts_path):
                 self.storage.make_folder(self._parts_path)
+
+    def make_journal_folder(self) -> None:
+        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
+        with writing(self.journal):
+            self.storage.make_folder(self.journal)
+            if self.has_success():  # it has ended since
+                self.storage.remove_folder(self.journal)
 
     def has_part(self, shard: int) -> bool:
         return self.storage.stat(self.plan.part_path(shard)) is not None

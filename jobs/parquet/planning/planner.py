@@ -89,6 +89,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
         num_bytes = _convert(context, folder, missing)
+        folder.make_journal_folder()
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows it is
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
     return {

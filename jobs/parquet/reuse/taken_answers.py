@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -104,17 +104,24 @@ def taken_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, Taken]:
     path = plan.reused_path(shard)
     if storage.stat(path) is None:
         return {}
-    found = {}
+    beside = [field.name for field in BESIDE]
     with closing(TableReading(storage, path)) as file:
-        for batch in file.batches():
-            # What a row has many of stays Arrow's.
-            large = [field.name for field in batch.schema if _holds_structs(field.type)]
-            for number, values in enumerate(batch.drop_columns(large).to_pylist()):
-                row, mark, source = (values.pop(field.name) for field in BESIDE)
-                slices = {name: batch.column(name).slice(number, 1) for name in large}
-                values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
-                found[row] = Taken(_answer({**values, "reused": source}), mark)
-    return found
+        return {
+            row: Taken(replace(answer, reused=source), mark)
+            for (row, mark, source), answer in read_answers(file, beside)
+        }
+
+
+def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Answer]]:
+    """Yield what stands in some columns beside each answer, and the answer. Raises CorruptParquet or TableNotRead."""
+    for batch in file.batches():
+        # What a row has many of stays Arrow's.
+        large = [field.name for field in batch.schema if _holds_structs(field.type)]
+        for number, values in enumerate(batch.drop_columns(large).to_pylist()):
+            found = tuple(values.pop(name) for name in beside)
+            slices = {name: batch.column(name).slice(number, 1) for name in large}
+            values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
+            yield found, _answer(values)
 
 
 _OWN = {each.name for each in fields(Answer)} - {"columns"}

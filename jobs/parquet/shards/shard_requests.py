@@ -1,11 +1,12 @@
 """From a shard's rows to the requests they need, and from completions back to rows."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from jobs.context.answers import Answer, AnswerMemo
+from jobs.context.under_way import UnderWay
 from jobs.parquet.asks.ask import Ask, Asked
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.row_values import RowProblem
@@ -14,13 +15,20 @@ from jobs.tasks import Completion, Request
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered."""
+    """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered.
+
+    num_requests: that it has led to. delivered: what each got, by its place among them. num_tokens: generated for that.
+    so_far: the tokens that the others had elsewhere.
+    """
 
     row: Row | None
     rows: list[int]
     key: bytes | None
     asked: Asked | None = None
-    num_sent: int = 0
+    num_requests: int = 0
+    delivered: dict[int, Sequence[Completion]] = field(default_factory=dict)
+    num_tokens: int = 0
+    so_far: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
 
 
 class ShardRequests:
@@ -49,17 +57,20 @@ class ShardRequests:
         self._answers = [_answer_of(row, ask) for row in rows]
         # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
         self._sent: list[tuple[_Group, int, int] | None] = []
-        self._following: deque[tuple[_Group, Request]] = deque()
+        self._following: deque[tuple[_Group, int, Request]] = deque()
+        self._open: dict[int, _Group] = {}  # groups under way, by their first rows
+        self.answered: list[tuple[int, int, Answer]] = []  # row, tokens generated for it and equal ones, answer
         self._begun: set[bytes] = set()
-        self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
+        self.rows_done = sum(answer is not None for answer in self._answers)
+        self.rows_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self.rows_open = 0
-        self.generated_tokens = self.prompt_tokens = 0
+        self.generated_tokens = self.prompt_tokens = self.rows_resumed = self.tokens_resumed = 0
         groups = _groups(rows, ask)
         self._unsent = [group for group in groups if not self._take_known(group)]
         self._awaits_before = ask.before is not None and bool(self._unsent)
         self._waiting: list[tuple[int, Sequence[Completion]]] = []
         if ask.before is not None and self._unsent:
-            self._following.append((_Group(None, [], None), ask.before))
+            self._following.append((_Group(None, [], None), 0, ask.before))
 
     @property
     def num_rows(self) -> int:
@@ -80,10 +91,11 @@ class ShardRequests:
         postponed: deque[_Group] = deque()
         while self._following or self._unsent or postponed:
             if self._following:
-                group, request = self._following.popleft()
-                self._sent.append((group, group.num_sent, len(request.continued)))
-                group.num_sent += 1
-                yield request
+                group, place, request = self._following.popleft()
+                if place in group.delivered or (group.rows and group.asked is None):
+                    continue  # of another execution, or of no use any more
+                self._sent.append((group, place, len(request.continued)))
+                yield replace(request, resumed=group.so_far[place]) if place in group.so_far else request
             elif self._unsent:
                 group = self._unsent.pop()
                 if self._take_known(group):
@@ -123,14 +135,23 @@ class ShardRequests:
             return
         self._sent[index] = None
         self.prompt_tokens += completions[0].num_prompt_tokens
-        self.generated_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
+        self.generated_tokens += sum(len(each.token_ids) - each.num_continued for each in completions)
+        self.tokens_resumed += sum(max(0, each.num_continued - num_continued) for each in completions)
+        group.num_tokens += sum(max(0, len(each.token_ids) - num_continued) for each in completions)
+        self._take(group, place, completions)
+
+    def _take(self, group: _Group, place: int, completions: Sequence[Completion]) -> None:
+        """Hand a group what its request got."""
         if group.asked is None:  # it has failed by another of its requests
             return
         found = group.asked.then(place, completions)
         if not isinstance(found, Answer):
-            self._following += [(group, request) for request in found]
+            group.delivered[place] = completions
+            self._follow(group, found)
             return
         group.asked = None
+        group.delivered.clear()
+        del self._open[group.rows[0]]
         self.rows_open -= len(group.rows)
         self._answer(group, found)
         if group.key is not None:
@@ -143,6 +164,39 @@ class ShardRequests:
         answers = [answer for answer in self._answers if answer is not None]
         assert len(answers) == self.num_rows, "answers() before every request was delivered"
         return answers
+
+    def resume(self, under_way: Mapping[int, UnderWay]) -> None:
+        """Take rows up where another execution has left them, by the first of equal ones.
+
+        In any thread, before a request is pulled. Raises JobsError as `inspect` does.
+        """
+        groups = [group for group in reversed(self._unsent) if group.rows[0] in under_way]
+        self._unsent = [group for group in self._unsent if group.rows[0] not in under_way]
+        for group in groups:
+            was = under_way[group.rows[0]]
+            self._take_on(group)
+            self._begin(group)
+            if group.asked is None:
+                continue
+            group.so_far, group.num_tokens = was.so_far, was.num_tokens
+            self.rows_resumed += len(group.rows)
+            self.tokens_resumed += was.num_tokens
+            for place, completions in was.delivered:
+                if group.asked is not None:
+                    group.asked.inspect(place, completions)
+                    self._take(group, place, completions)
+
+    def under_way(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> dict[int, UnderWay]:
+        """Return how far rows are that are neither answered nor new. so_far: as of OpenTask.keep."""
+        tokens: defaultdict[int, dict[int, Mapping[int, Sequence[int]]]] = defaultdict(dict)
+        for index, samples in so_far.items():
+            if (sent := self._sent[index]) is not None and sent[0].rows:
+                tokens[sent[0].rows[0]][sent[1]] = samples
+        found = (
+            (row, UnderWay(tuple(group.delivered.items()), tokens.get(row, {}), group.num_tokens))
+            for row, group in self._open.items()
+        )
+        return {row: each for row, each in found if each.can_be_kept}
 
     def close(self) -> None:
         """Leave to others what was sent and not delivered; may be called more than once."""
@@ -158,8 +212,14 @@ class ShardRequests:
             self._answer(group, self._ask.failed(str(problem)))
             return
         self.rows_open += len(group.rows)
+        self._open[group.rows[0]] = group
         requests, group.asked.requests = group.asked.requests, ()  # the engine has them from here on
-        self._following.extend((group, request) for request in requests)
+        self._follow(group, requests)
+
+    def _follow(self, group: _Group, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._following.append((group, group.num_requests, request))
+            group.num_requests += 1
 
     def _taken(self, group: _Group) -> Row:
         row, group.row = group.row, None
@@ -177,8 +237,9 @@ class ShardRequests:
         return True
 
     def _answer(self, group: _Group, answer: Answer) -> None:
-        for row in group.rows:
+        for place, row in enumerate(group.rows):
             self._answers[row] = answer
+            self.answered.append((row, 0 if place else group.num_tokens, answer))
         self.rows_done += len(group.rows)
 
     def _take_on(self, group: _Group) -> bool:

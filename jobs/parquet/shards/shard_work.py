@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.reuse.taken_answers import taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
+from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.parquet.tables.columns import ColumnChoice, kept, split_problems, with_added_fields, with_added_values
@@ -38,6 +39,8 @@ from jobs.runs.statistics.part_stats import PartStats
 
 class ShardWork(RowsTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
+
+    _journal: ShardJournal | None = None
 
     def __init__(
         self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
@@ -80,9 +83,14 @@ class ShardWork(RowsTask):
             "tokens": self._requests.generated_tokens,
         }
 
+    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        return None if self._journal is None else self._journal.keep(self.asked, so_far)
+
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         stats = self._publish(self._requests) if self._requests else None
+        if self._journal is not None:
+            self._journal.remove()
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
         ended = self._folder.record_part(stats, self._context.queue_name)
@@ -133,6 +141,7 @@ class ShardWork(RowsTask):
             model=self._context.model,
             worker=self._context.worker_name,
         )
+        stats = replace(stats, rows_resumed=requests.rows_resumed, tokens_resumed=requests.tokens_resumed)
         spec, added = self._folder.plan.spec, self._folder.plan.added_columns
         self._folder.make_parts_folder()
         with self._reader(file, kept(spec, self._added)) as reader:
@@ -168,7 +177,14 @@ class ShardWork(RowsTask):
         self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
         for row, taken in taken_answers(self._folder.storage, plan, self._number).items():
             rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
-        return ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
+        self._journal = ShardJournal(self._folder, self._number, context.model)
+        left = self._journal.read()
+        for row, answer in left.answers.items():
+            rows[row] = answer
+        requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
+        requests.rows_resumed, requests.tokens_resumed = len(left.answers), left.num_tokens
+        requests.resume(left.under_way)
+        return requests
 
     def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:
         """Yield rows; before each of them the work heeds what interrupts it."""

@@ -16,6 +16,9 @@ TEMPORARY_PREFIX = "_tmp."
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
 
+#: Where open shards keep what they have computed, until the run ends.
+JOURNAL = "_journal"
+
 #: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
 

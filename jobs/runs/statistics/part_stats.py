@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 
-#: What a manifest sums up over the parts.
+#: What is summed up over the parts while a run goes on.
 COUNTED = (
     *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
     *("failed_checks", "cut", "rows_reused"),
 )
+
+#: The same in a manifest.
+TOLD = (*COUNTED, "rows_resumed", "tokens_resumed")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,9 @@ class PartStats:
 
     rows, errors: rows in the part, and those among them with an error.
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
-    generated_tokens: completion tokens that were computed, equal prompts counted once.
+    generated_tokens: completion tokens that its execution has computed, equal prompts counted once.
+    rows_resumed, tokens_resumed: rows that earlier executions have answered, or begun to, and the tokens that they
+    have computed for these.
     started_at, ended_at: Unix time in seconds.
     failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
     rows_reused: rows whose answer was taken from an earlier run.
@@ -45,6 +50,8 @@ class PartStats:
     completion_lengths: dict[str, int] = field(default_factory=dict)
     failed_checks: int = 0
     cut: int = 0
+    rows_resumed: int = 0
+    tokens_resumed: int = 0
     rows_reused: int = 0
 
     @property

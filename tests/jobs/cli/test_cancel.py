@@ -70,7 +70,8 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     statuses = [redis.hget(f"rq:job:{shard_job_id(run, shard)}", "status") for shard in range(NUM_SHARDS)]
     assert statuses.count(JobStatus.STOPPED.encode()) == stopped
     assert workers.queue("bulk").job_ids == []
-    assert sorted(path.name for path in output.iterdir()) == ["_keys", "_plan.json", *map(part_name, first)]
+    kept = ["_journal", "_keys", "_plan.json", *map(part_name, first)]
+    assert sorted(path.name for path in output.iterdir()) == kept
     assert "cancelled" in tokenmill(workers, "status", run)
 
     written = {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first}

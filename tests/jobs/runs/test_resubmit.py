@@ -13,7 +13,7 @@ from redis import Redis
 from jobs import errors
 from jobs.parquet.files.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.files.storage import Storage
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import JOURNAL, PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.conftest import Invoke
@@ -123,7 +123,7 @@ def test_an_input_that_is_replaced_while_its_part_is_written_is_not_published(
     with pytest.raises(errors.InputChanged):
         finish(work)
     work.close()
-    assert [path.name for path in runs.output.iterdir()] == [PLAN]
+    assert sorted(path.name for path in runs.output.iterdir()) == [JOURNAL, PLAN]
 
 
 def test_a_large_files_fingerprint_depends_on_its_footer_and_on_its_samples(tmp_path: Path) -> None:

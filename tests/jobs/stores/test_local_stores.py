@@ -20,7 +20,7 @@ from jobs.parquet.files import local_files
 from jobs.parquet.files.filesystem import NotExclusive
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import part_stats, write_part
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import JOURNAL, PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import MODEL, fails
 from tests.jobs.killing import Executions, finish
@@ -113,7 +113,7 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     with pytest.raises(kind, match=r"submit again"):
         finish(work)
     work.close()
-    assert sorted(path.name for path in runs.output.iterdir()) == ["_keys", PLAN, part_name(0)]
+    assert sorted(path.name for path in runs.output.iterdir()) == [JOURNAL, "_keys", PLAN, part_name(0)]
     runs.work()
     assert (runs.output / "_SUCCESS").exists()
 

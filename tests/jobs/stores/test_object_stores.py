@@ -176,6 +176,35 @@ def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(s3
         open_work(context, spec, 1, storage)
 
 
+def test_a_shard_goes_on_where_another_execution_has_left_it(s3: S3, context: JobContext) -> None:
+    s3.put_rows("data/in.parquet", rows(4))
+    spec = replace(spec_of(f"{ROOT}/in.parquet"), rows_per_shard=10)
+    storage = Storage.of(context)
+    plan_run(context, storage, spec, Submission("bulk"))
+    left = open_work(replace(context, execution_id="killed"), spec, 0, storage)
+    asked = list(left.requests())
+    left.deliver(0, [shout(asked[0])])
+    write = left.keep({1: {0: [7, 8]}})
+    assert write is not None
+    write()
+    names = [f"data/out/_journal/00000.killed.{name}" for name in ("answers.0", "now.1")]
+    assert s3.names("data/out/_journal/") == names
+    work = open_work(context, spec, 0, storage)
+    requests = list(work.requests())
+    assert sorted(each.resumed.get(0, []) for each in requests) == [[], [], [7, 8]]
+    for index, request in enumerate(requests):
+        work.deliver(index, [shout(request)])
+    work.result()
+    assert s3.names("data/out/_journal/") == []
+    assert json.loads(s3.get("data/out/_manifest.json"))["rows_resumed"] == 2
+    left.deliver(1, [shout(asked[1])])
+    late = left.keep({})
+    assert late is not None
+    late()  # thawed after the end: an object that nobody reads
+    assert s3.has("data/out/_SUCCESS")
+    assert len(s3.rows("data/out")) == 4
+
+
 @pytest.mark.parametrize("fault", ["503", "cut", "lost"])
 def test_a_store_that_fails_for_moments_costs_nothing(
     s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault

@@ -13,7 +13,7 @@ import pytest
 
 from jobs import errors
 from jobs.parquet.files.storage import Storage
-from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.names import JOURNAL, PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import run_task
 from tests.jobs.killing import Executions, finish
@@ -169,4 +169,4 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
         with pytest.raises(errors.PathSwapped, match=r"moved away"):
             work.result()
     work.close()
-    assert sorted(os.listdir(moved)) == ["_keys", PLAN]
+    assert sorted(os.listdir(moved)) == [JOURNAL, "_keys", PLAN]

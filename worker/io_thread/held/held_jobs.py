@@ -3,7 +3,7 @@
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -62,7 +62,7 @@ class HeldJob:
     user_job: the copy for the user's code, which may leave anything in it.
     reason: name of its error, "" if it did not fail.
     is_overdue: its function was interrupted because of a limit of time.
-    inspected: requests whose answers the task looks at in a thread.
+    inspected: requests whose answers the task looks at in a thread, and those.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     trace: None if it is not traced.
     begun: the progress of its requests in the engine.
@@ -92,7 +92,7 @@ class HeldJob:
     in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
-    inspected: set[int] = field(default_factory=set)
+    inspected: dict[int, list[Completion]] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     begun: dict[int, RequestProgress] = field(default_factory=dict)
     told_progress: dict[str, Any] | None = None
@@ -198,6 +198,14 @@ class HeldJob:
             "prompt_tokens_ahead": sum(each.prompt_tokens_left for each in on_their_way),
             "tokens_open": sum(each.generation_tokens for each in on_their_way),
         }
+
+    def so_far(self, samples: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[int, Mapping[int, Sequence[int]]]:
+        """Return the tokens of its requests that are not delivered. samples: what the engine has of all."""
+        found: dict[int, Mapping[int, Sequence[int]]] = {}
+        for index, completed in (*self.open_requests.items(), *self.inspected.items()):
+            own = {each.index: each.token_ids for each in completed if each.finish_reason != "error"}
+            found[index] = {**samples.get(self.request_id(index), {}), **own}
+        return found
 
     @property
     def request_ids(self) -> list[str]:

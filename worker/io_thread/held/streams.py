@@ -152,7 +152,7 @@ class Streams:
         if not job.open_task.inspects:
             self._deliver(job, index, ordered)
             return
-        job.inspected.add(index)
+        job.inspected[index] = ordered
         self._inspections.submit(
             job.open_task,
             index,
@@ -165,7 +165,7 @@ class Streams:
         """Take the result of an inspection. error: raised by the task."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile
-        job.inspected.discard(index)
+        del job.inspected[index]
         if error is None:
             self._deliver(job, index, samples)
             return

@@ -24,7 +24,7 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths_of(id), earlier[i + 1]}
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths_of(id), earlier[i + 1], journal_of(id)}
     end
   end
   return {claimed, 0, '', 0}

@@ -37,6 +37,8 @@ class ClaimedJob:
     """How many workers have died with it."""
     left_before: str = ""
     """Id of the last job that its claim left in the queue before it, for want of a place."""
+    left: bytes | None = None
+    """The journal that an execution has left of it."""
     kind: str = ""
     """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
 
@@ -100,7 +102,7 @@ class Claim:
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
     """Read open_execution.lua's reply, in a claim with the job left before this one. max_job_bytes: unpacked."""
     job_id, execution_id, fields, deaths = (reply[0].decode(errors="replace"), reply[1].decode(), reply[2], reply[3])
-    left_before = reply[4].decode(errors="replace") if len(reply) > 4 else ""
+    left_before, left = reply[4].decode(errors="replace"), reply[5]
     record = JobRecord()
     damage: Exception | None = None
     try:
@@ -110,7 +112,7 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
     else:
         record, damage = read_record(values, max_job_bytes)
     return ClaimedJob(
-        job_id, execution_id, queue_name, worker_name, record, damage, deaths=deaths, left_before=left_before
+        job_id, execution_id, queue_name, worker_name, record, damage, deaths=deaths, left_before=left_before, left=left
     )
 
 

@@ -1,6 +1,14 @@
 -- Shared head: what a job's hash holds, for a worker to read; the memory it takes, a number, where that is
 -- beyond `max_hash_bytes`, or the fields are more than `max_hash_fields`: such a hash leaves the server with none of it.
 local bytes_read = 0
+
+-- What an earlier execution has left of a job of prompts, or false.
+local function journal_of(id)
+  local journal = call('GET', 'tokenmill:journal:' .. id)
+  bytes_read = bytes_read + (journal and #journal or 0)
+  return journal
+end
+
 local function job_hash(id)
   local job = 'rq:job:' .. id
   local has_many = call('HLEN', job) > max_hash_fields

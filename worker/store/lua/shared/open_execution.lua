@@ -12,5 +12,5 @@ local function open_execution(queue, id, eid, deaths)
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
-  return {id, eid, job_hash(id), deaths or deaths_of(id)}
+  return {id, eid, job_hash(id), deaths or deaths_of(id), '', journal_of(id)}
 end

@@ -1,0 +1,91 @@
+"""What is kept of prompts under way, so that another execution goes on where one was: as JSON."""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCompletion:
+    """What is kept of a completion, or told of one that failed."""
+
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: str | None
+    reasoning: str | None
+    num_continued: int = 0
+    logprobs: None = None
+    prompt_logprobs: None = None
+    prompt_text: None = None
+    prompt_tokens: None = None
+    embedding: None = None
+    loglikelihoods: None = None
+
+
+_NAMES = tuple(KeptCompletion.__dataclass_fields__)
+_KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[9:]
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """How far a prompt was: what its requests got, in that order, and the tokens so far of those that wait.
+
+    delivered: place of a request among those of the prompt, and its completions. so_far: by place and sample.
+    num_tokens: generated for what was delivered.
+    """
+
+    delivered: Sequence[tuple[int, Sequence[Any]]] = ()
+    so_far: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    @property
+    def length(self) -> tuple[int, int]:
+        """Return how far it is, for a comparison."""
+        return len(self.delivered), sum(len(each) for samples in self.so_far.values() for each in samples.values())
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether it is worth keeping, and has nothing but what is kept."""
+        completions = [each for _, delivered in self.delivered for each in delivered]
+        return any(self.length) and all(getattr(each, name) is None for each in completions for name in _NOT_KEPT)
+
+    def to_json(self) -> Any:
+        delivered = [[place, [_kept(each) for each in completions]] for place, completions in self.delivered]
+        so_far = [
+            [place, [[index, _packed(tokens)] for index, tokens in samples.items()]]
+            for place, samples in self.so_far.items()
+        ]
+        return [delivered, so_far, self.num_tokens]
+
+    @classmethod
+    def from_json(cls, value: Any) -> UnderWay:
+        delivered, so_far, num_tokens = value
+        return cls(
+            [(place, [_completion(*each) for each in completions]) for place, completions in delivered],
+            {place: {index: _unpacked(each) for index, each in samples} for place, samples in so_far},
+            num_tokens,
+        )
+
+
+def _kept(completion: Any) -> list[Any]:
+    return [completion.index, _packed(completion.token_ids), *(getattr(completion, name) for name in _KEPT)]
+
+
+def _completion(index: int, token_ids: str, *others: Any) -> KeptCompletion:
+    return KeptCompletion(index, _unpacked(token_ids), *others)
+
+
+def _packed(token_ids: Sequence[int]) -> str:
+    return b64encode(array("i", token_ids).tobytes()).decode()
+
+
+def _unpacked(text: str) -> list[int]:
+    return array("i", b64decode(text)).tolist()

@@ -1,0 +1,129 @@
+"""The journal of an open shard: its answers, and how far its other rows are, for whoever takes it up next.
+
+A file of answers for each interval of an execution, with those of that interval; and one that tells how far the rows
+are that were under way in the last one. They lie in a folder that planning makes and the run's end removes: who thaws
+afterwards finds none.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.context.answers import Answer
+from jobs.context.served_model import ServedModel
+from jobs.context.under_way import UnderWay
+from jobs.errors import CorruptParquet, InputNotFound, RunError, TableNotRead
+from jobs.parquet.asks.kinds import kind_of
+from jobs.parquet.outputs.part import answer_column, embedding_size
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.reuse.taken_answers import read_answers
+from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.tables.table_reading import TableReading
+
+#: What stands beside an answer: its row in the shard, and the tokens generated for it and equal rows, with the first.
+_ROW, _TOKENS = "_row", "_tokens"
+
+#: What stands beside a row that is under way, as JSON.
+_UNDER_WAY = "_under_way"
+
+_WHOSE = b"whose"
+
+_log = logging.getLogger("rq.worker")
+
+
+@dataclass
+class Journalled:
+    """What a journal holds: the answers of rows, the tokens generated for them, and how far others are."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    num_tokens: int = 0
+    under_way: dict[int, UnderWay] = field(default_factory=dict)
+
+
+class ShardJournal:
+    """The journal of one shard, as one execution reads and goes on with it."""
+
+    def __init__(self, folder: RunFolder, shard: int, model: ServedModel) -> None:
+        plan = folder.plan
+        self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"{shard:05d}."
+        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint}".encode()
+        self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
+        self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
+        self._names: set[str] = set()
+
+    def read(self) -> Journalled:
+        """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
+        found = Journalled()
+        with suppress(FileNotFoundError):
+            self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
+        for name in sorted(self._names):
+            path = os.path.join(self._folder, name)
+            try:
+                with closing(TableReading(self._storage, path)) as file:
+                    self._add(found, path, file)
+            except (CorruptParquet, TableNotRead, InputNotFound) as error:
+                _log.warning("the journal %s is passed over: %s", path, error)
+        for row in found.answers:
+            found.under_way.pop(row, None)
+        return found
+
+    def _add(self, found: Journalled, path: str, file: TableReading) -> None:
+        if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
+            _log.warning("the journal %s is passed over: it is of another plan or model", path)
+        elif _UNDER_WAY in file.schema.names:
+            for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
+                was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
+                if known is None or was.length > known.length:
+                    found.under_way[row] = was
+        else:
+            for (row, num_tokens), answer in read_answers(file, (_ROW, _TOKENS)):
+                found.num_tokens += 0 if row in found.answers else num_tokens
+                found.answers[row] = answer
+
+    def keep(
+        self, requests: ShardRequests, so_far: Mapping[int, Mapping[int, Sequence[int]]]
+    ) -> Callable[[], None] | None:
+        """Return what writes down, in any thread, what is new; see OpenTask."""
+        answered, under_way = requests.answered[self._num_written :], requests.under_way(so_far)
+        if not answered and not under_way:
+            return None
+
+        def write() -> None:
+            with suppress(FileNotFoundError):  # the run has ended
+                self._write(answered, under_way)
+
+        return write
+
+    def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
+        """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
+        if answered:
+            rows, tokens, answers = zip(*answered, strict=True)
+            schema = pa.schema([(_ROW, pa.int64()), (_TOKENS, pa.int64()), *self._fields])
+            columns = [answer_column([each.column(own.name) for each in answers], own.type) for own in self._fields]
+            self._put("answers", pa.table([rows, tokens, *columns], schema))
+            self._num_written += len(answered)
+        if under_way:
+            texts = [json.dumps(each.to_json()) for each in under_way.values()]
+            before, self._now = self._now, self._put("now", pa.table({_ROW: list(under_way), _UNDER_WAY: texts}))
+            if before:
+                self._storage.remove(os.path.join(self._folder, before))
+
+    def _put(self, what: str, table: pa.Table) -> str:
+        name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
+        with self._storage.open_output(os.path.join(self._folder, name)) as sink:
+            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink)
+        self._num_files += 1
+        self._names.add(name)
+        return name
+
+    def remove(self) -> None:
+        """Remove what was read and written, once the part is there; the run's end removes what is left."""
+        with suppress(OSError, RunError):
+            for name in self._names:
+                self._storage.remove(os.path.join(self._folder, name))

@@ -1,0 +1,122 @@
+"""A job of prompts that is taken up goes on where it was: what was answered is not asked again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from jobs.common.keys import journal_key
+from jobs.context import JobContext
+from jobs.context.check_processes import Checks
+from jobs.context.job_journal import MAX_BYTES, JobJournal
+from jobs.tasks import OpenTask, Request
+from tests.jobs.answering import FakeCompletion, feed, opened_task, shout
+
+Open = Callable[..., OpenTask]
+
+
+@pytest.fixture
+def opened(checking: JobContext, redis: Redis) -> Open:
+    """Opens a job as its next execution does."""
+
+    def task(*args: Any, whose: str = "it", name: str = "jobs.complete", **kwargs: Any) -> OpenTask:
+        found = redis.get(journal_key(checking.job_id))
+        journal = JobJournal(redis, checking.job_id, whose, found)
+        return opened_task(replace(checking, journal=journal), name, args, kwargs)
+
+    return task
+
+
+def begin(task: OpenTask, answered: int, tokens: int = 3) -> list[Request]:
+    """Answer the first requests; write down what is there, and so many tokens of the others."""
+    requests = list(task.requests())
+    for index, request in enumerate(requests[:answered]):
+        samples = [replace(shout(request), index=each) for each in range(request.sampling.get("n", 1))]
+        if task.inspects:
+            task.inspect(index, samples)
+        task.deliver(index, samples)
+    write = task.keep({index: {0: [*range(tokens)]} for index in range(answered, len(requests))})
+    assert write is not None
+    write()
+    return requests
+
+
+@pytest.mark.parametrize("answered", range(4))
+@pytest.mark.parametrize("n", [1, 2])
+def test_answered_prompts_are_not_asked_and_others_go_on(opened: Open, answered: int, n: int) -> None:
+    prompts = ["a", "bb", "ccc"]
+    asked = begin(opened(prompts, n=n, temperature=1), answered)
+    task = opened(prompts, n=n, temperature=1)
+    left = feed(task, lambda request: shout(replace(request)))
+    assert [each.prompt for each in left] == [each.prompt for each in asked[answered:]]
+    assert all(each.resumed == {0: [0, 1, 2]} for each in left)
+    assert [each["text"] for each in task.result()["choices"]][::n] == ["A", "BB", "CCC"]
+
+
+def test_what_waits_for_the_engine_still_is_kept_too(opened: Open, redis: Redis) -> None:
+    begin(opened(["a", "b"]), 0)
+    again = opened(["a", "b"])
+    next(again.requests())
+    write = again.keep({0: {0: [*range(9)]}})
+    assert write is not None
+    write()
+    assert [each.resumed for each in opened(["a", "b"]).requests()] == [{0: [*range(9)]}, {0: [0, 1, 2]}]
+
+
+def test_attempts_go_on_and_no_answer_is_checked_twice(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask: dict[str, Any] = {"check": {"regex": "never"}, "max_attempts": 3}
+    whole = feed(opened("a", **ask))
+    first = opened("a", **ask)
+    begin(first, 1)
+    (second,) = first.requests()
+    write = first.keep({1: {0: [7, 8]}})
+    assert write is not None
+    write()
+    checked = list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(Checks, "reason", lambda self, options, row, text: checked.append(text))
+        task = opened("a", **ask)
+        assert checked == []
+    left = feed(task)
+    assert left[0] == replace(second, resumed={0: [7, 8]})
+    assert [each.prompt for each in left] == [each.prompt for each in whole[1:]]
+    assert task.result()["choices"][0]["attempts"] == 3
+
+
+def test_it_expires_and_has_at_most_its_bound(opened: Open, redis: Redis, checking: JobContext) -> None:
+    begin(opened([f"{number}" for number in range(100)]), 0, tokens=4000)
+    key = journal_key(checking.job_id)
+    assert 100_000 < redis.strlen(key) <= MAX_BYTES
+    assert 0 < redis.ttl(key) <= 86_400
+    resumed = [bool(each.resumed) for each in opened([f"{number}" for number in range(100)]).requests()]
+    assert 0 < sum(resumed) < 100
+
+
+def test_what_is_of_another_job_is_left(opened: Open) -> None:
+    asked = begin(opened("a"), 0)
+    assert list(opened("a", whose="another's").requests()) == asked
+
+
+def test_an_execution_that_lost_the_job_writes_nothing(checking: JobContext, redis: Redis) -> None:
+    journal = JobJournal(redis, checking.job_id, "it", None, ("executions", "mine"))
+    task = opened_task(replace(checking, journal=journal), "jobs.complete", ["a"])
+    begin(task, 0)
+    assert not redis.exists(journal_key(checking.job_id))
+    redis.zadd("executions", {"mine": 1})
+    write = task.keep({0: {0: [1]}})
+    assert write is not None
+    write()
+    assert redis.exists(journal_key(checking.job_id))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("jobs.classify", {"prompt": "a", "labels": ["x", "y"]}), ("jobs.embed", {"input": ["a", "b"]})],
+)
+def test_one_pass_is_made_again(opened: Open, name: str, arguments: dict[str, Any]) -> None:
+    task = opened(name=name, **arguments)
+    requests = list(task.requests())
+    task.deliver(0, [FakeCompletion(embedding=[1.0], loglikelihoods=())])
+    assert task.keep({index: {} for index in range(1, len(requests))}) is None

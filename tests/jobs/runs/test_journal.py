@@ -1,0 +1,244 @@
+"""What an execution of a shard has computed is not computed again by the one after it, whatever is asked of rows."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.context.check_processes import Checks
+from jobs.runs.plans.names import JOURNAL, keys_name
+from jobs.tasks import Completion, OpenTask, Request
+from tests.jobs.answering import MODEL, FakeCompletion, opened_task, shout
+from tests.jobs.conftest import MakeContext
+from tests.jobs.local_runs import Runs
+
+DRAWN = {"temperature": 1.0, "max_tokens": 9, "seed": 5}
+CHAIN = [{"name": "first", "template": "{prompt}"}, {"name": "second", "template": "{first} {id}"}]
+ASKS: dict[str, dict[str, Any]] = {
+    "samples": {"sampling": {**DRAWN, "n": 2}, "prompt_column": "prompt"},
+    "greedy": {"sampling": {"temperature": 0}, "prompt_column": "prompt"},
+    "chain": {"prompts": CHAIN, "sampling": DRAWN},
+    "attempts": {"check": {"regex": "never"}, "sampling": DRAWN, "prompt_column": "prompt"},
+    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompt_column": "prompt"},
+    "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
+    "embeddings": {"task": "embed", "prompt_column": "prompt"},
+}
+PROMPTS: list[str | None] = ["a", "bb", "a", None, "ccc", "dddd"]
+
+
+def answer(request: Request) -> FakeCompletion:
+    """Answer as the seed says; of what goes on elsewhere, those tokens are not new."""
+    if request.kind == "score":
+        return FakeCompletion(num_prompt_tokens=7, loglikelihoods=[Scored(-1.0), Scored(-2.0)])
+    if request.kind == "embed":
+        return FakeCompletion(num_prompt_tokens=3, embedding=[1.5] * 4)
+    found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}", token_ids=[*range(6)])
+    found = replace(found, logprobs=[{7: Scored(-1.0)}] if "logprobs" in request.sampling else None)
+    return replace(found, num_continued=len(request.resumed.get(0, ())))
+
+
+class Scored:
+    num_tokens, is_greedy, decoded_token, rank = 1, True, "x", 1
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+
+
+class Shard:
+    """One execution of the run's shard."""
+
+    def __init__(self, runs: Runs, context: Any) -> None:
+        (job,) = runs.jobs
+        self.task: OpenTask = opened_task(context, job.func_name, job.args, job.kwargs)
+        self.asked: list[Request] = []
+        self._waiting: list[int] = []
+
+    def pull(self) -> None:
+        for request in self.task.requests():
+            self._waiting.append(len(self.asked))
+            self.asked.append(request)
+
+    def deliver(self, most: int) -> None:
+        """Answer so many requests."""
+        self.pull()
+        for _ in range(most):
+            if not self._waiting:
+                return
+            index = self._waiting.pop(0)
+            n = self.asked[index].sampling.get("n", 1)
+            samples: list[Completion] = [replace(answer(self.asked[index]), index=each) for each in range(n)]
+            if self.task.inspects:
+                self.task.inspect(index, samples)
+            self.task.deliver(index, samples)
+            self.pull()
+
+    def keep(self, tokens: int = 0) -> bool:
+        """Write an entry, with so many tokens of each request that waits; return whether anything was new."""
+        so_far: Mapping[int, Any] = {index: {0: [*range(tokens)]} for index in self._waiting} if tokens else {}
+        write = self.task.keep(so_far)
+        if write is not None:
+            write()
+        return write is not None
+
+    def end(self) -> dict[str, Any]:
+        self.deliver(1000)
+        result: dict[str, Any] = self.task.result()
+        self.task.close()
+        return result
+
+
+@pytest.fixture
+def make_context(make_context: MakeContext, checks: Checks) -> MakeContext:
+    return lambda: replace(make_context(), checks=checks, model=replace(MODEL, embedding_size=4))
+
+
+Open = Callable[[], Shard]
+
+
+@pytest.fixture
+def shard(runs: Runs) -> Open:
+    return lambda: Shard(runs, runs.context())
+
+
+def plan(runs: Runs, name: str, output: Path) -> None:
+    runs.write(PROMPTS)
+    runs.plan(output=output, **ASKS[name])
+
+
+@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5])
+def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most: int) -> None:
+    plan(runs, name, runs.output)
+    whole = shard()
+    whole.keep()
+    whole.end()
+    expected, generated = runs.rows(), runs.manifest["generated_tokens"]
+    keys = (runs.output / keys_name(0)).read_bytes()
+    for job in runs.jobs:
+        job.delete()
+    shutil.rmtree(runs.output)
+    plan(runs, name, runs.output)
+    first = shard()
+    first.deliver(most)
+    first.keep(4)
+    first.task.close()
+    second = shard()
+    second.deliver(most)
+    second.keep()
+    second.task.close()
+    last = shard()
+    last.end()
+    assert runs.rows() == expected
+    assert (runs.output / keys_name(0)).read_bytes() == keys
+    found = runs.manifest
+    assert found["generated_tokens"] + found["tokens_resumed"] == generated
+    if most:
+        assert found["rows_resumed"] > 0
+    assert len(last.asked) <= len(whole.asked)
+    assert not (runs.output / JOURNAL).exists()
+
+
+def test_tokens_so_far_go_to_the_request_that_had_them(runs: Runs, shard: Open) -> None:
+    plan(runs, "chain", runs.output)
+    first = shard()
+    first.deliver(7)  # all first prompts, and some second ones
+    first.keep(3)
+    second = shard()
+    second.pull()
+    assert all(each.resumed == {0: [0, 1, 2]} for each in second.asked)
+    assert [each.prompt for each in second.asked] == [each.prompt for each in first.asked[7:]]
+    second.end()
+    assert runs.manifest["tokens_resumed"] == 7 * 6 + 3 * len(second.asked)
+
+
+def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Open) -> None:
+    plan(runs, "samples", runs.output)
+    first = shard()
+    first.pull()
+    assert not first.keep()
+    first.deliver(2)
+    assert first.keep()
+    assert not first.keep()
+    first.deliver(1)
+    assert first.keep(2)
+    assert first.keep(3)
+    names = sorted(path.name.split(".", 2)[2] for path in (runs.output / JOURNAL).iterdir())
+    assert names == ["answers.0", "answers.1", "now.3"]
+    first.end()
+    assert not (runs.output / JOURNAL).exists()
+
+
+def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan(runs, "samples", runs.output)
+    first = shard()
+    first.deliver(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", full)
+        with pytest.raises(OSError, match="full"):
+            first.keep()
+    assert first.keep()
+    shard().end()
+    assert runs.manifest["rows_resumed"] == 2
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "full")
+
+
+def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) -> None:
+    plan(runs, "samples", runs.output)
+    frozen, other = shard(), shard()
+    frozen.deliver(2)
+    other.end()
+    assert frozen.keep(3)
+    frozen.end()
+    assert not (runs.output / JOURNAL).exists()
+
+
+def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(
+    runs: Runs, shard: Open
+) -> None:
+    plan(runs, "chain", runs.output)
+    first = shard()
+    first.deliver(2)
+    first.keep(2)
+    second = shard()
+    second.deliver(5)
+    second.keep(4)
+    first.deliver(1)  # thawed
+    first.keep(1)
+    last = shard()
+    last.pull()
+    assert {len(each.resumed.get(0, ())) for each in last.asked} <= {0, 4}
+    assert len(last.asked) == len(second.asked) - 5
+    last.end()
+    assert [row["id"] for row in runs.rows()] == [*range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(b""),
+        lambda path: pq.write_table(pq.read_table(path).replace_schema_metadata({b"whose": b"another"}), path),
+    ],
+    ids=["cut", "empty", "another's"],
+)
+def test_what_is_no_journal_of_this_shard_is_passed_over(
+    runs: Runs, shard: Open, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any]
+) -> None:
+    plan(runs, "samples", runs.output)
+    first = shard()
+    first.deliver(2)
+    first.keep()
+    (path,) = (runs.output / JOURNAL).iterdir()
+    spoil(path)
+    last = shard()
+    assert "is passed over" in caplog.text
+    last.end()
+    assert (runs.manifest["rows_resumed"], runs.manifest["tokens_resumed"]) == (0, 0)
+    assert len(last.asked) == len(first.asked)
