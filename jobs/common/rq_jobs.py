@@ -4,8 +4,6 @@ It enqueues, and names the keys where others look. They read RQ's keys as they a
 on the way, which only workers should do, and unpack whatever anybody wrote.
 """
 
-from __future__ import annotations
-
 import binascii
 import json
 from base64 import b64decode

@@ -1,7 +1,5 @@
 """Submits and cancels runs: what the command line does, without the terminal."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ The jobs are enqueued before the shard's job ends that ended the run, in one tra
 worker that was killed in between the shard runs again, which enqueues them.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ RQ's own command reads jobs with pickle unless it is called with `-S json`, and 
 runs as whoever reads it.
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Earlier runs whose answers a new run takes: their keys in one index, and their answers part by part."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run's earlier jobs, read field by field, and which of its jobs stand on a queue."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Which workers hold jobs. RQ's executions tell: a job that waits inside a worker still says "queued"."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """A lock in Redis that needs no scripts: producers hold it too, and may run none (`ops/redis-users.acl`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 

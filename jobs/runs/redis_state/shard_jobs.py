@@ -1,7 +1,5 @@
 """Enqueues shard jobs, each once however often a run is planned."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

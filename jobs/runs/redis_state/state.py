@@ -8,8 +8,6 @@ one transaction, which is carried out only while what was looked at is as it was
 (cancelling), no part was recorded since (counting).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

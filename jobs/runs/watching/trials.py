@@ -1,7 +1,5 @@
 """Jobs of one's own that are awaited: a look at a run's prompts, and answers of a few of them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
