@@ -170,8 +170,7 @@ class Run:
         return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
-        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun, RunBusy or
-        RunResubmitted."""
+        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
         try:
             snapshot = read_planned(self._connection, self.id)
         except UnknownRun:

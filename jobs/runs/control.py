@@ -25,7 +25,7 @@ from jobs.runs.redis_state.earlier_jobs import EarlierJob, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
-from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
+from jobs.runs.redis_state.state import RunState
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
@@ -77,8 +77,7 @@ def submit_run(
             pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
-    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     list_in_index(connection, run)
     return run
 
@@ -113,16 +112,15 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
     return True
 
 
-def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Cancelled:
+def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now. Raises
-    UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
+    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, or RunResubmitted where that has
+    happened before all its jobs were told.
     """
     state = RunState(connection, run)
     facts, submission = state.facts(), state.submission()
-    with state.lock(wait_s) as lock:  # a planner is either done enqueueing, or will see the mark
-        state.cancel(lock, submission)
+    state.cancel(submission)  # a planner has enqueued before, or will see the mark
     done = state.parts()
     shards = range(int(facts.get("shards", 0)))
     ids = [shard_job_id(run, shard) for shard in shards if shard not in done]

@@ -26,7 +26,7 @@ from jobs.common.rq_jobs import (
     time_text,
 )
 from jobs.runs.control import stop_held
-from jobs.runs.redis_state.lock import transact
+from jobs.runs.redis_state.transactions import transact
 
 #: Jobs that are requeued in one transaction.
 CHUNK = 100

@@ -14,8 +14,8 @@ from redis.client import Pipeline
 from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
 from jobs.context import Lease
 from jobs.errors import RunBusy
-from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
+from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
 
