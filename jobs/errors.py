@@ -6,7 +6,7 @@ so that an error pickles and its text can be rebuilt in another process.
 
 from typing import Any, ClassVar, Literal
 
-from jobs.common.display import HIDDEN
+from jobs.common.display import HIDDEN, brief
 
 #: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
 #: better; nobody, as it was "cancelled" on a person's word.
@@ -63,6 +63,12 @@ class InvalidValue(InvalidJob):
     def log_text(self) -> str:
         text, *values = self.args
         return str(text).format(*[HIDDEN] * len(values))
+
+
+def unlike(name: str, value: object, expected: str) -> InvalidValue:
+    """Return the error that an argument has another value than expected."""
+    name, expected = (text.replace("{", "{{").replace("}", "}}") for text in (name, expected))
+    return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
 class ModelNotServed(InvalidJob):

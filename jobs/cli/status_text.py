@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import click
 import redis
@@ -52,17 +52,11 @@ def left_cut(text: str, most: int) -> str:
 LINE_EVERY_S = 10.0
 
 
-class Progress(Display, Protocol):
-    """A display that ends."""
-
-    def close(self) -> None: ...
-
-
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-class Bar:
+class Bar(Display):
     """A progress bar of rows, with tokens per second and the time left."""
 
     def __init__(self, file: TextIO) -> None:
@@ -83,7 +77,7 @@ class Bar:
         self._bar.close()
 
 
-class Lines:
+class Lines(Display):
     """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
@@ -104,11 +98,8 @@ class Lines:
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
-    def close(self) -> None:
-        """A line needs no end."""
 
-
-def progress(clock: Callable[[], float]) -> Progress:
+def progress(clock: Callable[[], float]) -> Display:
     """Return the display that suits standard error as it is now. clock: seconds, any zero."""
     return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
 

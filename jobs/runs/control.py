@@ -16,15 +16,13 @@ from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
-from jobs.runs.output import RunOutput
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.earlier_jobs import EarlierJob, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
-from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
+from jobs.runs.redis_state.run_jobs import EarlierJob, Holder, read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 
 #: The function of a planning job.
@@ -95,21 +93,6 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
     before = [each["output"] for each in plan.reused.runs] if plan.reused and plan.spec.only_new else []
     own |= {"output": output, "reuse": [plan.spec.output, *before], "model": plan.model.fingerprint, **calls}
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
-
-
-def describe_again(connection: Redis, output: RunOutput) -> bool:
-    """Tell Redis of a run whose keys it has lost, but not every job; return False where none is left."""
-    with connection.pipeline() as pipe:
-        for shard in range(output.shards):
-            pipe.hget(job_key(shard_job_id(output.run, shard)), "origin")
-        origins = {stored.text(origin) for origin in pipe.execute() if origin}
-    if not origins:
-        return False
-    size = {"rows": output.rows, "shards": output.shards}
-    model = {"model": output.model.fingerprint, "model_text": str(output.model)}
-    facts: dict[str, str | int] = {"output": output.folder, "queue": min(origins), **size, **model}
-    RunState(connection, output.run).describe(facts)
-    return True
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, unlike
 
 #: Rows of a row group: what a reader of one shard has to pass is bounded by it.
 GROUP_ROWS = 10_000
@@ -73,9 +73,7 @@ def _as_table(given: Any) -> pa.Table:
         return pa.Table.from_batches([given])
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
-    raise InvalidValue(
-        "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table", brief(type(given).__name__)
-    )
+    raise unlike("input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table")
 
 
 def _digest(path: str) -> str:

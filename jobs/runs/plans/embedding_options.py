@@ -5,7 +5,7 @@ from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.embedding_task import pooling_values
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 
@@ -20,7 +20,7 @@ def task(value: Any) -> str:
     if value is None:
         return GENERATE
     if value not in TASKS:
-        raise InvalidValue("task is {}, expected 'generate' or 'embed'", brief(value))
+        raise unlike("task", value, "'generate' or 'embed'")
     return str(value)
 
 
@@ -75,7 +75,7 @@ def calibrate(value: Any, asks_labels: bool) -> bool:
     if value is None or value is False:
         return False
     if value is not True:
-        raise InvalidValue("calibrate is {}, expected true or false", brief(value))
+        raise unlike("calibrate", value, "true or false")
     if not asks_labels:
         raise InvalidJob("calibrate is for labels, and there are none: name labels too")
     return True

@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
 from jobs.prompts.labels import parse_labels
@@ -275,9 +275,7 @@ def check_num_files(found: int) -> None:
 def check_queue_name(value: Any) -> None:
     """Raise InvalidValue for what can be no queue's name."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidValue(
-            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters", brief(value)
-        )
+        raise unlike("queue", value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
 
 
 def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:

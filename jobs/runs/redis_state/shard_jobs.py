@@ -14,7 +14,7 @@ from jobs.common.rq_jobs import JobQueue, JobStatus, executions_key, job_key, pr
 from jobs.context import JobContext
 from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.earlier_jobs import WaitingJobs, read_earlier
+from jobs.runs.redis_state.run_jobs import WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
 
 #: A run's own record is its parts; RQ's results only help while someone looks.

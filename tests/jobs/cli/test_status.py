@@ -191,12 +191,3 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text
-
-
-def test_a_folder_can_be_cancelled_that_redis_has_lost_all_but_the_jobs_of(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    run = runs.plan(source, rows_per_shard=2)["run"]
-    redis.delete(run_key(run), run_parts_key(run))
-    assert "3 jobs removed" in invoke("cancel", runs.output).stdout
-    assert "cancelled" in invoke("status", runs.output).stdout
