@@ -21,7 +21,7 @@ from redis import Redis
 
 from jobs.common.display import brief
 from jobs.common.rq_jobs import current_function
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.prompts.arguments import NOT_TEXT
@@ -31,7 +31,6 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import WISHES
-from jobs.runs.refusals import RunFailed, RunNotHere
 from jobs.runs.watching.follow import Display, End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 
@@ -218,7 +217,11 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         sampling = named.get("sampling") or {}
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        given_values = {name: _as_option(name, each) for name, each in values.items() if each is not None}
+        given_values = {
+            name: float(each) if name in _FRACTIONS and type(each) is int else each
+            for name, each in values.items()
+            if each is not None
+        }
         named["sampling"] = {**sampling, **given_values}
     checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
     if checks:
@@ -240,10 +243,6 @@ def _check_names(given: Iterable[str]) -> None:
             near = get_close_matches(name, known, n=1) or sorted(known)
             hint = f"did you mean {near[0]}?" if len(near) == 1 else f"its arguments are {', '.join(near)}"
             raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
-
-
-def _as_option(name: str, value: Any) -> Any:
-    return float(value) if name in _FRACTIONS and type(value) is int else value
 
 
 def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any, ...] = ()) -> None:

@@ -156,7 +156,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
-            *_why(snapshot),
+            *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
@@ -174,11 +174,6 @@ def _refused(snapshot: RunSnapshot) -> list[str]:
     if snapshot.finished:
         return [f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"]
     return [f"because  its planning failed: {snapshot.plan_error}"]
-
-
-def _why(snapshot: RunSnapshot) -> list[str]:
-    """Say where the reasons of rows with an error stand, once there are some."""
-    return [f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:

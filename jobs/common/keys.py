@@ -84,27 +84,12 @@ def held_key(queue: str) -> str:
     return f"{OWN}:held:{queue}"
 
 
-def run_key(run: str) -> str:
-    return f"{OWN}:run:{run}"
+def run_key(run: str, kind: str = "") -> str:
+    """Return the key of a run's hash, or of what else of it is kept: its "parts", "errors", "failed" or "turn"."""
+    return f"{OWN}:run:{run}:{kind}" if kind else f"{OWN}:run:{run}"
 
 
 def run_folder_key(folder: str) -> str:
     """Return the key for the real path of a run's output folder."""
     path = folder.encode("utf-8", "surrogatepass")
-    return f"{run_key('folder')}:{blake2b(path, digest_size=16).hexdigest()}"
-
-
-def run_parts_key(run: str) -> str:
-    return f"{run_key(run)}:parts"
-
-
-def run_errors_key(run: str) -> str:
-    return f"{run_key(run)}:errors"
-
-
-def run_failed_key(run: str) -> str:
-    return f"{run_key(run)}:failed"
-
-
-def run_turn_key(run: str) -> str:
-    return f"{run_key(run)}:turn"
+    return run_key("folder", blake2b(path, digest_size=16).hexdigest())

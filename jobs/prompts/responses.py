@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from jobs.common.display import is_unicode
 from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempted, num_generated
 from jobs.prompts.response_options import ResponseOptions
@@ -173,22 +174,14 @@ def _function(call: Any) -> dict[str, Any] | None:
     if isinstance(arguments, str):
         found = _value_at(arguments, 0)
         arguments = None if found is None or arguments[found[1] :].strip() else found[0]
-    if not isinstance(arguments, Mapping) or not _is_valid(call["name"]):
+    if not isinstance(arguments, Mapping) or not is_unicode(call["name"]):
         return None
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN, or a number beyond all that JSON's readers hold
         return None
     # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
-    return {"name": call["name"], "arguments": written if _is_valid(written) else json.dumps(arguments)}
-
-
-def _is_valid(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return {"name": call["name"], "arguments": written if is_unicode(written) else json.dumps(arguments)}
 
 
 PLAIN = ResponseOptions()
@@ -241,19 +234,9 @@ class FailedCompletion:
     """A sample of a prompt that failed."""
 
     error: str
-    index: int = 0
-    token_ids: Sequence[int] = ()
-    text: str = ""
-    finish_reason: str = "error"
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    logprobs: None = None
-    prompt_logprobs: None = None
-    reasoning: None = None
-    prompt_text: None = None
-    prompt_tokens: None = None
-    loglikelihoods: None = None
-    embedding: None = None
+    index, token_ids, text, finish_reason = 0, (), "", "error"
+    num_prompt_tokens = num_cached_tokens = 0
+    logprobs = prompt_logprobs = reasoning = prompt_text = prompt_tokens = loglikelihoods = embedding = None
 
 
 def check_answers(answers: Answers) -> None:

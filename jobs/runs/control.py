@@ -22,7 +22,7 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.run_index import list_in_index
-from jobs.runs.redis_state.run_jobs import EarlierJob, Holder, read_earlier, read_holders
+from jobs.runs.redis_state.run_jobs import EarlierJob, read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 
 #: The function of a planning job.
@@ -212,13 +212,9 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     held = read_holders(connection, job_ids)
     pipe.multi()
     for holder in held:
-        pipe.publish(command_channel(holder.worker), json.dumps(_stop_command(holder)))
+        command = {"command": "stop-job", "job_id": holder.job_id}
+        if holder.is_ours:  # RQ's own know jobs alone
+            command = {**command, "command": "stop-execution", "execution_id": holder.execution_id}
+        pipe.publish(command_channel(holder.worker), json.dumps(command))
     pipe.execute()
     return len({holder.job_id for holder in held})
-
-
-def _stop_command(holder: Holder) -> dict[str, str]:
-    """Return a command that names the one execution to a worker of ours; RQ's own know jobs alone."""
-    if holder.is_ours:
-        return {"command": "stop-execution", "job_id": holder.job_id, "execution_id": holder.execution_id}
-    return {"command": "stop-job", "job_id": holder.job_id}

@@ -20,13 +20,12 @@ from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
-from jobs.errors import RunBusy, UnknownRun, unlike
+from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
 from jobs.runs.redis_state.end_calls import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.transactions import transact
-from jobs.runs.refusals import WebhookFailed, WebhookRefused
 
 #: The function that posts.
 POSTING = "jobs.post_run_end"

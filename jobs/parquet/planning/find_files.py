@@ -223,7 +223,7 @@ def find_files(
         storage.check_interrupted()
         keys = _keys(folder.split("/")[shared:])
         with reading(item):
-            files = [f for f in search.expand(item, keys) if not _is_below(output, f.path)]
+            files = [f for f in search.expand(item, keys) if not f.path.startswith(f"{output}/")]
         if not files:
             raise InputNotFound(item)
         found += files
@@ -277,7 +277,3 @@ def _keys(names: Sequence[str]) -> Keys:
 
 def _is_hidden(name: str) -> bool:
     return name[:1] in ("_", ".")
-
-
-def _is_below(folder: str, path: str) -> bool:
-    return path.startswith(folder + "/")

@@ -15,15 +15,6 @@ GENERATE, EMBED = TASKS = ("generate", "embed")
 MAX_NUMBERS = 1 << 26
 
 
-def task(value: Any) -> str:
-    """Return what a run does with its rows. Raises InvalidValue."""
-    if value is None:
-        return GENERATE
-    if value not in TASKS:
-        raise unlike("task", value, "'generate' or 'embed'")
-    return str(value)
-
-
 def embedding_values(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `dimensions` and `prompt_name` as they are given. Raises InvalidJob."""
     named = {name: options.get(name) for name in ("dimensions", "prompt_name")}

@@ -1,9 +1,9 @@
 """Checks of a run's smaller options, each brought into one form. Needs no pyarrow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.common.display import MAX_NAME_CHARS, brief, is_unicode
 from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import text_problem
@@ -37,10 +37,8 @@ def output_prefix(value: Any) -> str:
         return ""
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
         raise unlike("output_prefix", value, f"a text of at most {MAX_NAME_CHARS} characters")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair") from None
+    if not is_unicode(value):
+        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair")
     return value
 
 
@@ -54,9 +52,13 @@ def whole_number(argument: str, value: Any, most: int | None = None) -> int:
     return value
 
 
-def limit(value: Any) -> int | None:
-    """Return how many rows a run has at most; None for all. Raises InvalidValue."""
-    return None if value is None else whole_number("limit", value)
+def one_of(argument: str, value: Any, known: Sequence[str]) -> str:
+    """Return which of some texts a value is, by default the first. Raises InvalidValue."""
+    if value is None:
+        return known[0]
+    if value not in known:
+        raise unlike(argument, value, " or ".join(map(repr, known)))
+    return str(value)
 
 
 def truth(name: str, value: Any) -> bool:
@@ -124,15 +126,6 @@ def sampling_columns(value: Any) -> dict[str, str]:
 LOGPROB_TYPES = ("float32", "float16")
 
 
-def logprob_type(value: Any) -> str:
-    """Return the type of log probabilities. Raises InvalidValue."""
-    if value is None:
-        return LOGPROB_TYPES[0]
-    if value not in LOGPROB_TYPES:
-        raise unlike("logprob_type", value, "'float32' or 'float16'")
-    return str(value)
-
-
 def defaults(value: Any, has_template: bool) -> dict[str, str]:
     """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
     if value is None or value == {}:
@@ -147,18 +140,17 @@ def defaults(value: Any, has_template: bool) -> dict[str, str]:
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
 
 
+TEMPLATE_FORMATS = ("fields", "jinja")
+
+
 def template_format(options: Mapping[str, Any]) -> str:
     """Return how a template is written. Raises InvalidJob."""
-    value = options.get("template_format")
-    if value is None:
-        return "fields"
-    if value not in ("fields", "jinja"):
-        raise unlike("template_format", value, "'fields' or 'jinja'")
+    value = one_of("template_format", options.get("template_format"), TEMPLATE_FORMATS)
     if value == "jinja" and options.get("prompts") is not None:
         raise InvalidJob("template_format is 'jinja', and prompts have {column} templates alone: leave it out")
     if value == "jinja" and options.get("template") is None:
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
-    return str(value)
+    return value
 
 
 def repairs(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, run_folder_key, run_turn_key
+from jobs.common.keys import RUN_TTL_S, run_folder_key, run_key
 from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
@@ -63,12 +63,9 @@ class RunState(RecordedParts):
 
     # Submissions and cancellations
 
-    def submission(self) -> int:
+    def submission(self, client: Redis | None = None) -> int:
         """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
-        return self._submission(self._redis)
-
-    def _submission(self, client: Redis) -> int:
-        found: Any = client.hget(self._key, "submission")
+        found: Any = (self._redis if client is None else client).hget(self._key, "submission")
         return _number(found)
 
     def cancelled_submission(self) -> int:
@@ -136,14 +133,11 @@ class RunState(RecordedParts):
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
-            self._check_is_last(pipe, submission)
+            if self.submission(pipe) != submission:
+                raise RunResubmitted(self.run)
             return change(pipe)
 
         return self._transact(checked, self._key)
-
-    def _check_is_last(self, pipe: Pipeline, submission: int) -> None:
-        if self._submission(pipe) != submission:
-            raise RunResubmitted(self.run)
 
     def check_not_cancelled(self) -> None:
         """Raise RunCancelled after `cancel`, until the run is submitted again."""
@@ -226,7 +220,7 @@ class RunState(RecordedParts):
 
     @property
     def _turn_key(self) -> str:
-        return run_turn_key(self.run)
+        return run_key(self.run, "turn")
 
 
 def _number(raw: bytes | None) -> int:

@@ -9,7 +9,7 @@ from rq.job import JobStatus
 from rq.results import Result
 
 from jobs.cli import waiting
-from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key, run_parts_key
+from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
 from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
@@ -40,7 +40,7 @@ def test_status_of_a_folder_needs_no_key_in_redis(runs: Runs, invoke: Invoke, re
     assert f"run {run}: running" in invoke("status", runs.output).stdout
     first, *rest = runs.jobs
     runs.run(first)
-    redis.delete(run_key(run), run_parts_key(run))
+    redis.delete(run_key(run), run_key(run, "parts"))
     text = invoke("status", runs.output).stdout
     assert "shards   1 of 3 done" in text
     assert "submit it again" in text

@@ -179,8 +179,8 @@ class IsSlow(RunState):
 
     meanwhile: Callable[[RunState], object]
 
-    def submission(self) -> int:
-        found, meanwhile = super().submission(), IsSlow.meanwhile
+    def submission(self, client: Redis | None = None) -> int:
+        found, meanwhile = super().submission(client), IsSlow.meanwhile
         IsSlow.meanwhile = lambda state: None
         meanwhile(RunState(self.connection, self.run))
         return found
