@@ -27,7 +27,7 @@ LONGEST = (
     "tests/rq_suite/test_rq_suite.py",
     "tests/engine/test_tensor_parallel.py",
     "tests/e2e/",
-    "tests/faults/test_thaws.py",
+    "tests/jobs/test_thaws.py",
     "tests/engine/test_kernels_",
     "tests/engine/test_histories.py",
     "tests/ops/test_gpu_bench.py",

@@ -131,7 +131,6 @@ class ShadowEngine:
         hash_block: Callable[[int, bytes], int] = hash_block,
         overlap: bool = False,
         batches_admissions: bool = False,
-        make_device: Callable[[int, int], ShadowDevice] = ShadowDevice,
         make_forcing: Callable[[list[int]], Forcing | None] = lambda prompt: None,
     ) -> None:
         self.blocks = BlockManager(
@@ -146,7 +145,7 @@ class ShadowEngine:
         )
         self.overlap = overlap
         self.make_forcing = make_forcing
-        self.device = make_device(num_blocks, block_size)
+        self.device = ShadowDevice(num_blocks, block_size)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []

@@ -9,6 +9,7 @@ import pytest
 
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from tests.engine.checkpoints import SHAPES, pool_bytes
+from tests.engine.graphs import simulate_graphs
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
 MIXES: list[dict[str, Any]] = [
@@ -73,6 +74,24 @@ def test_the_same_after_preemption_and_chunked_prefill(folders: dict[str, Path],
     completions, stats = run(small, requests())
     assert completions == flat(alone)
     assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_from_graphs(
+    folders: dict[str, Path],
+    alone: Any,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whose rows hold each sequence's seed, sample and position, and are told of changes alone."""
+    capture = simulate_graphs(monkeypatch)
+    limits = {"pool_blocks": 18, "max_num_seqs": 9, "max_num_batched_tokens": 37}
+    completions, stats = run(config(folders, **limits, async_scheduling=overlap), requests())
+    assert completions == flat(alone)
+    assert stats.num_preemptions > 0
+    assert len(set(capture.replayed)) > 5
+    assert "a step raised" not in caplog.text
 
 
 @pytest.mark.long

@@ -28,6 +28,21 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool)
     shadow.drain()
 
 
+def test_an_urgent_sequence_takes_the_blocks_of_bulk_ones(overlap: bool) -> None:
+    """Slots are free: from the next step on it is in every one until it is done."""
+    shadow = ShadowEngine(overlap=overlap, max_num_seqs=8, num_blocks=12, max_num_batched_tokens=100)
+    unending(shadow)
+    bulk = [shadow.add([1, 2, i % 2 + 1] * 4, lane=1, max_tokens=20) for i in range(4)]
+    for _ in range(3):
+        shadow.step()
+    preempted = shadow.scheduler.num_preemptions
+    urgent = shadow.add([2, 2, 1] * 4, lane=0, max_tokens=9)
+    assert all(urgent in shadow.step().seqs for _ in range(9))
+    assert shadow.scheduler.num_preemptions > preempted
+    assert any(seq in shadow.unfinished for seq in bulk)
+    shadow.drain()
+
+
 def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) -> None:
     """Also one that is preempted and scheduled again; and none before it leaves the queue."""
     shadow = ShadowEngine(overlap=overlap, max_num_seqs=2, num_blocks=40)

@@ -128,9 +128,12 @@ def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) 
     return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
 
 
-def finish(work: ShardWork) -> None:
+def finish(work: ShardWork, journalled: bool = False) -> None:
+    """Bring a shard to its end. journalled: with an entry after each answer."""
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])
+        if journalled and (write := work.keep({})) is not None:
+            write()
     work.result()
     work.close()
 

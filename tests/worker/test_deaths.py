@@ -64,27 +64,6 @@ def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers,
     assert leftovers(workers.redis, "bulk", "high") == []
 
 
-def test_a_frozen_worker_that_thaws_after_its_jobs_were_redone_ends_none_of_them(
-    workers: Workers, tmp_path: Path
-) -> None:
-    jobs = [enqueue(workers, f"file:{tmp_path}/go") for _ in range(4)]
-    frozen = workers.start("--name", "frozen")
-    wait_until_started(*jobs)
-    os.kill(frozen.pid, signal.SIGSTOP)
-    (tmp_path / "go").touch()
-    workers.start("--name", "other")
-    for job in jobs:
-        assert workers.result(job).worker_name == "other"
-    os.kill(frozen.pid, signal.SIGCONT)
-    wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 0)
-    workers.rq("info")
-    for job in jobs:
-        assert len(job.results()) == 1
-        assert job.get_status() == JobStatus.FINISHED
-    assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
-    assert leftovers(workers.redis, "bulk") == []
-
-
 def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Workers, tmp_path: Path) -> None:
     prompts = [f"file:{tmp_path}/go"] * 8
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")

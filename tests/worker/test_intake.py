@@ -40,6 +40,7 @@ class TokenizingEngine(FakeEngine):
     ended: SimpleQueue[str] = field(default_factory=SimpleQueue)
     tokenized: list[str] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
+    lanes: dict[str, int] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, Future[None]] = field(default_factory=lambda: defaultdict(Future))
 
@@ -68,6 +69,7 @@ class TokenizingEngine(FakeEngine):
     def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
         ready = prompt if isinstance(prompt, Tokenized) else self._tokenize(prompt)
         self.entered.append(request_id)
+        self.lanes[request_id] = lane
         super().add(request_id, ready.prompt, params, lane=lane)
 
 
@@ -162,6 +164,7 @@ def test_requests_of_a_lane_enter_the_engine_in_the_order_they_came(loop: Loop) 
     loop.let_go("long", "other")
     loop.wait_for(*lane)
     assert loop.engine.entered == ["urgent", *lane]
+    assert loop.engine.lanes == {"urgent": HIGH, **dict.fromkeys(lane, BULK)}
 
 
 def test_who_waits_for_a_form_is_overtaken_by_the_others_of_its_lane(loop: Loop) -> None:
@@ -219,6 +222,7 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
     loop.loop.turn()
     most = TURN // (chars + OVERHEAD) + 1
     assert loop.engine.entered == bulk[:most]
+    assert loop.engine.started == bulk[: loop.engine.slots], "they are in the step of the turn that takes them"
     for name in urgent:
         loop.send(name, HIGH, chars)
     loop.loop.turn()

@@ -29,7 +29,7 @@ def written(name: str, *arguments: Any, plain: bool = True, **options: Any) -> d
 
 def test_a_worker_under_a_pipe_writes_json_lines_and_nothing_else(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue("jobs.complete", "a secret prompt", max_tokens="4")
-    log = workers.burst("--name", "w", "--with-scheduler", TOKENMILL_LOG_FORMAT="auto")
+    log = workers.burst("--name", "w", "--with-scheduler", "--verbose", TOKENMILL_LOG_FORMAT="auto")
     lines = [json.loads(line) for line in log.splitlines()]
     assert {"timestamp", "level", "logger", "event", "worker"} <= set.intersection(*map(set, lines))
     assert {line["worker"] for line in lines} == {"w"}

@@ -1,21 +1,14 @@
 """The packer keeps every lane's place in the engine, whatever jobs come and end."""
 
-from collections import deque
-from collections.abc import Callable
-from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Completion, SamplingParams
 from jobs.tasks import Request
-from tests.worker.fake_engine import FakeEngine
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool_calls import MAX_OPENING
 
 LANES, SLOTS, PREFETCH = 3, 8, 4
 
@@ -109,6 +102,7 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     list(packer.pull())
     assert shard.unread < SLOTS
     assert packer.claim_room(0) == SLOTS - shard.unread
+    assert packer.claimable_files(0) == 2
 
 
 def test_a_file_that_opens_slowly_costs_its_place_and_no_other_file_of_its_lane() -> None:
@@ -147,60 +141,3 @@ def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -
     packer.finished(answered[2])
     packer.finishing(large)
     assert packer.claimable_files(0) == 2, "one file, however large"
-
-
-ROWS, TOKENS, ENGINE_SLOTS = 1600, 8, 32
-OPEN_STEPS = 3
-
-
-def steps_for(jobs: list[int], tokens: Callable[[int], int]) -> int:
-    """Steps an engine takes for jobs of so many rows each; `tokens` says how long a row's answer is.
-
-    What leaves in a step is seen and made up for while the next one runs. A job of more than one row is a
-    file, and streams only OPEN_STEPS steps after its claim.
-    """
-    packer, engine = Packer(1, ENGINE_SLOTS, 4, 4, MAX_OPENING), FakeEngine(ENGINE_SLOTS, step_s=0.0)
-    queued = [job(number, 0, [1] * rows, length=rows) for number, rows in enumerate(jobs)]
-    by_number = dict(enumerate(queued))
-    opening: deque[tuple[int, HeldJob]] = deque()
-    leaving: list[Completion] = []
-    rows = count()
-
-    def feed() -> None:
-        for pulled, index, _ in packer.pull():
-            engine.add(f"{pulled.number}.{index}", "p", SamplingParams(max_tokens=tokens(next(rows))))
-
-    while queued or opening or engine.has_unfinished:
-        while opening and opening[0][0] <= engine.num_steps:
-            opened = opening.popleft()[1]
-            packer.opened(opened)
-            packer.stream(opened)
-        feed()
-        room, files = packer.claim_room(0), packer.claimable_files(0)
-        while queued and room > 0 and (files > 0 or jobs[queued[0].number] == 1):
-            claimed = queued.pop(0)
-            room -= jobs[claimed.number]
-            files -= jobs[claimed.number] > 1
-            if jobs[claimed.number] == 1:
-                packer.stream(claimed)
-            else:
-                packer.opening(claimed)
-                opening.append((engine.num_steps + OPEN_STEPS, claimed))
-        feed()
-        left, leaving = leaving, engine.step()
-        for completion in left:
-            packer.delivered(by_number[int(completion.request_id.split(".")[0])], 1)
-    return engine.num_steps
-
-
-def uneven(row: int) -> int:
-    """Answers of 4 to 12 tokens: four rows end in each step."""
-    return 4 + row * 7 % 9
-
-
-@pytest.mark.parametrize("rows_per_job", [1, 20, 80, 400])
-def test_a_batch_stays_full_from_one_job_to_the_next(rows_per_job: int) -> None:
-    """Also while the next file is opened."""
-    one = steps_for([ROWS], uneven)
-    assert one <= ROWS * TOKENS / ENGINE_SLOTS * 1.03
-    assert steps_for([rows_per_job] * (ROWS // rows_per_job), uneven) <= one * 1.03

@@ -2,15 +2,43 @@
 
 import random
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.run.forward.runner import PendingTokens, PoolSize
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 from tests.e2e.conftest import MODEL
 from tests.jobs.answering import shard_of
-from tests.worker.test_urgent_prompts import BLOCK_SIZE, DrawingRunner
 
-ROWS, SLOTS = 300, 32
+ROWS, SLOTS, BLOCK_SIZE, MAX_MODEL_LEN = 300, 32, 16, 256
 TEMPLATE = "Read the date in the following text and write it as year, month and day, with nothing else beside. "
+
+
+class Drawn(PendingTokens):
+    def __init__(self, tokens: NDArray[np.int64]) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> NDArray[np.int64]:
+        return self._tokens
+
+
+class DrawingRunner:
+    """A model of which only the size of its pool matters."""
+
+    has_graphs = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool_size = PoolSize(num_blocks, 0, MAX_MODEL_LEN)
+        self._rng = np.random.default_rng(1)
+
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        return Drawn(self._rng.integers(10, 500, len(step.sample_rows)))
+
+    def close(self) -> None:
+        pass
 
 
 def rows() -> list[str]:

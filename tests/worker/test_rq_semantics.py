@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +11,7 @@ from rq import Callback, Queue, Retry, Worker
 from rq.command import send_stop_job_command
 from rq.group import Group
 from rq.job import JobStatus
-from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from rq.registry import FinishedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker.base import WorkerStatus
 
@@ -79,46 +78,22 @@ def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_p
     assert "queue bulk 0, 0 executing, 2 finished, 1 failed" in shown
 
 
-def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_arguments(workers: Workers) -> None:
-    """RQ's own worker runs it once for each entry on the queue."""
-    for prompt in ("old", "new"):
-        job = workers.queue("bulk").enqueue("jobs.complete", prompt, job_id="same", max_tokens=1)
-    workers.burst()
-    assert [result.return_value["choices"][0]["text"] for result in job.results()] == ["echo:new"]
-    workers.queue("bulk").enqueue("jobs.complete", "again", job_id="same", max_tokens=1)
-    workers.burst()
-    texts = [result.return_value["choices"][0]["text"] for result in job.results()]
-    assert texts == ["echo:again", "echo:new"], "a finished id was not run again"
-
-
-def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(workers: Workers) -> None:
+def test_stop_job_ends_one_of_many_also_where_its_callback_raises(workers: Workers) -> None:
     queue = workers.queue("bulk")
-    hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped_raises"))
-    other = queue.enqueue("jobs.complete", "hang")
+    hook = Callback(F + "on_stopped_raises")
+    plain, hang, other = (queue.enqueue("jobs.complete", "hang", on_stopped=each) for each in (None, hook, None))
     workers.start("--name", "w")
-    wait_until_started(hang, other)
-    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
-    assert "the stopped callback raised" in (workers.result(hang).exc_string or "")
-    assert hang.get_status() == JobStatus.STOPPED
+    wait_until_started(plain, hang, other)
+    for job, told in ((plain, "stopped by user"), (hang, "the stopped callback raised")):
+        send_stop_job_command(workers.redis, job.id, serializer=JSONSerializer)
+        assert told in (workers.result(job).exc_string or "")
+        assert job.get_status() == JobStatus.STOPPED
+    assert (workers.result(plain).exc_string or "").splitlines()[-1] == "tokenmill: cancelled"
+    assert queue.failed_job_registry.get_job_ids() == [plain.id, hang.id]
     wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 1)
     assert other.get_status() == JobStatus.STARTED
     good = queue.enqueue("jobs.complete", "a", max_tokens=1)
     assert text_of(workers.result(good)) == "echo:a"
-
-
-def test_stop_job_ends_one_of_many(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    hang = [queue.enqueue("jobs.complete", "hang", retry=Retry(max=3)) for _ in range(3)]
-    workers.start("--name", "w")
-    wait_until_started(*hang)
-    send_stop_job_command(workers.redis, hang[1].id, serializer=JSONSerializer)
-    text = workers.result(hang[1]).exc_string or ""
-    assert "stopped by user" in text
-    assert text.splitlines()[-1] == "tokenmill: cancelled"
-    assert hang[1].get_status() == JobStatus.STOPPED
-    assert [hang[0].get_status(), hang[2].get_status()] == [JobStatus.STARTED] * 2
-    failed = FailedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
-    assert failed.get_job_ids() == [hang[1].id]
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
@@ -134,18 +109,6 @@ def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers,
     assert workers.redis.exists(gone.key) == (how == "cancel")
 
 
-def test_a_job_that_passes_its_timeout_fails_and_the_others_go_on(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    slow = queue.enqueue("jobs.complete", "hang", job_timeout=1)
-    function = queue.enqueue(F + "meet", "gate", job_timeout=1)
-    fine = queue.enqueue("jobs.complete", "a", max_tokens=1500, job_timeout=-1)
-    workers.start()
-    for job in (slow, function):
-        assert "exceeded maximum timeout value (1 seconds)" in (workers.result(job).exc_string or "")
-        assert job.get_status() == JobStatus.FAILED
-    assert text_of(workers.result(fine)) == "echo:a"
-
-
 def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(workers: Workers) -> None:
     workers.redis.set("rq:scheduler-lock:bulk", "gone", ex=2)
     job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
@@ -154,14 +117,6 @@ def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(
     process.terminate()
     assert process.wait(timeout=60) == 0
     assert workers.redis.keys("rq:scheduler*") == []
-
-
-def test_job_meta_survives_and_descriptions_stay_out_of_the_log(workers: Workers) -> None:
-    meta: dict[str, Any] = {"who": "me"}
-    job = workers.queue("bulk").enqueue("jobs.complete", "secret words", max_tokens=1, meta=meta)
-    log = workers.burst("--verbose")
-    assert workers.job(job.id).meta == meta
-    assert "secret words" not in log
 
 
 def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_path: Path) -> None:
