@@ -27,7 +27,7 @@ from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
-from tests.jobs.answering import MODEL, shout, work_off
+from tests.jobs.answering import MODEL, keep, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, Sleeper
 
 pytestmark = pytest.mark.long
@@ -72,8 +72,7 @@ class Scene:
         work = ShardWork(context, folder, shard)
         for index, request in enumerate(work.requests()):
             work.deliver(index, [shout(request)])
-            if (write := work.keep({})) is not None:
-                write()
+            keep(work, {})
         work.result()
         work.close()
 
