@@ -9,95 +9,30 @@ Importing this package, its configuration, parameters, results and errors loads 
 `Engine` does.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.fingerprint import ModelIdentity
-from engine.errors import (
-    AttentionRefused,
-    ConfigError,
-    DamagedWeights,
-    DuplicateRequest,
-    EngineBusy,
-    EngineClosed,
-    EngineError,
-    GrammarFailed,
-    InvalidPrompt,
-    InvalidRequest,
-    InvalidSampling,
-    MissingWeights,
-    ModelNotFound,
-    NotDeterministic,
-    NoToken,
-    OutOfBlocks,
-    PromptTooLong,
-    RankFailed,
-    ScoringFailed,
-    SequenceFailed,
-    StepFailed,
-    UnsupportedModel,
-    UnsupportedTask,
-    WeightMismatch,
-)
-from engine.models.served import model_table
-from engine.run.check_up import check_up
-from engine.run.config import EngineConfig, model_identity
-from engine.run.observation import Observation
-from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams, request_params
-from engine.sampling.sampling_params import SamplingParams
-from engine.sampling.structured_params import StructuredOutputsParams
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
-from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.checkpoint.fingerprint import ModelIdentity as ModelIdentity
+from engine.errors import *  # noqa: F403 - every name of it is public
+from engine.models.served import model_table as model_table
+from engine.run.check_up import check_up as check_up
+from engine.run.config import EngineConfig as EngineConfig
+from engine.run.config import model_identity as model_identity
+from engine.run.observation import Observation as Observation
+from engine.sampling.request_kinds import PoolingParams as PoolingParams
+from engine.sampling.request_kinds import RequestParams as RequestParams
+from engine.sampling.request_kinds import ScoringParams as ScoringParams
+from engine.sampling.request_kinds import request_params as request_params
+from engine.sampling.sampling_params import SamplingParams as SamplingParams
+from engine.sampling.structured_params import StructuredOutputsParams as StructuredOutputsParams
+from engine.schedule.outputs import Completion as Completion
+from engine.schedule.outputs import EngineStats as EngineStats
+from engine.schedule.outputs import LogLikelihood as LogLikelihood
+from engine.schedule.outputs import Logprob as Logprob
+from engine.schedule.outputs import RequestProgress as RequestProgress
+from engine.schedule.prepared_prompt import PreparedPrompt as PreparedPrompt
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-
-__all__ = [
-    "AttentionRefused",
-    "Completion",
-    "ConfigError",
-    "DamagedWeights",
-    "DuplicateRequest",
-    "Engine",
-    "EngineBusy",
-    "EngineClosed",
-    "EngineConfig",
-    "EngineError",
-    "EngineStats",
-    "GrammarFailed",
-    "InvalidPrompt",
-    "InvalidRequest",
-    "InvalidSampling",
-    "LogLikelihood",
-    "Logprob",
-    "MissingWeights",
-    "ModelIdentity",
-    "ModelNotFound",
-    "NoToken",
-    "NotDeterministic",
-    "Observation",
-    "OutOfBlocks",
-    "PoolingParams",
-    "PreparedPrompt",
-    "PromptTooLong",
-    "RankFailed",
-    "RequestParams",
-    "RequestProgress",
-    "SamplingParams",
-    "ScoringFailed",
-    "ScoringParams",
-    "SequenceFailed",
-    "StepFailed",
-    "StructuredOutputsParams",
-    "UnsupportedModel",
-    "UnsupportedTask",
-    "WeightMismatch",
-    "check_up",
-    "model_identity",
-    "model_table",
-    "request_params",
-]
+    from engine.engine import Engine as Engine
 
 
 def __getattr__(name: str) -> object:

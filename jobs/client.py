@@ -21,18 +21,17 @@ from redis import Redis
 
 from jobs.common.display import brief
 from jobs.common.rq_jobs import current_function
-from jobs.errors import InvalidJob, InvalidValue, UnknownRun
+from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.prompts.arguments import NOT_TEXT
-from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, describe_again, retry_run, submit_run
-from jobs.runs.output import named_run, output_here
+from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
+from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import WISHES
-from jobs.runs.refusals import RunFailed, RunNotHere
-from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.follow import Display, End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), _Quiet(), clock, nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
         if followed.end is not End.FINISHED or followed.snapshot.too_many_errors is not None:
             raise RunFailed(self.id, self._told(followed.snapshot, followed.end))
         return self.status()
@@ -170,16 +169,8 @@ class Run:
         return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
-        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun, RunBusy or
-        RunResubmitted."""
-        try:
-            snapshot = read_planned(self._connection, self.id)
-        except UnknownRun:
-            output = output_here(self.output, self.id)
-            if output is None or not describe_again(self._connection, output):
-                raise
-            snapshot = read_planned(self._connection, self.id)
-        return cancel_run(self._connection, snapshot.run)
+        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
+        return cancel_run(self._connection, self.status().run)
 
     def _reader(self, call: str) -> FolderReader:
         """Return what reads its folder; its id may be another one where a worker's real paths differ."""
@@ -209,16 +200,6 @@ def check_here(spec: RunSpec) -> None:
     check_columns_here(spec)
 
 
-class _Quiet:
-    """A display that shows nothing."""
-
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        """Show nothing: nobody looks."""
-
-    def warn(self, text: str) -> None:
-        """Say nothing."""
-
-
 def _connection(given: Redis | None) -> Redis:
     if given is not None:
         return given
@@ -235,8 +216,12 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if values:
         sampling = named.get("sampling") or {}
         if not isinstance(sampling, dict):
-            raise InvalidValue("sampling is {}, expected a mapping", brief(sampling))
-        given_values = {name: _as_option(name, each) for name, each in values.items() if each is not None}
+            raise unlike("sampling", sampling, "a mapping")
+        given_values = {
+            name: float(each) if name in _FRACTIONS and type(each) is int else each
+            for name, each in values.items()
+            if each is not None
+        }
         named["sampling"] = {**sampling, **given_values}
     checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
     if checks:
@@ -260,10 +245,6 @@ def _check_names(given: Iterable[str]) -> None:
             raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
 
 
-def _as_option(name: str, value: Any) -> Any:
-    return float(value) if name in _FRACTIONS and type(value) is int else value
-
-
 def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any, ...] = ()) -> None:
     if named.get(argument) is not None and named[argument] not in instead_of:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
@@ -277,7 +258,7 @@ def _paths(given: Any) -> list[str] | None:
     if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
         return [os.fspath(each) for each in given]
     if isinstance(given, list | tuple | dict) or given is None:
-        raise InvalidValue("input is {}, expected paths, or a table", brief(given))
+        raise unlike("input", given, "paths, or a table")
     return None
 
 

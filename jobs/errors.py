@@ -6,7 +6,7 @@ so that an error pickles and its text can be rebuilt in another process.
 
 from typing import Any, ClassVar, Literal
 
-from jobs.common.display import HIDDEN
+from jobs.common.display import HIDDEN, brief
 
 #: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
 #: better; nobody, as it was "cancelled" on a person's word.
@@ -63,6 +63,12 @@ class InvalidValue(InvalidJob):
     def log_text(self) -> str:
         text, *values = self.args
         return str(text).format(*[HIDDEN] * len(values))
+
+
+def unlike(name: str, value: object, expected: str) -> InvalidValue:
+    """Return the error that an argument has another value than expected."""
+    name, expected = (text.replace("{", "{{").replace("}", "}}") for text in (name, expected))
+    return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
 class ModelNotServed(InvalidJob):
@@ -350,3 +356,34 @@ class RunBusy(RunError):
 
 class TrialFailed(RunError):
     """Raised when no worker looks at a run's prompts, or the one that does fails: (reason)."""
+
+
+class RunFailed(RunError):
+    """Raised when a run that was awaited did not finish as it should: (run, how it ended)."""
+
+    message = "run {0}: {1}"
+
+
+class InputBeingWritten(InputChanged):
+    """Raised when an input file is another one after a look at it than before: (path)."""
+
+    message = "{0} is being written to: submit once it is whole, or submit a copy"
+
+
+class WebhookFailed(RunError):
+    """Raised when a receiver did not take a run's end, but may take it later: (what came)."""
+
+    fault = "server"
+    message = "the webhook of a run's end failed: {0}"
+
+
+class WebhookRefused(RunError):
+    """Raised when a receiver refuses a run's end for good: (what came)."""
+
+    message = "the webhook of a run's end was refused: {0}"
+
+
+class RunNotHere(RunError):
+    """Raised when a run's files are asked for and cannot be read here: (run, folder, what is missing)."""
+
+    message = "run {0}: {2} in {1}: name its folder as this machine knows it, once it is there"

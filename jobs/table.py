@@ -35,7 +35,8 @@ def task_of(function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, A
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
-    _check_kinds(function_name, args, kwargs)
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+        raise InvalidJob(f"{function_name}: the job holds no list of arguments and mapping of keyword arguments")
     try:
         return factory(*args, **(kwargs or {}))
     except TypeError:
@@ -53,11 +54,6 @@ def _call(name: str, context: JobContext, *args: Any, **kwargs: Any) -> dict[str
     function = getattr(import_module(_OWN_FUNCTIONS[name]), name.removeprefix("jobs."))
     _check_binding(name, function, (context, *args), kwargs)
     return function(context, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _check_kinds(name: str, args: object, kwargs: object) -> None:
-    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
-        raise InvalidJob(f"{name}: the job holds no list of arguments and mapping of keyword arguments")
 
 
 def _check_binding(

@@ -2,14 +2,11 @@
 
 from redis import Redis
 
-from jobs.errors import RunBusy, RunResubmitted, UnknownRun
+from jobs.errors import RunResubmitted, UnknownRun
 from jobs.runs.control import cancel_run as cancel
 from jobs.runs.plans.names import is_run_id
 from jobs.watch.job_actions import REQUEUE_LIMIT, JobCancel, requeue, requeue_all
 from jobs.watch.job_actions import cancel_job as cancel_one
-
-#: Seconds that a page waits for whoever plans or cancels a run at the same moment.
-RUN_WAIT_S = 5.0
 
 
 class Refused(Exception):
@@ -41,11 +38,9 @@ def cancel_run(connection: Redis, form: dict[str, str]) -> str:
     if not is_run_id(run):
         raise Refused("norun")
     try:
-        cancelled = cancel(connection, run, RUN_WAIT_S)
+        cancelled = cancel(connection, run)
     except UnknownRun:
         raise Refused("norun") from None
-    except RunBusy:
-        raise Refused("busy") from None
     except RunResubmitted:
         raise Refused("resubmitted") from None
     return f"run-{cancelled.removed}-{cancelled.stopped}"
@@ -66,7 +61,6 @@ _FIXED = {
     "stopping": "The worker that has the job was told to stop it; it will be among the failed ones.",
     "ended": "Nothing was cancelled: the job neither waits nor runs any more.",
     "norun": "Nothing was cancelled: Redis does not know this run, or no longer.",
-    "busy": "The run was not cancelled: somebody plans or cancels it at this moment. Try again.",
     "resubmitted": "The run was submitted again meanwhile, and goes on.",
 }
 

@@ -178,10 +178,7 @@ class Dashboard:
 
         return answer
 
-    async def _show_login(self, request: Request) -> Response:
-        return self._login_page(request, "")
-
-    def _login_page(self, request: Request, wrong: str) -> Response:
+    async def _show_login(self, request: Request, wrong: str = "") -> Response:
         to = request.query_params.get("to", "/")
         html = self._templates.get_template("login.html").render(wrong=wrong, to=to if _is_ours(to) else "/")
         return HTMLResponse(html, 403 if wrong else 200)
@@ -196,7 +193,7 @@ class Dashboard:
         is_right = self._sessions.is_token(form.get("token", ""))
         self._tries.note(is_right=is_right)
         if not is_right:
-            return self._login_page(request, "That is not the token that the dashboard was started with.")
+            return await self._show_login(request, "That is not the token that the dashboard was started with.")
         to = form.get("to", "/")
         response = RedirectResponse(to if _is_ours(to) else "/", 303)
         response.set_cookie(

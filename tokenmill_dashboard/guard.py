@@ -11,12 +11,12 @@ import hashlib
 import hmac
 import time
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -116,7 +116,7 @@ class Guard:
             return PlainTextResponse("the page that asks for this is of another site\n", 403)
         if self._sessions is None or scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FOLDER):
             return None
-        if self._sessions.holds(_cookie(headers, SESSION_COOKIE), time.time()):
+        if self._sessions.holds(HTTPConnection(scope).cookies.get(SESSION_COOKIE, ""), time.time()):
             return None
         if scope["path"] == METRICS_PATH and self._sessions.is_token(_bearer(headers)):
             return None
@@ -155,14 +155,6 @@ class Guard:
 def _bearer(headers: Headers) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
-
-
-def _cookie(headers: Headers, name: str) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return found.value if found else ""
 
 
 #: Seconds that a connection lasts at most; a browser makes a new one for its next request.

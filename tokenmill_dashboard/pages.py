@@ -1,7 +1,5 @@
 """What each page shows, read from Redis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

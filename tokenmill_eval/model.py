@@ -4,8 +4,6 @@ Texts become tokens, are truncated from the left and cut before stop strings as 
 that scores are the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from functools import lru_cache

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dotenv import dotenv_values
-from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.common.plain_log import AUTO, checked_format
@@ -142,7 +142,7 @@ class WorkerSettings(BaseSettings):
     traces: Literal["off", "producers", "all"] = "off"
     """Which jobs are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
 
-    log_format: str = AUTO
+    log_format: Annotated[str, AfterValidator(checked_format)] = AUTO
     """How the log is written: text, json, or auto: text on a terminal and JSON elsewhere."""
 
     torch_threads: int | None = Field(default=None, ge=1)
@@ -170,11 +170,6 @@ class WorkerSettings(BaseSettings):
             if not is_stored(root) and not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
         return value
-
-    @field_validator("log_format")
-    @classmethod
-    def _log_format(cls, value: str) -> str:
-        return checked_format(value)
 
     @field_validator("metrics_port", mode="before")
     @classmethod

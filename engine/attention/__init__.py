@@ -1,7 +1,5 @@
 """Attention over the paged KV cache: backends are found by name and imported only when chosen."""
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from importlib.util import find_spec

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.decode_state import DecodeState, RowMemory, RowWrites, advance, write_rows
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
@@ -126,13 +126,13 @@ class CapturableBackend(KernelBackend):
     only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     """
 
+    @abstractmethod
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write new rows before a step is replayed."""
-        write_rows(memory, writes, sampled)
+        """Write new rows before a step is replayed. sampled: [rows] int64, which may lie in `memory`."""
 
+    @abstractmethod
     def advance(self, state: DecodeState) -> None:
-        """Begin a decode step."""
-        advance(state)
+        """Begin a decode step: make its inputs from the step before."""
 
     @abstractmethod
     def decode_metadata(

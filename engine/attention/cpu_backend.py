@@ -83,7 +83,7 @@ class CpuBackend(KernelBackend):
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, cpu_sampler
+        self._logit_masks, self._sampler = logit_masks, cpu_sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -99,9 +99,6 @@ class CpuBackend(KernelBackend):
 
     def prepare(self, dtype: torch.dtype) -> None:
         self._sampler.compile_for(dtype)
-
-    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        self._elementwise.store_kv(keys, values, cache, slot_mapping)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.upload import upload
 from engine.sampling.sampling_rows import SamplingRows
 
 PADDING = -1  # the next position of a row that belongs to no sequence
@@ -24,7 +22,7 @@ class DecodeState:
     sequence, PADDING in a row without one; the token may be -1 where none could be chosen.
     block_tables: [rows, blocks of the longest sequence] int32; what lies past a row's context is stale, and
     nothing reads it.
-    sampling: of each row. Its positions are written by `advance`, as are all that follow.
+    sampling: of each row. Its positions are written by a backend's `advance`, as are all that follow.
     token_ids, positions, slot_mapping: [rows] int64 and context_lens: [rows] int32, of the step that runs. A
     padding row has slot -1 and context length 0.
     """
@@ -44,20 +42,6 @@ class DecodeState:
         cut: dict[str, Any] = {name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
         sampling = SamplingRows(*(each[:num_rows] for each in vars(self.sampling).values()))
         return replace(self, **cut, sampling=sampling)
-
-
-def advance(state: DecodeState) -> None:
-    """Begin a step in plain torch: make its inputs from the step before."""
-    is_real = state.next_positions != PADDING
-    position = state.next_positions.clamp(min=0)
-    blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
-    slots = blocks * state.block_size + position % state.block_size
-    state.token_ids.copy_(torch.where(is_real, state.next_token_ids.clamp(min=0), 0))
-    state.positions.copy_(position)
-    state.slot_mapping.copy_(torch.where(is_real, slots, -1))
-    state.context_lens.copy_((position + 1) * is_real)
-    state.sampling.position.copy_(position + 1)
-    state.next_positions.add_(is_real)
 
 
 class RowMemory(NamedTuple):
@@ -89,19 +73,3 @@ class RowWrites(NamedTuple):
     table_places: NDArray[np.int64]
     block_ids: NDArray[np.int32]
     order: NDArray[np.int32]
-
-
-def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-    """Write the changes in plain torch. sampled: [rows] int64, which may lie in `memory`."""
-    uploaded = upload(writes, memory.wide.device)
-    rows, wide, narrow, sampled_at, table_places, block_ids, order = uploaded
-    memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)
-    if len(order):
-        memory.order.copy_(order)
-    pending = sampled_at >= 0
-    # before the rows are written that they may lie in
-    tokens = None if sampled is None else sampled[sampled_at[pending]]
-    memory.wide.index_copy_(1, rows, wide)
-    memory.narrow.index_copy_(1, rows, narrow)
-    if tokens is not None:
-        memory.wide[0].index_copy_(0, rows[pending], tokens)

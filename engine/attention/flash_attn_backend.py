@@ -3,8 +3,6 @@
 An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Numba kernels of norms, rotations, gates, KV storing and 8-bit rows: one pass over memory each, see LayerKernels.
+"""Numba kernels of norms, rotations with KV storing, gates and 8-bit rows: one pass over memory each, see LayerKernels.
 
 Tensors are float32 or bfloat16, contiguous in their last dimension; what a kernel takes and gives is of one
 dtype, except that norms' weights, cosines and sines may be float32 beside bfloat16. All is computed in
@@ -33,19 +33,6 @@ ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs t
 
 
 Cache = tuple[Tensor, Tensor, object]  # LayerKVCache: keys, values, [blocks, block, kv_heads, head_dim]
-
-
-def store_kv(keys: Tensor, values: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-    """Copy each token's keys and values to its slot; a slot of -1 is skipped.
-
-    keys, values: [tokens, kv_heads, head_dim], heads adjacent.  slot_mapping: [tokens] int64.
-    """
-    key_cache, value_cache, _ = cache
-    num_tokens, kv_heads, head_dim = keys.shape
-    _store_kernel(keys.dtype)(
-        _num_tasks(num_tokens), num_tokens, keys, keys.stride(0), values, values.stride(0), key_cache,
-        value_cache, slot_mapping, kv_heads * head_dim,
-    )  # fmt: skip
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -193,30 +180,6 @@ def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, wei
             task = next_task(parameters)
 
     return Kernel(turn)
-
-
-@cache
-def _store_kernel(dtype: torch.dtype) -> Kernel:
-    element = ELEMENTS[dtype]
-
-    def store(parameters: Any) -> None:
-        num_rows, row_len = parameters[3], parameters[11]
-        slots = pointer_to(parameters[10], int64)
-        task = next_task(parameters)
-        while task >= 0:
-            for i in _rows_of_task(task, num_rows):
-                if slots[i] >= 0:
-                    key = _row(parameters[4], i, parameters[5], row_len, element)
-                    value = _row(parameters[6], i, parameters[7], row_len, element)
-                    cached_key = _row(parameters[8], slots[i], row_len, row_len, element)
-                    cached_value = _row(parameters[9], slots[i], row_len, row_len, element)
-                    for d in range(row_len):
-                        cached_key[d] = key[d]
-                    for d in range(row_len):
-                        cached_value[d] = value[d]
-            task = next_task(parameters)
-
-    return Kernel(store)
 
 
 @cache

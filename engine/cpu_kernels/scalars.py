@@ -4,6 +4,8 @@ Addresses are plain int64, counted in bytes. Numbers in memory are FLOAT32 or BF
 float32.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +18,19 @@ FLOAT_BYTES = 4
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
+
+
+def emitted(kind: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of this signature of a function of LLVM's builder and the arguments."""
+
+    def make(emit: Callable[..., Any]) -> Any:
+        def typed(typing: Any, *_: Any) -> Any:
+            return kind, lambda context, builder, signature, args: emit(builder, *args)
+
+        functools.update_wrapper(typed, emit)  # with its parameters, by which calls are read
+        return intrinsic(typed)
+
+    return make
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -40,56 +55,35 @@ def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any
     return types.CPointer(element.dtype)(types.int64, types.int64, types.int64, element), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_add(typing: Any, counters: Any, index: Any) -> Any:
+@emitted(types.int64(types.CPointer(types.int64), types.int64))
+def fetch_add(builder: Any, counters: Any, index: Any) -> Any:
     """Add 1 to counters[index], an int64 behind a pointer, atomically; return the old value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.gep(args[0], [args[1]])
-        return builder.atomic_rmw("add", pointer, I64(1), "seq_cst")
-
-    return types.int64(types.CPointer(types.int64), types.int64), generate
+    pointer = builder.gep(counters, [index])
+    return builder.atomic_rmw("add", pointer, I64(1), "seq_cst")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_of(typing: Any, bits: Any) -> Any:
+@emitted(types.float64(types.int64))
+def float_of(builder: Any, bits: Any) -> Any:
     """Return the float64 with these 64 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
+    return builder.bitcast(bits, ir.DoubleType())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def power_of_two(typing: Any, exponent: Any) -> Any:
+@emitted(FLOAT32(types.int32))
+def power_of_two(builder: Any, exponent: Any) -> Any:
     """2 ** exponent as float32, for an int32 from -126 to 127."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], I32(127))
-        return builder.bitcast(builder.shl(biased, I32(23)), F32)
-
-    return FLOAT32(types.int32), generate
+    return builder.bitcast(builder.shl(builder.add(exponent, I32(127)), I32(23)), F32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def magnitude_bits(typing: Any, number: Any) -> Any:
+@emitted(types.int32(FLOAT32))
+def magnitude_bits(builder: Any, number: Any) -> Any:
     """Return the bits of |number|, a float32, as int32: they grow with it, and NaN's are above infinity's."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.and_(builder.bitcast(args[0], I32), I32(0x7FFFFFFF))
-
-    return types.int32(FLOAT32), generate
+    return builder.and_(builder.bitcast(number, I32), I32(0x7FFFFFFF))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float32_of(typing: Any, bits: Any) -> Any:
+@emitted(FLOAT32(types.int32))
+def float32_of(builder: Any, bits: Any) -> Any:
     """Return the float32 with these 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], F32)
-
-    return FLOAT32(types.int32), generate
+    return builder.bitcast(bits, F32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

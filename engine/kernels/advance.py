@@ -1,7 +1,5 @@
 """The first launch of a recorded decode step: it makes the inputs from the step before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton

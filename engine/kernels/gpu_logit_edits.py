@@ -1,7 +1,5 @@
 """Edits of a step's logits in one transfer and one launch: see LogitEdits. A program edits one row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

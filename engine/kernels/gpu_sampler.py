@@ -8,8 +8,6 @@ threshold of top_k or top_p: a pass sums the row above three thresholds, which s
 skips tiles that lie below all three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

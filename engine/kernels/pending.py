@@ -1,7 +1,5 @@
 """Puts tokens of a step that still runs into the inputs of the next one."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

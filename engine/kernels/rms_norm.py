@@ -1,7 +1,5 @@
 """RMSNorm, alone or with the residual addition before it. Source: arXiv:1910.07467."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

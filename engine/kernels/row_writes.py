@@ -1,7 +1,5 @@
 """Writes the host's changes to a decode batch's rows: one transfer, and one launch that scatters it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

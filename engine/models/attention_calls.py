@@ -151,10 +151,7 @@ class PagedAttention:
     def __init__(
         self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
     ) -> None:
-        """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
-
-        Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
-        """
+        """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention."""
         self._modules = [call.module for call in calls]
         self._backend = backend
         self.features = [features_of(call, max_positions) for call in calls]

@@ -1,7 +1,5 @@
 """Checks of the machine before anything is loaded: GPU or processors, memory, folders for kernels."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EngineConfig: everything an engine is started with, and the identity of the model that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

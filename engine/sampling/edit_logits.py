@@ -1,8 +1,8 @@
 """Makes LogitEdits on the logits' device, in plain torch and without waiting for the device."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,59 +13,29 @@ from engine.sampling.logit_edits import WORD, LogitEdits
 MASKED_AT_ONCE = 64  # rows, which bounds the scratch: 64 of 152k tokens take 100 MB and more
 
 
-@dataclass(frozen=True)
-class DeviceEdits:
-    """LogitEdits on the logits' device.
-
-    last: [edited] int64, the pending token of each place, -1 where none is; None if no place has any.
-    """
-
-    rows: Tensor
-    last: Tensor | None
-    token_masks: Tensor
-    masked: Tensor
-    banned: Tensor
-    banned_behind: Tensor
-    biased: Tensor
-    biases: Tensor
-    penalized: Tensor
-    penalties: Tensor
-    num_counted: Tensor
-    counted: Tensor
-
-    @classmethod
-    def upload(cls, edits: LogitEdits, device: torch.device, sampled: Tensor | None = None) -> DeviceEdits:
-        """Upload edits in one transfer, without waiting. sampled: [any] int64, the pending tokens."""
-        names = [each.name for each in fields(cls) if each.name != "last"]
-        at, *parts = upload([edits.pending, *(getattr(edits, name) for name in names)], device)
-        last = None
-        if len(edits.pending):
-            assert sampled is not None, "only a step that follows another has pending tokens"
-            last = torch.full((len(edits.rows),), -1, dtype=torch.int64, device=device)
-            last[at[:, 0]] = sampled[at[:, 1]]
-        return cls(last=last, **dict(zip(names, parts, strict=True)))
-
-
 def edit_logits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None = None) -> Tensor:
-    """Edit logits by edits on the host. sampled: [any] int64, the pending tokens."""
-    return edit(logits, DeviceEdits.upload(edits, logits.device, sampled))
-
-
-def edit(logits: Tensor, edits: DeviceEdits) -> Tensor:
     """Return the edited logits, in float32 if numbers are added to any row.
 
-    logits: [rows, vocabulary] of any floating dtype, which are changed.
+    logits: [rows, vocabulary] of any floating dtype, which are changed.  sampled: [any] int64, the pending tokens.
     """
+    names = [each.name for each in fields(edits)]
+    parts = upload([getattr(edits, name) for name in names], logits.device)  # in one transfer
+    on_device: Any = SimpleNamespace(**dict(zip(names, parts, strict=True)))
+    last = None  # [edited] int64, the pending token of each place, -1 where none is
+    if len(edits.pending):
+        assert sampled is not None, "only a step that follows another has pending tokens"
+        last = torch.full((len(edits.rows),), -1, dtype=torch.int64, device=logits.device)
+        last[on_device.pending[:, 0]] = sampled[on_device.pending[:, 1]]
     if len(edits.biased) or len(edits.counted):
         logits = logits.float()
-    _mask(logits, edits)
-    _ban(logits, edits)
-    _bias(logits, edits)
-    _penalize(logits, edits)
+    _mask(logits, on_device)
+    _ban(logits, on_device, last)
+    _bias(logits, on_device)
+    _penalize(logits, on_device, last)
     return logits
 
 
-def _mask(logits: Tensor, edits: DeviceEdits) -> None:
+def _mask(logits: Tensor, edits: Any) -> None:
     bits = torch.arange(WORD, dtype=torch.int32, device=logits.device)
     for start in range(0, len(edits.masked), MASKED_AT_ONCE):
         place, mask = edits.masked[start : start + MASKED_AT_ONCE].unbind(1)
@@ -78,33 +48,33 @@ def _mask(logits: Tensor, edits: DeviceEdits) -> None:
         logits[rows] = masked
 
 
-def _ban(logits: Tensor, edits: DeviceEdits) -> None:
+def _ban(logits: Tensor, edits: Any, last: Tensor | None) -> None:
     if len(edits.banned):
         place, token = edits.banned.unbind(1)
         logits[edits.rows[place], token] = -torch.inf
-    if len(edits.banned_behind) and edits.last is not None:
+    if len(edits.banned_behind) and last is not None:
         place, before, token = edits.banned_behind.unbind(1)
         # added, not put: one token may be banned behind several others, of which one is there
         change = torch.zeros(len(place), dtype=logits.dtype, device=logits.device)
-        change.masked_fill_(edits.last[place] == before, -torch.inf)
+        change.masked_fill_(last[place] == before, -torch.inf)
         logits.index_put_((edits.rows[place], token), change, accumulate=True)
 
 
-def _bias(logits: Tensor, edits: DeviceEdits) -> None:
+def _bias(logits: Tensor, edits: Any) -> None:
     if len(edits.biased):
         place, token = edits.biased.unbind(1)
         at = edits.rows[place], token
         logits[at] = logits[at] + edits.biases
 
 
-def _penalize(logits: Tensor, edits: DeviceEdits) -> None:
+def _penalize(logits: Tensor, edits: Any, last: Tensor | None) -> None:
     if not len(edits.counted):
         return
     token, count = edits.counted.long().unbind(1)
     of = torch.arange(len(edits.penalized), device=logits.device)
     of = of.repeat_interleave(edits.num_counted, output_size=len(token))
-    if edits.last is not None:
-        token, count = _count_pending(of, token, count, edits.last[edits.penalized])
+    if last is not None:
+        token, count = _count_pending(of, token, count, last[edits.penalized])
     presence, frequency, repetition = edits.penalties[of].unbind(1)
     at = edits.rows[edits.penalized][of], token
     values = logits[at]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from engine.errors import InvalidRequest, InvalidSampling
 from engine.sampling.parameter_values import MAX_COUNT, TOKEN_ID, Range, brief, check_switch
@@ -25,6 +25,7 @@ class PoolingParams:
     truncate_prompt_tokens: as of SamplingParams.
     """
 
+    n: ClassVar[int] = 1  # completions of such a request
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -38,11 +39,6 @@ class PoolingParams:
         if self.prompt_name is not None and not isinstance(self.prompt_name, str):
             raise InvalidSampling("prompt_name must be a text", brief(self.prompt_name))
         check_truncation(self.truncate_prompt_tokens)
-
-    @property
-    def n(self) -> int:
-        """The number of completions of such a request."""
-        return 1
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PoolingParams:
@@ -64,6 +60,7 @@ class ScoringParams:
     truncate_prompt_tokens: read the last so many tokens of the prompt; -1 for as many as fit.
     """
 
+    n: ClassVar[int] = 1
     continuations: Sequence[str | Sequence[int]]
     score_end: bool | Literal["auto"] = False
     truncate_prompt_tokens: int | None = None
@@ -85,11 +82,6 @@ class ScoringParams:
         """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
         _check_names(mapping, cls, "is nothing that scoring takes")
         return cls(**{"continuations": (), **mapping})
-
-    @property
-    def n(self) -> int:
-        """The number of completions of such a request."""
-        return 1
 
 
 def _check_names(mapping: Mapping[str, Any], kind: type[PoolingParams | ScoringParams], problem: str) -> None:

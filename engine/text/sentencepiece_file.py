@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.text.token_bound import SPACE
 
+SPACE = "\u2581"  # what SentencePiece writes for a space
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 NO_SCORE = struct.pack("<f", 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.text.token_bound import byte_alphabet
 
 
 def read_tekken(path: Path) -> tuple[Any, list[str]]:
@@ -57,3 +56,10 @@ def _build(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     return tokenizer
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character that byte-level BPE writes it as: itself if printable."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -22,8 +22,10 @@ from engine.text.chat_templates import (
     with_joined_parts,
 )
 from engine.text.stop_strings import IncrementalText, StopStrings
-from engine.text.token_bound import token_bound
 from engine.text.tokenizer_files import load_tokenizer
+
+#: Characters of a token, as few texts have on average: the longest tokens of vocabularies are as many spaces.
+MAX_TOKEN_CHARS = 128
 
 #: Texts, at least one of which has ordinary tokens, not bytes.
 ANCHORS = ("a", "e", "1", ".")
@@ -64,7 +66,6 @@ class Tokenizer:
             # In its first call transformers would change what other threads are using.
             backend.no_truncation()
             backend.no_padding()
-        self.min_tokens = token_bound(backend)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -102,7 +103,7 @@ class Tokenizer:
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         """Return a prompt's token ids, with the tokenizer's special tokens; the first one is never doubled.
 
-        limit: tokens at most; a text with certainly more is not tokenized, others may still have more. Raises
+        limit: tokens at most; a text far too long for it is not tokenized, others may still have more. Raises
         PromptTooLong for such a text, InvalidPrompt for invalid Unicode.
         """
         token_ids = self._encode(text, limit, add_special_tokens=True)
@@ -288,10 +289,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate
             raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
-        if limit is not None and (at_least := self.min_tokens(text)) > limit:
+        if limit is not None and len(text) > MAX_TOKEN_CHARS * limit:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters, so at least {at_least} tokens; "
-                f"this engine takes at most {limit}"
+                f"the prompt has {len(text)} characters, more than {MAX_TOKEN_CHARS} for each of the "
+                f"{limit} tokens that this engine takes at most"
             )
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():

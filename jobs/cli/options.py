@@ -93,17 +93,12 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     if "output_format" in given and not given["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
     if (path := given.pop("template_file", None)) is not None:
-        given["template"] = _read_template(path)
+        given["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")  # which editors add
         if path.endswith(JINJA_SUFFIXES):
             given.setdefault("template_format", "jinja")
     if (prompts := given.pop("prompt", None)) is not None:
         given["prompts"] = [{"name": name, "template": template} for name, template in prompts.items()]
     return client.run_arguments(given)
-
-
-def _read_template(path: str) -> str:
-    """Return a file's text without the last line break, which editors add."""
-    return _read("--template-file", path).removesuffix("\n").removesuffix("\r")
 
 
 def _read(option: str, path: str) -> str:

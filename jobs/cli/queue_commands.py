@@ -6,7 +6,7 @@ import redis
 from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
 from jobs.watch.job_actions import REQUEUE_LIMIT, requeue, requeue_all
-from jobs.watch.queues import QueueCounts, count_queues, queue_names
+from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.samples import list_workers
 
 #: Ids shown of jobs that were not requeued; the rest are counted.
@@ -28,7 +28,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
         for counts in seen:
             if counts.name not in missing:
-                click.echo(_queue_line(counts))
+                places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
+                click.echo(f"queue {safe_name(counts.name)}: {places}")
         for name, fields in list_workers(connection).items():
             click.echo(_worker_line(name, fields))
         if missing:
@@ -66,11 +67,6 @@ def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit:
 def _ids(job_ids: list[str]) -> str:
     more = f" and {len(job_ids) - MAX_SHOWN} more" if len(job_ids) > MAX_SHOWN else ""
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
-
-
-def _queue_line(seen: QueueCounts) -> str:
-    counts = (f"{count} {place}" for place, count in seen.counts.items())
-    return f"queue {safe_name(seen.name)}: {', '.join(counts)}"
 
 
 def _worker_line(name: str, fields: dict[str, str]) -> str:

@@ -19,12 +19,11 @@ from jobs.cli.status_text import table
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
-from jobs.errors import RunError, UnknownRun
+from jobs.errors import RunError, RunNotHere, UnknownRun
 from jobs.runs.control import retry_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
-from jobs.runs.refusals import RunNotHere
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.watching.snapshot import read_planned
@@ -81,7 +80,11 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
         write = _errors_json if as_json else _errors_text
         click.echo(write(found, reasons, rows, *bad))
         if reader is None:
-            _tell_not_here(found, why)
+            click.echo(
+                f"{why}: these are the reasons that Redis keeps, the commonest of each part; "
+                f"`tokenmill status {found}` counts all rows",
+                err=True,
+            )
 
 
 @click.command()
@@ -180,14 +183,6 @@ def _reader_of(run: str, folder: str | None) -> FolderReader:
         missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
         raise RunNotHere(run, folder or "its output", missing)
     return reader
-
-
-def _tell_not_here(run: str, why: str) -> None:
-    click.echo(
-        f"{why}: these are the reasons that Redis keeps, the commonest of each part; "
-        f"`tokenmill status {run}` counts all rows",
-        err=True,
-    )
 
 
 def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0) -> str:

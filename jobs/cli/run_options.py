@@ -1,6 +1,7 @@
 """The options that say what a run is, for the commands that take them."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import click
@@ -220,13 +221,7 @@ _OUTPUT = (
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
     """Return what puts options before a command, in this order."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)

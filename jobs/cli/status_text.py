@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import click
 import redis
@@ -52,17 +52,11 @@ def left_cut(text: str, most: int) -> str:
 LINE_EVERY_S = 10.0
 
 
-class Progress(Display, Protocol):
-    """A display that ends."""
-
-    def close(self) -> None: ...
-
-
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-class Bar:
+class Bar(Display):
     """A progress bar of rows, with tokens per second and the time left."""
 
     def __init__(self, file: TextIO) -> None:
@@ -83,7 +77,7 @@ class Bar:
         self._bar.close()
 
 
-class Lines:
+class Lines(Display):
     """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
@@ -104,11 +98,8 @@ class Lines:
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
-    def close(self) -> None:
-        """A line needs no end."""
 
-
-def progress(clock: Callable[[], float]) -> Progress:
+def progress(clock: Callable[[], float]) -> Display:
     """Return the display that suits standard error as it is now. clock: seconds, any zero."""
     return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
 
@@ -165,7 +156,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
-            *_why(snapshot),
+            *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
@@ -183,11 +174,6 @@ def _refused(snapshot: RunSnapshot) -> list[str]:
     if snapshot.finished:
         return [f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"]
     return [f"because  its planning failed: {snapshot.plan_error}"]
-
-
-def _why(snapshot: RunSnapshot) -> list[str]:
-    """Say where the reasons of rows with an error stand, once there are some."""
-    return [f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:

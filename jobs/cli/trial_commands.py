@@ -142,11 +142,12 @@ def _text(value: Any) -> str:
 
 
 def _reasons(survey: dict[str, Any]) -> list[str]:
-    return [f"{_would_fail(each['rows'], each['row'])}: {safe_name(each['reason'])}" for each in survey["reasons"]]
-
-
-def _would_fail(rows: int, first: int) -> str:
-    return f"row {first} would fail" if rows == 1 else f"{rows:,} rows read would fail, row {first} the first"
+    told = []
+    for each in survey["reasons"]:
+        first, rows = f"row {each['row']}", each["rows"]
+        failing = f"{first} would fail" if rows == 1 else f"{rows:,} rows read would fail, {first} the first"
+        told.append(f"{failing}: {safe_name(each['reason'])}")
+    return told
 
 
 def _time(seconds: float) -> str:

@@ -36,6 +36,15 @@ def printable(text: str | bytes, kept: str = "") -> str:
     )
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text is one that files and Redis take: half of a surrogate pair is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
     """Return what others chose as a message may show it: printable, and cut after `most` characters."""
     cut = name[:most]

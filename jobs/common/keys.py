@@ -5,7 +5,7 @@ tokenmill:samples:<name>       list: JSON points of the last hour of such a work
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
+tokenmill:run:<run>:turn       string: written by whoever submits, plans or cancels the run, watched by the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
@@ -92,27 +92,12 @@ def held_key(queue: str) -> str:
     return f"{OWN}:held:{queue}"
 
 
-def run_key(run: str) -> str:
-    return f"{OWN}:run:{run}"
+def run_key(run: str, kind: str = "") -> str:
+    """Return the key of a run's hash, or of what else of it is kept: its "parts", "errors", "failed" or "turn"."""
+    return f"{OWN}:run:{run}:{kind}" if kind else f"{OWN}:run:{run}"
 
 
 def run_folder_key(folder: str) -> str:
     """Return the key for the real path of a run's output folder."""
     path = folder.encode("utf-8", "surrogatepass")
-    return f"{run_key('folder')}:{blake2b(path, digest_size=16).hexdigest()}"
-
-
-def run_parts_key(run: str) -> str:
-    return f"{run_key(run)}:parts"
-
-
-def run_errors_key(run: str) -> str:
-    return f"{run_key(run)}:errors"
-
-
-def run_failed_key(run: str) -> str:
-    return f"{run_key(run)}:failed"
-
-
-def run_lock_key(run: str) -> str:
-    return f"{run_key(run)}:lock"
+    return run_key("folder", blake2b(path, digest_size=16).hexdigest())

@@ -4,8 +4,6 @@ It enqueues, and names the keys where others look. They read RQ's keys as they a
 on the way, which only workers should do, and unpack whatever anybody wrote.
 """
 
-from __future__ import annotations
-
 import binascii
 import json
 from base64 import b64decode
@@ -15,7 +13,7 @@ from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
-from rq import Queue, get_current_job
+from rq import Queue, get_current_job, registry
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
@@ -24,15 +22,6 @@ from rq.job import JobStatus as JobStatus
 from rq.job import Retry as Retry
 from rq.queue import EnqueueData
 from rq.rate_limit import RateLimitRegistry
-from rq.registry import (
-    CanceledJobRegistry,
-    DeferredJobRegistry,
-    FailedJobRegistry,
-    FinishedJobRegistry,
-    ReadyJobRegistry,
-    ScheduledJobRegistry,
-    StartedJobRegistry,
-)
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -87,13 +76,13 @@ def queue_keys(name: str) -> QueueKeys:
     return QueueKeys(
         waiting=waiting,
         popped=IntermediateQueue.get_intermediate_queue_key(waiting),
-        started=StartedJobRegistry.key_template.format(name),
-        finished=FinishedJobRegistry.key_template.format(name),
-        failed=FailedJobRegistry.key_template.format(name),
-        deferred=DeferredJobRegistry.key_template.format(name),
-        ready=ReadyJobRegistry.key_template.format(name),
-        scheduled=ScheduledJobRegistry.key_template.format(name),
-        cancelled=CanceledJobRegistry.key_template.format(name),
+        started=registry.StartedJobRegistry.key_template.format(name),
+        finished=registry.FinishedJobRegistry.key_template.format(name),
+        failed=registry.FailedJobRegistry.key_template.format(name),
+        deferred=registry.DeferredJobRegistry.key_template.format(name),
+        ready=registry.ReadyJobRegistry.key_template.format(name),
+        scheduled=registry.ScheduledJobRegistry.key_template.format(name),
+        cancelled=registry.CanceledJobRegistry.key_template.format(name),
     )
 
 

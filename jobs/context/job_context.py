@@ -1,7 +1,5 @@
 """JobContext: what one execution of a job is lent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

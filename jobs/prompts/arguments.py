@@ -81,7 +81,12 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
-            raise _arrived_as_text(name, value)
+            raise InvalidValue(
+                f"{name} arrived as the text {{}}, expected JSON: "
+                f"with rq enqueue write {name}:={{}}, in Python and JSON pass it without quotes",
+                brief(value),
+                value[:MAX_SHOWN_CHARS],
+            )
     known = NOT_TEXT | {"stop"}
     return without_neutral({name: value for name, value in sampling.items() if value is not None or name not in known})
 
@@ -105,15 +110,6 @@ def _prompt(item: object, what: str) -> Prompt | Unusable:
     except InvalidJob as error:
         return Unusable(str(error))
     return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
-
-
-def _arrived_as_text(name: str, value: str) -> InvalidValue:
-    return InvalidValue(
-        f"{name} arrived as the text {{}}, expected JSON: "
-        f"with rq enqueue write {name}:={{}}, in Python and JSON pass it without quotes",
-        brief(value),
-        value[:MAX_SHOWN_CHARS],
-    )
 
 
 def _text(text: str, what: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, JobsError, RequestFailed
+from jobs.errors import InvalidJob, InvalidValue, JobsError, RequestFailed, unlike
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.templated_task import refuse_template
@@ -37,15 +37,15 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
     """Return the task of a line. seed: where it names none. aliases: models that the served one stands for. Raises
     InvalidJob."""
     if custom_id(line) is None:
-        raise InvalidValue("custom_id is {}, expected a text that names the line", brief(line.get("custom_id")))
+        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
     if line.get("method") != "POST":
-        raise InvalidValue("method is {}, expected 'POST'", brief(line.get("method")))
+        raise unlike("method", line.get("method"), "'POST'")
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
         what = ", which is not built" if url in _NOT_BUILT else ""
         raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", brief(url))
     if not isinstance(body, dict):
-        raise InvalidValue("body is {}, expected an object", brief(body))
+        raise unlike("body", body, "an object")
     refuse_template(body)
     if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
         body = {name: value for name, value in body.items() if name != "model"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import Unusable, parse_prompts
 from jobs.prompts.client_values import without_neutral
 from jobs.prompts.labels import parse_truncation
@@ -38,7 +38,7 @@ def embed_task(
     if encoding_format is None:
         encoding_format = "float"
     if encoding_format not in ENCODINGS:
-        raise InvalidValue("encoding_format is {}, expected 'float' or 'base64'", brief(encoding_format))
+        raise unlike("encoding_format", encoding_format, "'float' or 'base64'")
     if input is None:
         raise InvalidJob("input is missing: a text, token ids, or a list of either")
     values = pooling_values(dimensions, normalize, prompt_name, truncate_prompt_tokens)
@@ -60,18 +60,17 @@ def pooling_values(
     values: dict[str, Any] = {}
     if dimensions is not None:
         if type(dimensions) is not int or dimensions < 1:
-            raise InvalidValue(
-                "dimensions is {}, expected a positive integer: on the command line of RQ write dimensions:=256",
-                brief(dimensions),
+            raise unlike(
+                "dimensions", dimensions, "a positive integer: on the command line of RQ write dimensions:=256"
             )
         values["dimensions"] = dimensions
     if normalize is not None:
         if not isinstance(normalize, bool):
-            raise InvalidValue("normalize is {}, expected true or false", brief(normalize))
+            raise unlike("normalize", normalize, "true or false")
         values["normalize"] = normalize
     if prompt_name is not None:
         if not isinstance(prompt_name, str):
-            raise InvalidValue("prompt_name is {}, expected a text such as 'query'", brief(prompt_name))
+            raise unlike("prompt_name", prompt_name, "a text such as 'query'")
         values["prompt_name"] = prompt_name
     if truncate_prompt_tokens is not None:
         values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)

@@ -9,7 +9,7 @@ from math import exp, fsum, isfinite
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import text_problem
 
 MAX_LABELS = 1_000
@@ -38,7 +38,7 @@ class Classified:
 def parse_labels(labels: object) -> list[str]:
     """Return a copy of a list of labels. Raises InvalidJob for what is none."""
     if not isinstance(labels, list | tuple):
-        raise InvalidValue('labels is {}, expected a list of texts such as ["yes", "no"]', brief(labels))
+        raise unlike("labels", labels, 'a list of texts such as ["yes", "no"]')
     if not 2 <= len(labels) <= MAX_LABELS:
         raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
     for number, label in enumerate(labels):
@@ -62,9 +62,7 @@ def scoring_of(labels: Sequence[str], truncate_prompt_tokens: object = None) -> 
 def parse_truncation(value: object) -> int:
     """Return how many tokens of a prompt are read. Raises InvalidJob."""
     if type(value) is not int or (value < 1 and value != -1):
-        raise InvalidValue(
-            "truncate_prompt_tokens is {}, expected a number of tokens, or -1 for what fits", brief(value)
-        )
+        raise unlike("truncate_prompt_tokens", value, "a number of tokens, or -1 for what fits")
     return value
 
 

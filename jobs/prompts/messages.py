@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 
 MAX_MESSAGES = 10_000
@@ -186,10 +186,8 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
-            raise InvalidValue(
-                f"tool {number} is {{}}, expected an object of type 'function' with a 'function'; other "
-                "types are not built",
-                brief(tool),
+            raise unlike(
+                f"tool {number}", tool, "an object of type 'function' with a 'function'; other types are not built"
             )
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidJob(f"tool {number} has no function with a name")

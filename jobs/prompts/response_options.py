@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, unlike
 
 #: Of each token of a chat, as OpenAI's API has it.
 MAX_TOP_LOGPROBS = 20
@@ -30,14 +29,14 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
     echo, num_top = values.get("echo") or False, values.get("logprobs")
     if not isinstance(echo, bool):
-        raise InvalidValue("echo is {}, expected true or false", brief(echo))
+        raise unlike("echo", echo, "true or false")
     if values.get("top_logprobs"):
         raise InvalidJob("top_logprobs belongs to a chat: a completion has a number in logprobs")
     if num_top is None or num_top is False:
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
-        raise InvalidValue("logprobs is {}, expected a number of tokens", brief(num_top))
+        raise unlike("logprobs", num_top, "a number of tokens")
     if not echo:
         return sampling, ResponseOptions(num_top=num_top)
     sampling["echo"] = True
@@ -57,14 +56,14 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     sampling.setdefault("separate_reasoning", True)
     wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs")
     if wanted not in (None, True, False) or isinstance(wanted, (int, float)) != isinstance(wanted, bool):
-        raise InvalidValue("logprobs is {}, expected true or false: a number is top_logprobs", brief(wanted))
+        raise unlike("logprobs", wanted, "true or false: a number is top_logprobs")
     if num_top and not wanted:
         raise InvalidJob("top_logprobs needs logprobs=true")
     if not wanted:
         return sampling, ResponseOptions()
     num_top = 0 if num_top is None else num_top
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise InvalidValue(f"top_logprobs is {{}}, expected an integer from 0 to {MAX_TOP_LOGPROBS}", brief(num_top))
+        raise unlike("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
 
 
@@ -75,7 +74,7 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in LOGPROBS:
         value = kept.get(name, 0)
         if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise InvalidValue(f"{name} is {{}}, expected a number of tokens, 0 to {MAX_TOP_LOGPROBS}", brief(value))
+            raise unlike(name, value, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
     if "top_logprobs" in kept:
         raise InvalidJob("top_logprobs belongs to jobs.chat: a run has their number in logprobs")
     if "echo" in kept:
@@ -107,13 +106,9 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        raise InvalidValue(
-            "response_format is {}, expected an object whose type is text, json_object or json_schema", brief(value)
-        )
+        raise unlike("response_format", value, "an object whose type is text, json_object or json_schema")
     described = value.get("json_schema")
     if not isinstance(described, dict):
-        raise InvalidValue(
-            'json_schema of response_format is {}, expected {{"name": ..., "schema": ...}}', brief(described)
-        )
+        raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
     schema = described.get("schema")
     return {"json_object": True} if schema is None else {"json": schema}

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from jobs.common.display import is_unicode
 from jobs.context.under_way import KeptCompletion
 from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempted, num_generated
@@ -173,22 +174,14 @@ def _function(call: Any) -> dict[str, Any] | None:
     if isinstance(arguments, str):
         found = _value_at(arguments, 0)
         arguments = None if found is None or arguments[found[1] :].strip() else found[0]
-    if not isinstance(arguments, Mapping) or not _is_valid(call["name"]):
+    if not isinstance(arguments, Mapping) or not is_unicode(call["name"]):
         return None
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN, or a number beyond all that JSON's readers hold
         return None
     # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
-    return {"name": call["name"], "arguments": written if _is_valid(written) else json.dumps(arguments)}
-
-
-def _is_valid(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return {"name": call["name"], "arguments": written if is_unicode(written) else json.dumps(arguments)}
 
 
 PLAIN = ResponseOptions()

@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
-from jobs.errors import InvalidJob, InvalidValue, RequestFailed
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
 from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
 from jobs.prompts.messages import NAMES as CHAT_NAMES
@@ -119,9 +119,9 @@ def rerank_task(
             f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
         )
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidValue("top_n is {}, expected a number of documents", brief(top_n))
+        raise unlike("top_n", top_n, "a number of documents")
     if not isinstance(return_documents, bool):
-        raise InvalidValue("return_documents is {}, expected true or false", brief(return_documents))
+        raise unlike("return_documents", return_documents, "true or false")
     values = scoring_of(RERANK_LABELS)
     requests: list[Request | Unusable] = []
     for number, text in enumerate(texts):
@@ -202,7 +202,7 @@ def _one_prompt(prompt: object) -> str | list[int]:
 
 def _listed(name: str, given: object, most: int) -> Sequence[Any]:
     if not isinstance(given, list | tuple):
-        raise InvalidValue(f"{name} is {{}}, expected a list of texts", brief(given))
+        raise unlike(name, given, "a list of texts")
     if not 1 <= len(given) <= most:
         raise InvalidJob(f"{name} holds {len(given)}, expected 1 to {most} of them")
     return given
@@ -212,9 +212,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     found: list[str | list[int]] = []
     for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
-            raise InvalidValue(
-                f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty", brief(each)
-            )
+            raise unlike(f"continuation {number}", each, "a text or a list of token ids, and not empty")
         found.append(_one_prompt([each]))
     return found
 
@@ -225,7 +223,7 @@ def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
         return _without_content(asked) if is_chat else CONTENT_FREE
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
-        raise InvalidValue(f"calibrate is {{}}, expected true, false, or {kind} without content", brief(calibrate))
+        raise unlike("calibrate", calibrate, f"true, false, or {kind} without content")
     return calibrate
 
 

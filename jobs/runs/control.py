@@ -1,7 +1,5 @@
 """Submits and cancels runs: what the command line does, without the terminal."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +16,14 @@ from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
-from jobs.runs.output import RunOutput
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.earlier_jobs import EarlierJob, read_earlier
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
-from jobs.runs.redis_state.executions import Holder, read_holders
 from jobs.runs.redis_state.run_index import list_in_index
-from jobs.runs.redis_state.state import LOCK_WAIT_S, RunState
+from jobs.runs.redis_state.run_jobs import EarlierJob, read_earlier, read_holders
+from jobs.runs.redis_state.state import RunState
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
@@ -79,8 +75,7 @@ def submit_run(
             pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
-    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
-        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     list_in_index(connection, run)
     return run
 
@@ -100,31 +95,15 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
 
 
-def describe_again(connection: Redis, output: RunOutput) -> bool:
-    """Tell Redis of a run whose keys it has lost, but not every job; return False where none is left."""
-    with connection.pipeline() as pipe:
-        for shard in range(output.shards):
-            pipe.hget(job_key(shard_job_id(output.run, shard)), "origin")
-        origins = {stored.text(origin) for origin in pipe.execute() if origin}
-    if not origins:
-        return False
-    size = {"rows": output.rows, "shards": output.shards}
-    model = {"model": output.model.fingerprint, "model_text": str(output.model)}
-    facts: dict[str, str | int] = {"output": output.folder, "queue": min(origins), **size, **model}
-    RunState(connection, output.run).describe(facts)
-    return True
-
-
-def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Cancelled:
+def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now. Raises
-    UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
+    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, or RunResubmitted where that has
+    happened before all its jobs were told.
     """
     state = RunState(connection, run)
     facts, submission = state.facts(), state.submission()
-    with state.lock(wait_s) as lock:  # a planner is either done enqueueing, or will see the mark
-        state.cancel(lock, submission)
+    state.cancel(submission)  # a planner has enqueued before, or will see the mark
     done = state.parts()
     shards = range(int(facts.get("shards", 0)))
     ids = [shard_job_id(run, shard) for shard in shards if shard not in done]
@@ -233,13 +212,9 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     held = read_holders(connection, job_ids)
     pipe.multi()
     for holder in held:
-        pipe.publish(command_channel(holder.worker), json.dumps(_stop_command(holder)))
+        command = {"command": "stop-job", "job_id": holder.job_id}
+        if holder.is_ours:  # RQ's own know jobs alone
+            command = {**command, "command": "stop-execution", "execution_id": holder.execution_id}
+        pipe.publish(command_channel(holder.worker), json.dumps(command))
     pipe.execute()
     return len({holder.job_id for holder in held})
-
-
-def _stop_command(holder: Holder) -> dict[str, str]:
-    """Return a command that names the one execution to a worker of ours; RQ's own know jobs alone."""
-    if holder.is_ours:
-        return {"command": "stop-execution", "job_id": holder.job_id, "execution_id": holder.execution_id}
-    return {"command": "stop-job", "job_id": holder.job_id}

@@ -5,8 +5,6 @@ The jobs are enqueued before the shard's job ends that ended the run, in one tra
 worker that was killed in between the shard runs again, which enqueues them.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping
@@ -18,18 +16,16 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.display import brief
 from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
-from jobs.errors import InvalidValue, RunBusy, UnknownRun
+from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
 from jobs.runs.redis_state.end_calls import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
-from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.refusals import WebhookFailed, WebhookRefused
+from jobs.runs.redis_state.transactions import transact
 
 #: The function that posts.
 POSTING = "jobs.post_run_end"
@@ -178,7 +174,7 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
     if not 0 < len(body) <= MAX_BODY_BYTES:
-        raise InvalidValue("content is {}, expected a small mapping", brief(content))
+        raise unlike("content", content, "a small mapping")
     for pause_s in (*PAUSES_S, None):
         context.check_interrupted()
         status, problem = _post(context, webhook, body)

@@ -1,7 +1,5 @@
 """Which run a folder is the output of, and what it tells without Redis. Needs no pyarrow."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Failed jobs with their errors, within bounds: a queue may have many thousands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

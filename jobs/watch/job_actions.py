@@ -4,8 +4,6 @@ RQ's own command reads jobs with pickle unless it is called with `-S json`, and 
 runs as whoever reads it.
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ from jobs.common.rq_jobs import (
     time_text,
 )
 from jobs.runs.control import stop_held
-from jobs.runs.redis_state.lock import transact
+from jobs.runs.redis_state.transactions import transact
 
 #: Jobs that are requeued in one transaction.
 CHUNK = 100

@@ -1,7 +1,5 @@
 """How many jobs are where in RQ's queues, counted by keys."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -14,7 +12,7 @@ from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import run_key, run_parts_key
+from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import plan_job_id, shard_job_id
@@ -145,8 +143,8 @@ def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[
     with connection.pipeline(transaction=False) as pipe:
         for run in names:
             pipe.hmget(run_key(run), _FACTS)
-            pipe.hlen(run_parts_key(run))
-            pipe.hexists(run_parts_key(run), "total")
+            pipe.hlen(run_key(run, "parts"))
+            pipe.hexists(run_key(run, "parts"), "total")
             pipe.hget(job_key(plan_job_id(run)), "status")
         replies = pipe.execute()
     found = {}

@@ -54,6 +54,7 @@ class Stage:
             "TOKENMILL_TORCH_THREADS": "1",
             "TOKENMILL_KV_CACHE_BYTES": "64MiB",
             "TOKENMILL_LEASE_S": "2",
+            "TOKENMILL_DATA_ROOTS": f"{folder}:{ROOT / 'ops'}",
             "HF_HUB_OFFLINE": "1",
         }
         _make_clone(folder)

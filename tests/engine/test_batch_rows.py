@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.decode_state import advance, write_rows
 from engine.run.forward.rows import BatchRows, RowChanges, StaticRows, WriteRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
+from tests.engine.graphs import advance, write_rows
 from tests.engine.shadow import ShadowDevice
 from tests.engine.test_histories import play, random_history
 

@@ -17,7 +17,7 @@ from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine import test_parity as parity
-from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
+from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs, write_rows
 from tests.engine.reference import Reference
 
 pytestmark = pytest.mark.long
@@ -90,7 +90,7 @@ class Graphs:
         self.capture = SimulatedCapture()
         self.graphs = DecodeGraphs(
             self._forward, lambda hidden, rows, edits, tokens: tokens.copy_(hidden.squeeze(1)),
-            ReplayedTorch(CPU), self.capture, StaticRows(10, -(-200 // BLOCK), BLOCK, CPU), 200,
+            ReplayedTorch(CPU), self.capture, StaticRows(10, -(-200 // BLOCK), BLOCK, CPU, write_rows), 200,
         )  # fmt: skip
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:

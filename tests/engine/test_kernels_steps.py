@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, advance, write_rows
+from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.gpu_draws import weigh
@@ -28,6 +28,7 @@ from engine.run.forward.rows import StaticRows
 from engine.sampling import draws
 from engine.sampling.edit_logits import edit_logits as by_torch
 from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask
+from tests.engine.graphs import advance, write_rows
 from tests.engine.paged import DEVICE
 from tests.engine.sampler_cases import by_triton, cases, differences, make_case
 
@@ -105,7 +106,7 @@ def filled(num_rows: int, block_size: int, seed: int) -> DecodeState:
     def draw(low: int, high: int, shape: Any) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    static = StaticRows(num_rows + 3, 40, block_size, DEVICE)
+    static = StaticRows(num_rows + 3, 40, block_size, DEVICE, write_rows)
     state = static.state.first(num_rows)
     state.next_token_ids.copy_(draw(-1, 152_000, (num_rows,)))
     state.next_positions.copy_(draw(0, 40 * block_size, (num_rows,)))
@@ -135,7 +136,7 @@ def test_a_step_begins_as_by_the_reference(num_rows: int, block_size: int) -> No
 
 def test_nothing_past_the_rows_is_written() -> None:
     """A smaller graph leaves the rows behind its own alone."""
-    static = StaticRows(200, 3, 16, DEVICE)
+    static = StaticRows(200, 3, 16, DEVICE, write_rows)
     static.state.next_positions.fill_(5)
     TritonBackend(DEVICE).advance(static.state.first(130))
     assert static.state.next_positions.tolist() == [6] * 130 + [5] * 70

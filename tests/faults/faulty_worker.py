@@ -21,7 +21,6 @@ from jobs.parquet.planning import planner
 from jobs.parquet.shards import shard_work
 from jobs.parquet.shards.shard_task import ShardTask
 from jobs.runs.redis_state import shard_jobs
-from jobs.runs.redis_state import state as run_state
 from jobs.runs.redis_state.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
@@ -124,7 +123,6 @@ def serve(plan: WorkerPlan) -> None:
         TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in FUNCTIONS),
         FAKE_STEP_S="0.02",
     )
-    run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     _before(JobRunner, "begin", plan.has_work.touch)
     if plan.strike is not None:
         if plan.strike.action == "clock jump":

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.common.keys import run_key, run_lock_key
+from jobs.common.keys import run_key
 from jobs.context import JobContext
 from jobs.errors import JobsError
 from jobs.parquet.files.storage import Storage
@@ -77,8 +77,7 @@ class Scene:
         work.close()
 
     def finish(self) -> None:
-        """What others do: whoever holds the run's lock and sleeps has lost it."""
-        self.redis.delete(run_lock_key(self.spec.run))
+        """What others do."""
         self.plan(Fuse(None))
         work_off(self.redis, self.context)
 
@@ -121,7 +120,6 @@ def finished(scene: Scene) -> None:
 
 
 def cancelled_and_finished(scene: Scene) -> None:
-    scene.redis.delete(run_lock_key(scene.spec.run))
     if scene.redis.exists(run_key(scene.spec.run)):
         cancel_run(scene.redis, scene.spec.run)
     scene.finish()

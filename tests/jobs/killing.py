@@ -8,7 +8,6 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import RunFolder
@@ -170,16 +169,8 @@ def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | No
 RECOVERIES = ("unfinished jobs run again", "planned again", "planned again without redis")
 
 
-def release_lock(redis: Redis, spec: RunSpec) -> None:
-    """Let the dead process's lock expire."""
-    if redis.exists(run_lock_key(spec.run)):
-        assert 0 < redis.ttl(run_lock_key(spec.run)) <= 10
-        redis.delete(run_lock_key(spec.run))
-
-
 def recover(redis: Redis, runs: Runs, spec: RunSpec, recovery: str, finished: int) -> None:
     """End the run of a dead process."""
-    release_lock(redis, spec)
     for job in queued_jobs(redis)[:finished]:
         job.delete()
     if recovery == "planned again without redis":

@@ -6,8 +6,6 @@ a row has the same bits in every batch. Sources: arXiv:2309.06180; Flash-Decodin
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

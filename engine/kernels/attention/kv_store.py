@@ -1,7 +1,5 @@
 """Storing a step's keys and values in the paged cache."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

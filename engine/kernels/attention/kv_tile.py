@@ -3,8 +3,6 @@
 WINDOW, CHUNK and SOFT_CAP (in base 2) are AttentionFeatures': compiled in, None without.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

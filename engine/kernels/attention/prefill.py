@@ -3,8 +3,6 @@
 Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

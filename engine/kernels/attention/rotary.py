@@ -3,8 +3,6 @@
 Sources: arXiv:2104.09864; per-head norms as in Qwen3; PagedAttention, arXiv:2309.06180, section 4.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Chooses each token's experts, and sorts the rows of all tokens by expert: one launch each."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ are summed by the product that wrote it, one sum for each program. All in float3
 Summing them in the loop of the next product makes Triton 3.7 keep a buffer too few (seen for sm_90).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Activation of the gate times up, over the output of a merged gate and up projection."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

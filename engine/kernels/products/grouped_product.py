@@ -1,7 +1,5 @@
 """Linear layers of many experts in one launch, over rows that are sorted by expert."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites, write_rows
+from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.kernels.upload import ALIGNMENT
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import SamplingBatch
@@ -116,12 +116,7 @@ class StaticRows:
     """max_num_seqs rows, all padding at first. indices: [rows] int32, 0, 1, 2, ...  order: as of RowChanges."""
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_blocks: int,
-        block_size: int,
-        device: torch.device,
-        write_rows: WriteRows = write_rows,
+        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, write_rows: WriteRows
     ) -> None:
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned

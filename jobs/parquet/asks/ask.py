@@ -1,7 +1,5 @@
 """What every kind of asking has in common."""
 
-from __future__ import annotations
-
 import abc
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows that are lines of OpenAI's batch files: each is a job of its own, whose response is its answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows with several prompts: each is filled in once those before it are answered."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that are embedded."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Rows that have one prompt each; it is asked again where a check does not take the answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -30,12 +30,6 @@ def kind_of(spec: RunSpec) -> type[Ask]:
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     """Return what a run asks. source: of its rows. Raises InvalidValue where it cannot be calibrated."""
-    ask = _kind_of(plan, source, context)
-    ask.keys = RowKeys(plan.spec, ask.before, context.checks.version(plan.spec.repairs))
-    return ask
-
-
-def _kind_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     spec = plan.spec
     makers: dict[type[Ask], Callable[[], Ask]] = {
         BatchLines: lambda: BatchLines(plan, context),
@@ -44,4 +38,6 @@ def _kind_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
         Embeddings: lambda: Embeddings(spec),
         Generate: lambda: Generate(spec, plan.seed, context.checks),
     }
-    return makers[kind_of(spec)]()
+    ask = makers[kind_of(spec)]()
+    ask.keys = RowKeys(spec, ask.before, context.checks.version(spec.repairs))
+    return ask

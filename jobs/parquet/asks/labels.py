@@ -1,7 +1,5 @@
 """Rows that are classified: the probability of each label behind a row's prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

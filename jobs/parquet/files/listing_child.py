@@ -1,7 +1,7 @@
 """What a child does that lists prefixes of object stores: obstore keeps all of a listing, however long."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import obstore
@@ -31,19 +31,10 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def listing(store: Any, kind: str, key: str) -> Any:
-    """Return what a listing tells of a prefix: the "level" right in it, or "has_any"."""
-    return _KINDS[kind](store, key)
-
-
-def _level(store: Any, key: str) -> dict[str, Any]:
-    """Return the folders and objects right in a prefix, and when each object was written, in nanoseconds."""
+    """Return whether a prefix "has_any" object; of its "level" the folders and objects right in it, and when each of
+    these was written, in nanoseconds."""
+    if kind == "has_any":
+        return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
     found = obstore.list_with_delimiter(store, key or None)
     objects = {each["path"]: int(each["last_modified"].timestamp() * 1e9) for each in found["objects"]}
     return {"folders": list(found["common_prefixes"]), "objects": objects}
-
-
-def _has_any(store: Any, key: str) -> bool:
-    return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
-
-
-_KINDS: dict[str, Callable[[Any, str], Any]] = {"level": _level, "has_any": _has_any}

@@ -131,7 +131,7 @@ class LocalFiles:
                 return False
             except FileNotFoundError:
                 # Whoever finished the run removed leftovers, this file among them; that needs a published target.
-                if not _exists(name, folder):
+                if not os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False):
                     raise
                 return False
             try:
@@ -188,14 +188,6 @@ def _put_exclusively(written: str, name: str, folder: int) -> None:
 def _sync(name: str, folder: int) -> None:
     with _opened(name, os.O_RDONLY, folder) as descriptor:
         os.fsync(descriptor)
-
-
-def _exists(name: str, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:

@@ -83,7 +83,7 @@ class ObjectFiles:
 
     def stat(self, path: str) -> FileStat | None:
         found = self._head(path)
-        return found and FileStat(found["size"], _nanoseconds(found), found["e_tag"] or "")
+        return found and FileStat(found["size"], int(found["last_modified"].timestamp() * 1e9), found["e_tag"] or "")
 
     def look(self, path: str) -> Entry | None:
         key, name = self._place(path)[1], os.path.basename(path)
@@ -223,7 +223,3 @@ class ObjectFiles:
     def _key(self, path: str, target: str) -> str:
         """Return the key of what is beside a target."""
         return self._place(os.path.join(os.path.dirname(target), os.path.basename(path)))[1]
-
-
-def _nanoseconds(found: Any) -> int:
-    return int(found["last_modified"].timestamp() * 1e9)

@@ -28,9 +28,8 @@ from jobs.parquet.formats.kinds import (
 )
 from jobs.parquet.formats.records import Record, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
-from jobs.parquet.tables.table_child import Replies, named, serialized
+from jobs.parquet.tables.table_child import Replies, serialized, with_file
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
-from sandbox.child import Worker
 
 #: Rows and bytes that are Python's at a time, and those after which a row group ends.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
@@ -51,22 +50,9 @@ _BATCH_KINDS: Mapping[str, Kind] = {"custom_id": "text", "request": "json"}
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
-def scan(worker: Worker) -> Replies:
+@with_file
+def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, slice by slice."""
-    yield from named(worker, _scan)
-
-
-def convert(worker: Worker) -> Replies:
-    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns."""
-    yield from named(worker, _convert)
-
-
-def codec_of(head: bytes) -> str | None:
-    """Return how a file is compressed, None where it is not. head: its first bytes."""
-    return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
-
-
-def _scan(question: Mapping[str, Any], source: Any) -> Replies:
     groups: list[list[int]] = []
     with _opened(question, source) as table:
         for rows, size, part in table.slices(question["rows"]):
@@ -78,12 +64,15 @@ def _scan(question: Mapping[str, Any], source: Any) -> Replies:
         yield {"kinds": list(table.kinds.items()), "groups": groups}, serialized(table.schema)
 
 
-def _convert(question: Mapping[str, Any], source: Any) -> Replies:
+@with_file
+def convert(question: Mapping[str, Any], source: Any) -> Replies:
+    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns."""
     sink = io.BytesIO()
+    file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
     with _opened(question, source) as table:
         table.kinds = dict(question["kinds"])
         schema, group, size = table.schema, list[pa.RecordBatch](), [0, 0]
-        with pq.ParquetWriter(pa.PythonFile(_Unclosed(sink), "w"), schema) as writer:
+        with pq.ParquetWriter(file, schema) as writer:
             for rows, num_bytes, part in table.slices(question["rows"]):
                 if _is_full(*size):
                     writer.write_table(pa.Table.from_batches(group, schema))
@@ -100,20 +89,6 @@ def _is_full(rows: int, num_bytes: int) -> bool:
     return rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES
 
 
-class _Unclosed:
-    """A file of Python's as pyarrow writes it, which stays open."""
-
-    closed = False
-
-    def __init__(self, sink: io.BytesIO) -> None:
-        self.write = sink.write
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    close = flush
-
-
 def _taken(sink: io.BytesIO) -> bytes:
     found = sink.getvalue()
     sink.seek(0)
@@ -127,7 +102,8 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     if file_format == ARROW:
         yield _ArrowTable(path, source)
         return
-    codec = codec_of(source.read_at(4, 0))
+    head = source.read_at(4, 0)
+    codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
     source.seek(0)
     if codec is None:
         yield _TextTable(path, file_format, source)

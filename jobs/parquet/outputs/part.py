@@ -177,19 +177,15 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
     size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
     if size < needed:  # data was cut out of a file whose footer is whole
         raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
-    stats = _parse(path, found.metadata.get(METADATA_KEY))
+    if (text := found.metadata.get(METADATA_KEY)) is None:
+        raise PartDamaged(path, "Tokenmill did not write it")
+    try:
+        stats = PartStats.from_text(text)
+    except ValueError as error:
+        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
     if found.rows != expected or stats.rows != expected:
         raise PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
     return stats
-
-
-def _parse(path: str, text: bytes | None) -> PartStats:
-    if text is None:
-        raise PartDamaged(path, "Tokenmill did not write it")
-    try:
-        return PartStats.from_text(text)
-    except ValueError as error:
-        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None

@@ -9,11 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.outputs.output_file import failed_rows, open_part
+from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.tables.columns import ColumnChoice
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
@@ -137,10 +136,5 @@ class FolderReader:
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""
-        row = self.plan.first_row(shard)
-        with open_part(self._storage, self.plan, shard, ColumnChoice(tuple(columns))) as file:
-            for batch in file.batches():
-                for values in batch.to_pylist():
-                    yield {"row": row, **values}
-                    row += 1
+        """Return the rows of a part with their number and these of its columns. Raises PartDamaged."""
+        return ({"row": row, **values} for row, values in part_rows(self._storage, self.plan, shard, columns))

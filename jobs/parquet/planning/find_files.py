@@ -5,15 +5,14 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, glob_chars, reading
-from jobs.runs.plans.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
+from jobs.runs.plans.formats import PARQUET, is_named, named_format
 from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_num_files
@@ -32,12 +31,6 @@ class Folder(NamedTuple):
     path: str
     above: Folder | None = None
 
-    def real_path(self, entry: Entry, storage: Storage) -> str:
-        """Return the real path of what is in this folder. Raises PathOutsideRoots, or InvalidValue for a name
-        that is not UTF-8."""
-        path = os.path.join(self.path, entry.name)
-        return storage.resolve(path) if entry.is_link else run_path(path)
-
     def child(self, entry: Entry, storage: Storage) -> Folder | None:
         """Return a folder in this one; None for a link that leads back. Raises PathOutsideRoots."""
         path = storage.resolve(os.path.join(self.path, entry.name)) if entry.is_link else None
@@ -49,20 +42,92 @@ class Folder(NamedTuple):
         return Folder(os.path.join(self.named, entry.name), path or os.path.join(self.path, entry.name), self)
 
 
-class Match(NamedTuple):
-    """What a glob has matched. named: the path as it matched. path: the real one."""
+class Found(NamedTuple):
+    """What a search meets in a folder. keys: those of the folders that lead there."""
 
-    named: str
-    path: str
-    is_folder: bool
+    folder: Folder
+    entry: Entry
+    keys: Keys = ()
+
+    @property
+    def named(self) -> str:
+        """Return the path as it was found."""
+        return os.path.join(self.folder.named, self.entry.name)
+
+    def real_path(self, storage: Storage) -> str:
+        """Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
+        path = os.path.join(self.folder.path, self.entry.name)
+        return storage.resolve(path) if self.entry.is_link else run_path(path)
 
 
-class FolderLister:
-    """Lists the folders of one search, and heeds what interrupts the storage at each folder and name."""
+class Search:
+    """One search, which heeds what interrupts the storage at each folder and name.
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    output: of the run. wanted: the format of files in folders, None for what they have.
+    """
+
+    def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
+        self.storage, self._output, self._wanted = storage, output, wanted
         self._num_names = 0
+
+    def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
+        """Return the files of an input. keys: of the folders above it."""
+        if _is_glob(self.storage, item):
+            return self._matched_files(item, keys)
+        path = self.storage.resolve(item)
+        if self.storage.is_folder(path):
+            return self._folder_files(path, keys)
+        return [FoundFile(path, keys, item)] if self.storage.stat(path) is not None else []
+
+    def _matched_files(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
+        searched, fixed = pattern.split("/"), _first_glob_segment(pattern)
+        for match in self.matches(pattern, any(map(_is_hidden, searched[fixed:]))):
+            segments, path = match.named.split("/")[fixed:], match.real_path(self.storage)
+            if not match.entry.is_folder:
+                yield FoundFile(path, (*above, *_keys(segments[:-1])), match.named)
+            elif "**" not in searched and path != self._output:  # which finds a folder's files by itself
+                yield from self._folder_files(path, (*above, *_keys(segments)))
+
+    def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
+        """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
+        seen: list[Found] = []
+        nested: dict[str | None, str] = {}
+        for each, is_nested in self._files(Folder(path, path), keys):
+            if is_nested:
+                nested.setdefault(named_format(each.entry.name), each.named)
+            else:
+                seen.append(each)
+        wanted = self._wanted or _format_of([each.named for each in seen])
+        files = [
+            FoundFile(each.real_path(self.storage), each.keys, each.named)
+            for each in seen
+            if is_named(each.named, wanted)
+        ]
+        if first := next((name for name in nested.values() if is_named(name, wanted)), None):
+            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
+        return files
+
+    def _files(self, top: Folder, keys: Keys) -> Iterator[tuple[Found, bool]]:
+        """Yield the files of a folder and of its key=value folders, and whether they lie below one of another name."""
+        waiting = [(top, keys, False, iter(self.entries(top.path)))]
+        while waiting:
+            folder, keys, is_nested, entries = waiting[-1]
+            entry = next(entries, None)
+            if entry is None:
+                waiting.pop()
+            elif _is_hidden(entry.name):
+                continue
+            elif not entry.is_folder:
+                if is_named(entry.name, self._wanted):
+                    yield Found(folder, entry, keys), is_nested
+            elif is_nested or (key := folder_key(entry.name)) is None:
+                path = os.path.join(folder.path, entry.name)
+                if not entry.is_link and path != self._output:
+                    waiting.append((Folder(path, path), keys, True, iter(self.readable_entries(path))))
+            else:
+                child = folder.child(entry, self.storage)
+                if child is not None and child.path != self._output:
+                    waiting.append((child, (*keys, key), False, iter(self.entries(child.path))))
 
     def entries(self, folder: str) -> list[Entry]:
         """Return what a folder holds, by name. Raises SearchTooLong, or OSError where it cannot be read."""
@@ -82,8 +147,8 @@ class FolderLister:
             return self.entries(folder)
         return []
 
-    def matches(self, pattern: str, is_passed_by: Callable[[str], bool]) -> list[Match]:
-        """Return what a glob names, by name. is_passed_by: tells names that are no part of the search.
+    def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
+        """Return what a glob names, by name; hidden names only where it spells one out.
 
         As in `glob`, but each folder is gone through once, however many `**` lead there, and a link back to a
         folder above it ends there. A folder that cannot be read holds nothing. Raises SearchTooLong, or
@@ -98,16 +163,15 @@ class FolderLister:
             folder, places = waiting.pop()
             for entry in self._candidates(folder, [segments[place] for place in places]):
                 hits = {place for place in places if _matches(segments[place], entry.name)}
-                if not hits or is_passed_by(entry.name):
+                if not hits or (_is_hidden(entry.name) and not names_hidden):
                     continue
                 if len(segments) - 1 in hits:
-                    path = folder.real_path(entry, self.storage)
-                    found.append(Match(os.path.join(folder.named, entry.name), path, entry.is_folder))
+                    found.append(Found(folder, entry))
                 below = _with_skipped({p if segments[p] == "**" else p + 1 for p in hits}, segments)
                 child = folder.child(entry, self.storage) if below and entry.is_folder else None
                 if child is not None:
                     waiting.append((child, below))
-        return sorted(found)
+        return sorted(found, key=lambda each: each.named)
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return what of a folder may match: it is not listed where its names are known."""
@@ -152,16 +216,14 @@ def find_files(
     PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or NestedFolders
     for a folder that holds such files in folders of plain names.
     """
-    lister = FolderLister(storage)
-    found: list[FoundFile] = []
+    search, found = Search(storage, output, input_format), list[FoundFile]()
     folders = [_searched_folder(storage, item) for item in inputs]
     shared = _num_shared(folders)
     for item, folder in zip(inputs, folders, strict=True):
         storage.check_interrupted()
         keys = _keys(folder.split("/")[shared:])
         with reading(item):
-            search = _Search(lister, output, input_format)
-            files = [f for f in search.expand(item, keys) if not _is_below(output, f.path)]
+            files = [f for f in search.expand(item, keys) if not f.path.startswith(f"{output}/")]
         if not files:
             raise InputNotFound(item)
         found += files
@@ -189,85 +251,6 @@ def _num_shared(folders: Sequence[str]) -> int:
     return min(map(len, paths))
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Finds the files of one input. wanted: the format of those in folders, None for what they have."""
-
-    lister: FolderLister
-    output: str
-    wanted: str | None
-
-    def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        if _is_glob(self.lister.storage, item):
-            return self._matches(item, keys)
-        path = self.lister.storage.resolve(item)
-        if self.lister.storage.is_folder(path):
-            return self._folder_files(path, keys)
-        return [FoundFile(path, keys, item)] if self.lister.storage.stat(path) is not None else []
-
-    def _matches(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
-        searched = pattern.split("/")
-        fixed = _first_glob_segment(pattern)
-        names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
-        for match in self.lister.matches(pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)):
-            segments = match.named.split("/")[fixed:]
-            if not match.is_folder:
-                keys = (*above, *_keys(segments[:-1]))
-                yield FoundFile(match.path, keys, match.named)
-            elif "**" not in searched and match.path != self.output:  # which finds a folder's files by itself
-                yield from self._folder_files(match.path, (*above, *_keys(segments)))
-
-    def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
-        """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
-        plain_folders: list[str] = []
-        seen = list(self._files(Folder(path, path), keys, plain_folders))
-        wanted = self.wanted or _format_of([each.named for each in seen])
-        files = [each.found(self.lister.storage) for each in seen if is_named(each.named, wanted)]
-        plain = [folder for folder in plain_folders if folder != self.output]
-        if (nested := _first_nested(self.lister, plain, self.output, wanted)) is not None:
-            suffix = next(each for each in _suffixes(wanted) if nested.lower().endswith(each))
-            raise NestedFolders(path, os.path.relpath(nested, path), suffix)
-        return files
-
-    def _files(self, top: Folder, keys: Keys, plain_folders: list[str]) -> Iterator[_Seen]:
-        """Yield the files of a folder and of its key=value folders; note those that are not entered."""
-        lister = self.lister
-        waiting = [(top, keys, iter(lister.entries(top.path)))]
-        while waiting:
-            folder, keys, entries = waiting[-1]
-            entry = next(entries, None)
-            if entry is None:
-                waiting.pop()
-            elif _is_hidden(entry.name):
-                continue
-            elif not entry.is_folder:
-                if is_named(entry.name, self.wanted):
-                    yield _Seen(folder, entry, keys)
-            elif (key := folder_key(entry.name)) is None:
-                plain_folders.append(os.path.join(folder.path, entry.name))
-            else:
-                child = folder.child(entry, lister.storage)
-                if child is not None and child.path != self.output:
-                    below = (*keys, key)
-                    waiting.append((child, below, iter(lister.entries(child.path))))
-
-
-class _Seen(NamedTuple):
-    """A file in a folder, before it is known whether it is input: where a link leads is not asked yet."""
-
-    folder: Folder
-    entry: Entry
-    keys: Keys
-
-    @property
-    def named(self) -> str:
-        return os.path.join(self.folder.named, self.entry.name)
-
-    def found(self, storage: Storage) -> FoundFile:
-        """Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
-        return FoundFile(self.folder.real_path(self.entry, storage), self.keys, self.named)
-
-
 def _format_of(names: Sequence[str]) -> str | None:
     """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
     found: dict[str, str] = {}
@@ -277,12 +260,6 @@ def _format_of(names: Sequence[str]) -> str | None:
         (one, first), (other, second), *_ = found.items()
         raise MixedFormats(second, other, first, one)
     return PARQUET if PARQUET in found else next(iter(found), None)
-
-
-def _suffixes(wanted: str | None) -> Iterable[str]:
-    """Return how the names of a format's files end, None for any, compressed ones last."""
-    plain = [each for name, own in SUFFIXES.items() if wanted in (None, name) for each in own]
-    return [*plain, *COMPRESSED]
 
 
 def _is_glob(storage: Storage, item: str) -> bool:
@@ -298,25 +275,5 @@ def _keys(names: Sequence[str]) -> Keys:
     return tuple(key for key in map(folder_key, names) if key is not None)
 
 
-def _first_nested(lister: FolderLister, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
-    """Return a file of a wanted format, None for any, that lies below a folder, but not below the output."""
-    waiting = list(reversed(folders))
-    while waiting:
-        folder = waiting.pop()
-        for entry in reversed(lister.readable_entries(folder)):
-            path = os.path.join(folder, entry.name)
-            if _is_hidden(entry.name) or path == output:
-                continue
-            if entry.is_folder and not entry.is_link:
-                waiting.append(path)
-            elif not entry.is_folder and is_named(entry.name, wanted):
-                return path
-    return None
-
-
 def _is_hidden(name: str) -> bool:
     return name[:1] in ("_", ".")
-
-
-def _is_below(folder: str, path: str) -> bool:
-    return path.startswith(folder + "/")

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import ColumnConflict, CorruptTable, InputNotFound, SchemaMismatch
+from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputNotFound, SchemaMismatch
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -23,7 +23,6 @@ from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET,
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
 from jobs.runs.plans.plan import Plan, PlannedFile
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.refusals import InputBeingWritten
 
 #: Lines that repeat a custom_id, each of which the plan lists.
 MAX_REPEATED = 100_000
@@ -218,10 +217,9 @@ def _added_columns(
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:
     """Describe the fields in which a schema differs from the first file's."""
-    ours, theirs = ({_column(field) for field in each} for each in (schema, first))
+    ours, theirs = (
+        {f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in each}
+        for each in (schema, first)
+    )
     extra, missing = sorted(ours - theirs), sorted(theirs - ours)
     return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
-
-
-def _column(field: pa.Field) -> str:
-    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"

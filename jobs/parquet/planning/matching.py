@@ -1,7 +1,5 @@
 """Finds, for the rows of a new plan, which of them earlier runs have answered, and takes these answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -29,7 +29,7 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
     keys: without a model, zeros for rows whose answer is none to take. marks: of each row's model.
     """
     keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
-    path = keys_path(plan, shard)
+    path = os.path.join(plan.spec.output, keys_name(shard))
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, temporary_name(execution_id, name))
     body = marks.tobytes() + keys.tobytes()
@@ -46,7 +46,7 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
 
 def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:
     """Return a part's keys, and the marks of the models in them. Raises PartDamaged, also where there are none."""
-    path, rows = keys_path(plan, shard), plan.shards[shard].rows
+    path, rows = os.path.join(plan.spec.output, keys_name(shard)), plan.shards[shard].rows
     try:
         with reading(path), storage.open_input(path) as source:
             found = bytes(source.read(_HEAD.size + (MAX_MODELS + rows) * SIZE + 1))
@@ -62,13 +62,3 @@ def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:
         raise PartDamaged(path, f"it has the keys of {num_rows} rows, expected {rows}")
     keys = as_keys(body)
     return keys[num_marks:], keys[:num_marks]
-
-
-def keys_path(plan: Plan, shard: int) -> str:
-    """Return where a part's keys are."""
-    return os.path.join(plan.spec.output, keys_name(shard))
-
-
-def distinct(marks: list[Keys]) -> Keys:
-    """Return each of some marks once."""
-    return np.unique(np.concatenate(marks), axis=0) if marks else as_keys(b"")

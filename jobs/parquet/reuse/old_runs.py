@@ -1,7 +1,5 @@
 """Earlier runs whose answers a new run takes: their keys in one index, and their answers part by part."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PlanDamaged
-from jobs.parquet.asks.row_keys import Keys
+from jobs.parquet.asks.row_keys import NO_KEYS, Keys
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import open_part
 from jobs.parquet.outputs.plan_file import load_plan
-from jobs.parquet.reuse.key_file import distinct, read_keys
+from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.runs.plans.names import KEYS, PLAN, part_shard
@@ -82,7 +80,7 @@ class OldRuns:
             self.parts.append(OldPart(plan, shard, self.keys.size, told))
             self.keys.add(keys)
             marks.append(models)
-        self.marks = distinct(marks)
+        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)
         self.keys.sort()
 
     def part_of(self, place: int) -> OldPart:
@@ -135,18 +133,16 @@ def _plan_of(storage: Storage, output: str) -> tuple[str, Plan]:
 
 def _answered(storage: Storage, plan: Plan) -> list[int]:
     """Return the shards whose part is there. Raises CannotReuse where they have no keys."""
-    try:
-        shards = {part_shard(name) for name in storage.names(plan.spec.parts_folder)}
-    except FileNotFoundError:  # the folder of the parts is made with the first one
-        shards = set()
+    shards = {part_shard(name) for name in _names(storage, plan.spec.parts_folder)}
     found = sorted(shard for shard in shards if shard is not None and shard < len(plan.shards))
-    if found and not _has_keys(storage, plan.spec.output):
+    if found and not _names(storage, os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
     return found
 
 
-def _has_keys(storage: Storage, output: str) -> bool:
+def _names(storage: Storage, folder: str) -> list[str]:
+    """Return the names in a folder, which is made with the first of them."""
     try:
-        return bool(storage.names(os.path.join(output, KEYS)))
+        return storage.names(folder)
     except FileNotFoundError:
-        return False
+        return []

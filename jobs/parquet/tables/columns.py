@@ -15,27 +15,17 @@ PROBLEM = "\0problem"
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
 
 
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+_BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether values are texts; a column of nulls alone may be meant as one."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_null(kind)
-    )
+    return is_text(kind.value_type) if pa.types.is_dictionary(kind) else any(is_one(kind) for is_one in _TEXTS)
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return is_bytes(kind.value_type)
-    return bool(
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_binary_view(kind)
-    )
+    return is_bytes(kind.value_type) if pa.types.is_dictionary(kind) else any(is_one(kind) for is_one in _BYTES)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, unlike
 
 #: Rows of a row group: what a reader of one shard has to pass is bounded by it.
 GROUP_ROWS = 10_000
@@ -36,7 +36,9 @@ def write_given_table(given: Any, folder: str) -> str:
             pq.write_table(table, temporary, row_group_size=GROUP_ROWS)
         except (pa.ArrowException, TypeError) as error:
             raise InvalidJob(f"the table cannot be written as Parquet: {str(error)[:200]}") from error
-        path = os.path.join(folder, f"{_digest(temporary)}.parquet")
+        with open(temporary, "rb") as file:
+            digest = file_digest(file, lambda: blake2b(digest_size=8))
+        path = os.path.join(folder, f"{digest.hexdigest()}.parquet")
         os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):
@@ -73,14 +75,4 @@ def _as_table(given: Any) -> pa.Table:
         return pa.Table.from_batches([given])
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
-    raise InvalidValue(
-        "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table", brief(type(given).__name__)
-    )
-
-
-def _digest(path: str) -> str:
-    digest = blake2b(digest_size=8)
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    raise unlike("input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table")

@@ -25,28 +25,24 @@ _ARROW_SCHEMA = b"ARROW:schema"
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
-def look(worker: Worker) -> Replies:
+def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Worker], Replies]:
+    """Give a child's task its question and the open file. What is wrong with the file is a reply."""
+
+    def do(worker: Worker) -> Replies:
+        question = worker.question
+        fetched = _FetchedFile(worker, question["size"])
+        try:
+            with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
+                yield from task(question, source)
+        except JobsError as error:
+            yield {"error": type(error).__name__, "args": error.args}, b""
+
+    return do
+
+
+@with_file
+def look(question: Mapping[str, Any], source: Any) -> Replies:
     """Tell what a Parquet file holds: its schema, its groups' rows and bytes, its data's bytes."""
-    yield from named(worker, _look)
-
-
-def read(worker: Worker) -> Replies:
-    """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
-    yield from named(worker, _read)
-
-
-def named(worker: Worker, task: Callable[[Mapping[str, Any], Any], Replies]) -> Replies:
-    """Do a task with the open file. What is wrong with the file is a reply."""
-    question = worker.question
-    fetched = _FetchedFile(worker, question["size"])
-    try:
-        with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
-            yield from task(question, source)
-    except JobsError as error:
-        yield {"error": type(error).__name__, "args": error.args}, b""
-
-
-def _look(question: Mapping[str, Any], source: Any) -> Replies:
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
@@ -64,7 +60,9 @@ def _look(question: Mapping[str, Any], source: Any) -> Replies:
         yield found, serialized(file.schema_arrow)
 
 
-def _read(question: Mapping[str, Any], source: Any) -> Replies:
+@with_file
+def read(question: Mapping[str, Any], source: Any) -> Replies:
+    """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
     with _parquet_file(source) as file:
         yield {}, serialized(file.schema_arrow)
         skip = question["skip"]

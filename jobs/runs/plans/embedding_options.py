@@ -5,7 +5,7 @@ from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.embedding_task import pooling_values
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 
@@ -13,15 +13,6 @@ GENERATE, EMBED = TASKS = ("generate", "embed")
 
 #: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
 MAX_NUMBERS = 1 << 26
-
-
-def task(value: Any) -> str:
-    """Return what a run does with its rows. Raises InvalidValue."""
-    if value is None:
-        return GENERATE
-    if value not in TASKS:
-        raise InvalidValue("task is {}, expected 'generate' or 'embed'", brief(value))
-    return str(value)
 
 
 def embedding_values(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +66,7 @@ def calibrate(value: Any, asks_labels: bool) -> bool:
     if value is None or value is False:
         return False
     if value is not True:
-        raise InvalidValue("calibrate is {}, expected true or false", brief(value))
+        raise unlike("calibrate", value, "true or false")
     if not asks_labels:
         raise InvalidJob("calibrate is for labels, and there are none: name labels too")
     return True

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jobs.common.display import brief
-from jobs.errors import InvalidValue, MixedFormats
+from jobs.errors import MixedFormats, unlike
 
 PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
 
@@ -38,7 +37,7 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 def parse_format(value: Any) -> str | None:
     """Check a format that was asked for; None leaves it to the files' names. Raises InvalidValue."""
     if value is not None and (not isinstance(value, str) or value not in SUFFIXES):
-        raise InvalidValue(f"input_format is {{}}, expected one of {', '.join(SUFFIXES)}", brief(value))
+        raise unlike("input_format", value, f"one of {', '.join(SUFFIXES)}")
     return value
 
 
@@ -49,7 +48,7 @@ def parse_single_file(value: Any) -> str | None:
     if value is True:
         return PARQUET
     if not isinstance(value, str) or value not in OUTPUTS:
-        raise InvalidValue(f"single_file is {{}}, expected true, false, or one of {', '.join(OUTPUTS)}", brief(value))
+        raise unlike("single_file", value, f"true, false, or one of {', '.join(OUTPUTS)}")
     return value
 
 

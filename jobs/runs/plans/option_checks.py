@@ -1,11 +1,11 @@
 """Checks of a run's smaller options, each brought into one form. Needs no pyarrow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.common.display import MAX_NAME_CHARS, brief, is_unicode
 from jobs.context.check_options import split_repair_options
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import text_problem
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 
@@ -13,9 +13,7 @@ from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 def column_name(argument: str, value: Any) -> str:
     """Return what can be the name of a column. Raises InvalidValue."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidValue(
-            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters", brief(value)
-        )
+        raise unlike(argument, value, f"the name of a column, at most {MAX_NAME_CHARS} characters")
     return value
 
 
@@ -29,10 +27,7 @@ def column_names(argument: str, value: Any) -> list[str] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise InvalidValue(
-            f"{argument} is {{}}, expected a list of columns: on the command line of RQ write {argument}:='[\"id\"]'",
-            brief(value),
-        )
+        raise unlike(argument, value, f"""a list of columns: on the command line of RQ write {argument}:='["id"]'""")
     return sorted({column_name(f"a column of {argument}", each) for each in value})
 
 
@@ -41,13 +36,9 @@ def output_prefix(value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
-        raise InvalidValue(
-            f"output_prefix is {{}}, expected a text of at most {MAX_NAME_CHARS} characters", brief(value)
-        )
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair") from None
+        raise unlike("output_prefix", value, f"a text of at most {MAX_NAME_CHARS} characters")
+    if not is_unicode(value):
+        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair")
     return value
 
 
@@ -57,19 +48,23 @@ def whole_number(argument: str, value: Any, most: int | None = None) -> int:
         raise InvalidValue(f"{argument} arrived as the text {{}}: write {argument}:=1000", brief(value))
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
         until = "on" if most is None else f"to {most}"
-        raise InvalidValue(f"{argument} is {{}}, expected an integer from 1 {until}", brief(value))
+        raise unlike(argument, value, f"an integer from 1 {until}")
     return value
 
 
-def limit(value: Any) -> int | None:
-    """Return how many rows a run has at most; None for all. Raises InvalidValue."""
-    return None if value is None else whole_number("limit", value)
+def one_of(argument: str, value: Any, known: Sequence[str]) -> str:
+    """Return which of some texts a value is, by default the first. Raises InvalidValue."""
+    if value is None:
+        return known[0]
+    if value not in known:
+        raise unlike(argument, value, " or ".join(map(repr, known)))
+    return str(value)
 
 
 def truth(name: str, value: Any) -> bool:
     """Return whether an option is wished for. Raises InvalidValue."""
     if value is not None and not isinstance(value, bool):
-        raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", brief(value))
+        raise unlike(name, value, f"true or false: write {name}:=true")
     return bool(value)
 
 
@@ -107,7 +102,7 @@ def model_alias(value: Any, is_batch: bool) -> list[str] | None:
     if not is_batch:
         raise InvalidJob("model_alias is for batch files, whose lines name a model: input_format openai-batch")
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise InvalidValue('model_alias is {}, expected names such as ["gpt-4o-mini"], or ["*"]', brief(value))
+        raise unlike("model_alias", value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value
 
 
@@ -116,7 +111,7 @@ def sampling_columns(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidValue('sampling_columns is {}, expected a mapping such as {{"max_tokens": "limit"}}', brief(value))
+        raise unlike("sampling_columns", value, 'a mapping such as {"max_tokens": "limit"}')
     for name in value:
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
             raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", brief(name))
@@ -131,21 +126,12 @@ def sampling_columns(value: Any) -> dict[str, str]:
 LOGPROB_TYPES = ("float32", "float16")
 
 
-def logprob_type(value: Any) -> str:
-    """Return the type of log probabilities. Raises InvalidValue."""
-    if value is None:
-        return LOGPROB_TYPES[0]
-    if value not in LOGPROB_TYPES:
-        raise InvalidValue("logprob_type is {}, expected 'float32' or 'float16'", brief(value))
-    return str(value)
-
-
 def defaults(value: Any, has_template: bool) -> dict[str, str]:
     """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
     if value is None or value == {}:
         return {}
     if not isinstance(value, dict):
-        raise InvalidValue('defaults is {}, expected a mapping such as {{"name": "nobody"}}', brief(value))
+        raise unlike("defaults", value, 'a mapping such as {"name": "nobody"}')
     if not has_template:
         raise InvalidJob("defaults stand for null in a template, and there is none: give a template too")
     for column, text in value.items():
@@ -154,18 +140,17 @@ def defaults(value: Any, has_template: bool) -> dict[str, str]:
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
 
 
+TEMPLATE_FORMATS = ("fields", "jinja")
+
+
 def template_format(options: Mapping[str, Any]) -> str:
     """Return how a template is written. Raises InvalidJob."""
-    value = options.get("template_format")
-    if value is None:
-        return "fields"
-    if value not in ("fields", "jinja"):
-        raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", brief(value))
+    value = one_of("template_format", options.get("template_format"), TEMPLATE_FORMATS)
     if value == "jinja" and options.get("prompts") is not None:
         raise InvalidJob("template_format is 'jinja', and prompts have {column} templates alone: leave it out")
     if value == "jinja" and options.get("template") is None:
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
-    return str(value)
+    return value
 
 
 def repairs(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 #: Name and text of each `key=value`, from the outside in; None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 
-_INTEGER = re.compile(r"-?[0-9]+")
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -66,12 +66,9 @@ def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tu
         if name in in_files:
             continue
         texts = [file.keys[place][1] for file in files]
-        is_integer = any(texts) and all(text is None or _is_int64(text) for text in texts)
+        there = [text for text in texts if text is not None]
+        is_integer = any(there) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in there)
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for row, text in zip(rows, texts, strict=True):
             row.append(int(text) if is_integer and text is not None else text)
     return columns, rows
-
-
-def _is_int64(text: str) -> bool:
-    return _INTEGER.fullmatch(text) is not None and len(text) <= 20 and int(text) in _INT64

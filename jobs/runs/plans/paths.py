@@ -4,7 +4,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from jobs.common.display import brief
+from jobs.common.display import brief, is_unicode
 from jobs.errors import InvalidJob, InvalidValue, UnsupportedScheme
 
 #: Schemes of object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
@@ -79,13 +79,5 @@ def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
 
 
 def _check_text(path: str) -> None:
-    if "\0" in path or not _is_utf8(path):
+    if "\0" in path or not is_unicode(path):
         raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", brief(path))
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -88,33 +87,6 @@ class Shard(NamedTuple):
     skip: int
 
 
-class Shards:
-    """A plan's shards, in an array of 48 bytes each: as tuples, ten thousand of them would take 2.3 MiB."""
-
-    def __init__(self, shards: Iterable[Sequence[int]] = ()) -> None:
-        self._fields = array("q")
-        for shard in shards:
-            self._fields.extend(Shard(*shard))
-
-    def __len__(self) -> int:
-        return len(self._fields) // len(Shard._fields)
-
-    def __getitem__(self, number: int) -> Shard:
-        if not 0 <= number < len(self):
-            raise IndexError(f"shard {number} of {len(self)}")
-        start = number * len(Shard._fields)
-        return Shard._make(self._fields[start : start + len(Shard._fields)])
-
-    def __iter__(self) -> Iterator[Shard]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shards) and self._fields == other._fields
-
-    def __hash__(self) -> int:
-        return hash(self._fields.tobytes())
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a run does.
@@ -131,7 +103,7 @@ class Plan:
     model: PinnedModel
     version: str
     files: tuple[PlannedFile, ...]
-    shards: Shards
+    shards: tuple[Shard, ...]
     added_columns: tuple[AddedColumn, ...] = ()
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
@@ -229,7 +201,7 @@ class Plan:
                 model=PinnedModel(**content["model"]),
                 version=content["version"],
                 files=tuple(PlannedFile(**{**file, "values": tuple(file["values"])}) for file in content["files"]),
-                shards=Shards(content["shards"]),
+                shards=tuple(map(Shard._make, content["shards"])),
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
                 columns=tuple((name, kind) for name, kind in content["columns"]),
@@ -256,7 +228,7 @@ TAIL_SHARE = 8
 MIN_TAIL_ROWS = 128
 
 
-def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> Shards:
+def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
     The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone. row_groups:
@@ -272,7 +244,7 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
             f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
             f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
-    return Shards(shards or [Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
+    return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
 
 
 def _smallest(left: int, rows_per_shard: int) -> int:

@@ -10,8 +10,8 @@ from functools import cached_property
 from string import Formatter
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.common.display import MAX_NAME_CHARS
+from jobs.errors import InvalidJob, unlike
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
@@ -161,9 +161,7 @@ def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
-        raise InvalidValue(
-            'prompts is {}, expected a list such as [{{"name": "summary", "template": "..."}}, ...]', brief(value)
-        )
+        raise unlike("prompts", value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
     if len(value) > MAX_STEPS:
         raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
     return [_parse_prompt(each, number) for number, each in enumerate(value)]
@@ -171,20 +169,16 @@ def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {"name", "template", "sampling"}:
-        raise InvalidValue(
-            f"prompts[{number}] is {{}}, expected an object of name, template and, if at all, sampling", brief(value)
-        )
+        raise unlike(f"prompts[{number}]", value, "an object of name, template and, if at all, sampling")
     name, sampling = value["name"], value.get("sampling")
     longest = MAX_NAME_CHARS - len(LONGEST)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
-        raise InvalidValue(
-            f"the name of prompts[{number}] is {{}}, expected a word of letters, digits and _, at most "
-            f"{longest} characters",
-            brief(name),
+        raise unlike(
+            f"the name of prompts[{number}]", name, f"a word of letters, digits and _, at most {longest} characters"
         )
     template_texts(value["template"])
     if sampling is not None and not isinstance(sampling, dict):
-        raise InvalidValue(f"the sampling of prompt {name!r} is {{}}, expected a mapping", brief(sampling))
+        raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
     try:  # its keys as in the plan
         sampling = json.loads(json.dumps(sampling))
     except (TypeError, ValueError, RecursionError):

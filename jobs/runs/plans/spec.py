@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_run_repairs
 from jobs.prompts.labels import parse_labels
@@ -22,7 +22,7 @@ from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import embedding_options
 from jobs.runs.plans import option_checks as checks
-from jobs.runs.plans.embedding_options import GENERATE, check_nothing_generated, check_num_labels
+from jobs.runs.plans.embedding_options import GENERATE, TASKS, check_nothing_generated, check_num_labels
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.option_checks import column_name
@@ -111,7 +111,7 @@ class RunSpec:
             checks.check_batch(given)
         from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
         is_chat = messages_column is not None or isinstance(template, list) or has_prompts
-        task = embedding_options.task(get("task"))
+        task = checks.one_of("task", get("task"), TASKS)
         spec = cls(
             input=_inputs(input),
             output=real_path(run_path(output)),
@@ -126,7 +126,7 @@ class RunSpec:
             keep=["custom_id"] if is_batch else checks.column_names("keep", get("keep")),
             drop=checks.column_names("drop", get("drop")),
             output_prefix=checks.output_prefix(get("output_prefix")),
-            limit=checks.limit(get("limit")),
+            limit=None if get("limit") is None else checks.whole_number("limit", get("limit")),
             sampling_columns=checks.sampling_columns(get("sampling_columns")),
             defaults=checks.defaults(get("defaults"), template is not None or bool(get("prompts"))),
             template_format=form,
@@ -135,7 +135,7 @@ class RunSpec:
             **embedding_options.embedding_values(task, given),
             model_alias=checks.model_alias(get("model_alias"), is_batch),
             **checks.reused(given),
-            logprob_type=checks.logprob_type(get("logprob_type")),
+            logprob_type=checks.one_of("logprob_type", get("logprob_type"), checks.LOGPROB_TYPES),
             labels=None if get("labels") is None else parse_labels(get("labels")),
             calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
             **checks.repairs(given),
@@ -275,9 +275,7 @@ def check_num_files(found: int) -> None:
 def check_queue_name(value: Any) -> None:
     """Raise InvalidValue for what can be no queue's name."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidValue(
-            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters", brief(value)
-        )
+        raise unlike("queue", value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
 
 
 def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
-from jobs.errors import InvalidValue
+from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.option_checks import truth
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
@@ -38,10 +38,8 @@ class EndCalls:
         if on_end is not None and not (
             isinstance(on_end, str) and len(on_end) <= MAX_URL_CHARS and _FUNCTION.fullmatch(on_end)
         ):
-            raise InvalidValue(
-                "on_end is {}, expected a function as module.name, which workers must allow "
-                "(TOKENMILL_ALLOWED_FUNCTIONS)",
-                brief(on_end),
+            raise unlike(
+                "on_end", on_end, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)"
             )
         return cls(webhook, on_end)
 
@@ -90,7 +88,7 @@ class ErrorLimit:
                 return cls(rows=int(text))
         except ValueError:
             pass
-        raise InvalidValue("max_errors is {}, expected a number of rows, or a share of them like '5%'", brief(value))
+        raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
         """Say whether finished rows stop a run; a whole one needs some row to succeed, unless the limit is 100%."""

@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast
 from redis import Redis
 from redis.client import Pipeline
 
-from jobs.common.keys import RUN_TTL_S, run_errors_key, run_failed_key, run_key, run_parts_key
+from jobs.common.keys import RUN_TTL_S, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy
-from jobs.runs.redis_state.lock import transact
 from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
+from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
 
@@ -25,7 +25,7 @@ MAX_OF_PART, MAX_PARTS = 5, 1000
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
     """Keep a part's reasons; without any, forget what was kept of an earlier one."""
-    key = run_errors_key(run)
+    key = run_key(run, "errors")
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
         pipe.hlen(key)
@@ -38,7 +38,7 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
     """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
-    found: Any = connection.hgetall(run_errors_key(run))
+    found: Any = connection.hgetall(run_key(run, "errors"))
     return read_reasons(islice(found.values(), 2 * MAX_PARTS))
 
 
@@ -102,7 +102,7 @@ class RecordedParts:
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = self._redis = connection
         self.run, self._lease = run, lease
-        self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
+        self._key, self._parts_key, self._failed_key = run_key(run), run_key(run, "parts"), run_key(run, "failed")
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.

@@ -3,8 +3,6 @@
 It only lists; what a run is stands in the run's own keys.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Enqueues shard jobs, each once however often a run is planned."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from jobs.common.rq_jobs import JobQueue, JobStatus, executions_key, job_key, pr
 from jobs.context import JobContext
 from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.earlier_jobs import WaitingJobs, read_earlier
+from jobs.runs.redis_state.run_jobs import WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
 
 #: A run's own record is its parts; RQ's results only help while someone looks.
@@ -32,18 +30,15 @@ _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DE
 def enqueue_shards(context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int]) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
-    Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
-    `cancel` came in between, and between two chunks what interrupts the job.
+    Raises RunBusy when another planner has this one's job, RunCancelled when `cancel` came in between, and between two
+    chunks what interrupts the job.
     """
     enqueued = 0
-    with state.lock() as lock:
-        waiting = WaitingJobs(JobQueue(context.connection, queue_name), plan.run)
-        for start in range(0, len(shards), CHUNK):
-            context.check_interrupted()
-            meta = dict(context.trace)
-            part = shards[start : start + CHUNK]
-            chunk = partial(_enqueue_chunk, waiting, plan, state, part, meta)
-            enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
+    waiting = WaitingJobs(JobQueue(context.connection, queue_name), plan.run)
+    for start in range(0, len(shards), CHUNK):
+        context.check_interrupted()
+        chunk = partial(_enqueue_chunk, waiting, plan, state, shards[start : start + CHUNK], dict(context.trace))
+        enqueued += state.write(chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
@@ -58,6 +53,7 @@ def _enqueue_chunk(
     waiting = [shard for shard, job_id in ids.items() if not seen[job_id].is_alive(queue.name)]
     old_jobs = read_earlier(queue.connection, [ids[shard] for shard in waiting])
     pipe.multi()
+    state.take_turn(pipe)
     for job in old_jobs:
         job.delete(pipe, from_queue=job.origin != queue.name)
         pipe.delete(results_key(job.id))

@@ -3,28 +3,22 @@
 Nothing here is needed to resume: parts on disk are the truth, and the planner rebuilds these keys from them.
 
 Whoever writes here may have been frozen since it looked, for any time. So each write that rests on a look is
-one transaction, which is carried out only while what was looked at is as it was: the lock is held
-(submitting, cancelling, enqueueing), the job is (what a planner writes), no other submission came
-(cancelling), no part was recorded since (counting).
+one transaction, which is carried out only while what was looked at is as it was: nobody planned, submitted or
+cancelled the run meanwhile (submitting, enqueueing), the job is held (what a planner writes), no other submission
+came (cancelling), no part was recorded since (counting).
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import LockError, LockNotOwnedError
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, run_folder_key, run_lock_key
-from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
+from jobs.common.keys import RUN_TTL_S, run_folder_key, run_key
+from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
-from jobs.runs.redis_state.lock import RunLock
 from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
 
@@ -32,11 +26,6 @@ T = TypeVar("T")
 
 #: The field that says why the planning of the last submission failed.
 PLAN_ERROR = "plan_error"
-
-#: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
-#: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
-LOCK_TTL_S = 10
-LOCK_WAIT_S = 120
 
 
 class RunState(RecordedParts):
@@ -74,12 +63,9 @@ class RunState(RecordedParts):
 
     # Submissions and cancellations
 
-    def submission(self) -> int:
+    def submission(self, client: Redis | None = None) -> int:
         """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
-        return self._submission(self._redis)
-
-    def _submission(self, client: Redis) -> int:
-        found: Any = client.hget(self._key, "submission")
+        found: Any = (self._redis if client is None else client).hget(self._key, "submission")
         return _number(found)
 
     def cancelled_submission(self) -> int:
@@ -90,7 +76,7 @@ class RunState(RecordedParts):
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run. anew: False where one is under way.
 
-        Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed. An end stays:
+        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays:
         what its planning refuses changes no finished run.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
@@ -104,6 +90,7 @@ class RunState(RecordedParts):
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.delete(self._failed_key)
+        self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
@@ -123,14 +110,9 @@ class RunState(RecordedParts):
 
         self._change(enter, self._key)
 
-    def cancel(self, lock: RunLock, submission: int) -> None:
+    def cancel(self, submission: int) -> None:
         """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
-
-        def mark(pipe: Pipeline) -> None:
-            self._check_is_last(pipe, submission)
-            self._mark_cancelled(pipe, submission, {})
-
-        self.write(lock, mark, self._key)
+        self.as_of(submission, lambda pipe: self._mark_cancelled(pipe, submission, {}))
 
     def stop(self, verdict: Verdict) -> None:
         """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
@@ -142,6 +124,7 @@ class RunState(RecordedParts):
         number = max(submission, _now_ms())
         fields: dict[Any, Any] = {"cancelled": 1, "cancelled_submission": number, **reason}
         pipe.multi()
+        self.take_turn(pipe)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.execute()
@@ -150,14 +133,11 @@ class RunState(RecordedParts):
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
-            self._check_is_last(pipe, submission)
+            if self.submission(pipe) != submission:
+                raise RunResubmitted(self.run)
             return change(pipe)
 
         return self._transact(checked, self._key)
-
-    def _check_is_last(self, pipe: Pipeline, submission: int) -> None:
-        if self._submission(pipe) != submission:
-            raise RunResubmitted(self.run)
 
     def check_not_cancelled(self) -> None:
         """Raise RunCancelled after `cancel`, until the run is submitted again."""
@@ -229,38 +209,18 @@ class RunState(RecordedParts):
 
     # Who may write
 
-    @contextmanager
-    def lock(self, wait_s: float = LOCK_WAIT_S) -> Iterator[RunLock]:
-        """Hold the run for planning or cancelling, with `keep` between long steps. Raises RunBusy when it cannot be
-        had, or is lost."""
-        lock = RunLock(
-            self._redis,
-            run_lock_key(self.run),
-            timeout=LOCK_TTL_S,
-            blocking_timeout=wait_s,
-            raise_on_release_error=False,  # `keep` has told while it mattered
-        )
-        try:
-            with lock:
-                yield lock
-        except LockError:
-            raise RunBusy(self.run) from None
-
-    def keep(self, lock: RunLock) -> None:
-        """Hold the lock on, or anew where it ran out and is free. Raises LockError, outside of `lock` RunBusy."""
-        try:
-            lock.reacquire()
-        except LockNotOwnedError:
-            if not lock.acquire(blocking=False):
-                raise
-
-    def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change while the lock is held, again where it was taken anew. Raises as `keep`, and RunBusy for a lost
+    def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change between which and its looks no planner, submission or cancel comes. Raises RunBusy for a lost
         lease."""
-        while True:
-            self.keep(lock)
-            with suppress(LockNotOwnedError):
-                return self._change(partial(lock.checked, change), lock.key, *watched)
+        return self._change(change, self._turn_key, *watched)
+
+    def take_turn(self, pipe: Pipeline) -> None:
+        """Have others who `write` look again once `pipe` is executed."""
+        pipe.set(self._turn_key, "", ex=RUN_TTL_S)
+
+    @property
+    def _turn_key(self) -> str:
+        return run_key(self.run, "turn")
 
 
 def _number(raw: bytes | None) -> int:

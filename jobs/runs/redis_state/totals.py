@@ -3,10 +3,7 @@
 A worker that is killed between the two writes leaves a part uncounted, until planning or the end counts anew.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from redis import Redis
@@ -29,36 +26,8 @@ WORKED = "worked_s"
 
 OF_TIME = ("began_at", "ended_at", WORKED)
 
-#: All fields that `Totals.read` looks at.
+#: All that is shown of these.
 FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counts of all parts, by the names of PartStats, and since the last submission, in Unix seconds."""
-
-    rows: int
-    errors: int
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    failed_checks: int
-    cut: int
-    rows_reused: int
-    judged_rows: int
-    judged_tokens: int
-    began_at: float | None
-    ended_at: float | None
-    worked_s: float | None
-
-    @classmethod
-    def read(cls, facts: Mapping[str, str]) -> Totals:
-        """Read them from a run's hash."""
-        counts = {name: int(facts.get(f"total_{name}", 0)) for name in COUNTED}
-        judged = {name: int(facts.get(name, 0)) for name in ("judged_rows", "judged_tokens")}
-        began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in OF_TIME)
-        return cls(**counts, **judged, began_at=began_at, ended_at=ended_at, worked_s=worked_s)
 
 
 def add_part(pipe: Pipeline, key: str, stats: PartStats) -> None:

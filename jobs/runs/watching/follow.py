@@ -3,7 +3,6 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from redis.exceptions import ConnectionError, TimeoutError
 
@@ -27,11 +26,17 @@ class End(enum.Enum):
     FORGOTTEN = "this Redis no longer knows the run: it was flushed, or came back without its data"
 
 
-class Display(Protocol):
-    """Where progress goes."""
+class Display:
+    """Where progress goes: nowhere, unless it is shown."""
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None: ...
-    def warn(self, text: str) -> None: ...
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        """Take a look at the run."""
+
+    def warn(self, text: str) -> None:
+        """Take a sentence."""
+
+    def close(self) -> None:
+        """End what is shown."""
 
 
 @dataclass(frozen=True)

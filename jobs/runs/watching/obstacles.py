@@ -1,7 +1,5 @@
 """What holds a run up: no worker listens, other jobs come first, or the worker that had it is gone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -25,9 +25,9 @@ from jobs.common.rq_jobs import (
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.end_calls import ErrorLimit
-from jobs.runs.redis_state.executions import num_held, silent_workers
+from jobs.runs.redis_state.run_jobs import num_held, silent_workers
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import Totals
+from jobs.runs.redis_state.totals import OF_TIME
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
 
@@ -250,12 +250,15 @@ def snapshot_of(
     **known: Any,
 ) -> RunSnapshot:
     """Return a run as its facts tell. counts: of its parts. progress: of its running shards. known: the rest."""
-    rows, model, totals = stored.count(facts.get("rows")), facts.get("model_text"), Totals.read(facts)
+    rows, model = stored.count(facts.get("rows")), facts.get("model_text")
+    began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in OF_TIME)
     more_rows, more_tokens = sum(each.rows for each in progress), sum(each.tokens for each in progress)
     known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
     limit = ErrorLimit.parse(facts.get("max_errors"))
-    rows_per_s, tokens_per_s = _rates(totals, is_finished, more_rows, more_tokens)
+    worked_s, end = (worked_s, ended_at) if is_finished else (None, time.time())
+    lasted_s = 0.0 if began_at is None or end is None else end - began_at
+    rows_per_s, tokens_per_s = _rates(facts, worked_s, lasted_s, more_rows, more_tokens)
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -276,24 +279,24 @@ def snapshot_of(
         too_many_errors=limit.told(counts["rows"], counts["errors"], is_whole=is_finished),
         model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
         submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or None,  # its number is when it came
-        began_at=totals.began_at,
-        ended_at=totals.ended_at,
-        worked_s=totals.worked_s if is_finished else None,
+        began_at=began_at,
+        ended_at=ended_at,
+        worked_s=worked_s,
         rows_per_s=rows_per_s,
         tokens_per_s=tokens_per_s,
         **known,
     )
 
 
-def _rates(totals: Totals, is_finished: bool, rows: int, tokens: int) -> tuple[float | None, float | None]:
+def _rates(
+    facts: Mapping[str, str], worked_s: float | None, lasted_s: float, rows: int, tokens: int
+) -> tuple[float | None, float | None]:
     """Return rows and tokens a second by workers' clocks. rows, tokens: of running shards."""
-    if is_finished and totals.worked_s:
-        return totals.rows / totals.worked_s, totals.generated_tokens / totals.worked_s
-    end = totals.ended_at if is_finished else time.time()
-    if totals.began_at is None or end is None or end <= totals.began_at:
-        return None, None
-    seconds = end - totals.began_at
-    return (totals.judged_rows + rows) / seconds, (totals.judged_tokens + tokens) / seconds
+    names = ("total_rows", "total_generated_tokens") if worked_s else ("judged_rows", "judged_tokens")
+    all_rows, all_tokens = (stored.count(facts.get(name)) or 0 for name in names)
+    if worked_s:
+        return all_rows / worked_s, all_tokens / worked_s
+    return ((all_rows + rows) / lasted_s, (all_tokens + tokens) / lasted_s) if lasted_s > 0 else (None, None)
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:

@@ -1,7 +1,5 @@
 """Jobs of one's own that are awaited: a look at a run's prompts, and answers of a few of them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
 from jobs.errors import TrialFailed
-from jobs.runs.redis_state.earlier_jobs import read_earlier
+from jobs.runs.redis_state.run_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
 from jobs.runs.watching.snapshot import failure_text, read_workers
 

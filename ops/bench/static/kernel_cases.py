@@ -190,7 +190,7 @@ def store_alone(num_rows: int) -> None:
 
 def advance_alone(num_rows: int) -> None:
     """The rows of a recorded step, as they lie in an engine."""
-    static = StaticRows(max(num_rows, 256), MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META)
+    static = StaticRows(max(num_rows, 256), MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META, lambda *_: None)
     TritonBackend(torch.device("cpu")).advance(static.state.first(num_rows))
 
 

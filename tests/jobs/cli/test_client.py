@@ -13,7 +13,7 @@ from redis import Redis
 
 import jobs
 from jobs import errors
-from jobs.runs.refusals import RunFailed, RunNotHere
+from jobs.errors import RunFailed, RunNotHere
 from tests.jobs.answering import add_worker, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs

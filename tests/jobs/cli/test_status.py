@@ -9,7 +9,7 @@ from rq.job import JobStatus
 from rq.results import Result
 
 from jobs.cli import waiting
-from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key, run_parts_key
+from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
 from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
@@ -40,7 +40,7 @@ def test_status_of_a_folder_needs_no_key_in_redis(runs: Runs, invoke: Invoke, re
     assert f"run {run}: running" in invoke("status", runs.output).stdout
     first, *rest = runs.jobs
     runs.run(first)
-    redis.delete(run_key(run), run_parts_key(run))
+    redis.delete(run_key(run), run_key(run, "parts"))
     text = invoke("status", runs.output).stdout
     assert "shards   1 of 3 done" in text
     assert "submit it again" in text
@@ -191,12 +191,3 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text
-
-
-def test_a_folder_can_be_cancelled_that_redis_has_lost_all_but_the_jobs_of(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    run = runs.plan(source, rows_per_shard=2)["run"]
-    redis.delete(run_key(run), run_parts_key(run))
-    assert "3 jobs removed" in invoke("cancel", runs.output).stdout
-    assert "cancelled" in invoke("status", runs.output).stdout

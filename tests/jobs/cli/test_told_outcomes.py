@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 import jobs
 from jobs.context import Lease
 from jobs.context.check_processes import Checks
+from jobs.errors import RunFailed
 from jobs.runs.end_notices import tell_failed
-from jobs.runs.refusals import RunFailed
 from jobs.runs.watching.snapshot import read_planned
 from jobs.watch.runs import list_runs, list_shards
 from tests.dashboard.test_pages import text_of

@@ -8,15 +8,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
-from jobs.common.keys import (
-    SILENT_S,
-    WORKER_STATS_TTL_S,
-    run_errors_key,
-    run_key,
-    run_parts_key,
-    samples_key,
-    worker_key,
-)
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, run_key, samples_key, worker_key
 from jobs.runs.watching.snapshot import read_planned
 from jobs.watch.runs import list_runs, list_shards, run_reasons
 from jobs.watch.samples import Point, read_points, read_samples, worker_names
@@ -190,7 +182,7 @@ def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) ->
     runs.work(answer=drawn)
     found = [(each.text, each.rows, each.examples) for each in run_reasons(redis, run)]
     assert found == [("it is broken", 4, [1, 3, 6]), ("prompt is null", 2, [0, 4])]
-    redis.delete(run_key(run), run_parts_key(run), run_errors_key(run))
+    redis.delete(run_key(run), run_key(run, "parts"), run_key(run, "errors"))
     runs.plan(rows_per_shard=2)
     assert [each.rows for each in run_reasons(redis, run)] == [4, 2]
     assert (list_runs(redis)[0].errors, list_runs(redis)[0].rows_done) == (6, 9)

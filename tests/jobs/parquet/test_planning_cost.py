@@ -18,7 +18,7 @@ from jobs import errors
 from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning import find_files as search
-from jobs.parquet.planning.find_files import FolderLister, find_files
+from jobs.parquet.planning.find_files import Search, find_files
 from jobs.parquet.planning.local_check import check_columns_here
 from jobs.runs.plans.prompt_steps import MAX_SHARD_PIECES
 from jobs.runs.plans.spec import RunSpec
@@ -94,8 +94,8 @@ def test_a_glob_finds_what_pythons_own_finds(
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
     pattern = f"{root}/{'/'.join(parts)}/?*"
-    matches = FolderLister(Storage([str(root)])).matches(pattern, lambda name: False)
-    ours = [(match.named, match.is_folder) for match in matches]
+    matches = Search(Storage([str(root)])).matches(pattern, names_hidden=True)
+    ours = [(match.named, match.entry.is_folder) for match in matches]
     theirs = sorted({(path, os.path.isdir(path)) for path in glob.glob(pattern, recursive=True)})
     assert ours == theirs
 

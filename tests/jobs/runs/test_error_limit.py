@@ -9,10 +9,9 @@ from redis import Redis
 import jobs
 from jobs.cli import waiting
 from jobs.common.keys import run_key
-from jobs.errors import InvalidValue
+from jobs.errors import InvalidValue, RunFailed
 from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs
 from tests.jobs.answering import FakeCompletion, refuse, shout

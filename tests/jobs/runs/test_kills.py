@@ -3,16 +3,15 @@
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis import Redis
-from redis.lock import Lock
 
-from jobs.common.keys import run_lock_key
-from jobs.errors import RunBusy, RunCancelled
+from jobs.errors import RunCancelled
 from jobs.parquet.files.storage import Storage
 from jobs.runs.plans.names import PLAN, keys_name, part_name
 from jobs.runs.plans.spec import RunSpec
@@ -170,43 +169,36 @@ def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_o
 
 
 def enqueue_again(redis: Redis, planned: Site, state: type[RunState]) -> int:
-    """Empty the queue of a run, and enqueue its first shard with another kind of state."""
-    redis.delete("rq:queue:bulk")
+    """Enqueue the first shard of a run with another kind of state."""
     plan = planned.open(0)._folder.plan
     return enqueue_shards(planned.runs.context(), "bulk", plan, state(redis, plan.run), [0])
 
 
-def test_a_planner_that_lost_its_lock_enqueues_nothing_more(redis: Redis, planned: Site) -> None:
-    class LosesTheLock(RunState):
-        def keep(self, lock: Lock) -> None:
-            redis.set(run_lock_key(self.run), "another planner's")
-            super().keep(lock)
+class IsSlow(RunState):
+    """Sleeps once between its look and what it writes."""
 
-    with pytest.raises(RunBusy):
-        enqueue_again(redis, planned, LosesTheLock)
-    assert planned.runs.jobs == []
-    assert redis.get(run_lock_key(planned.spec.run)) == b"another planner's"
+    meanwhile: Callable[[RunState], object]
+
+    def submission(self, client: Redis | None = None) -> int:
+        found, meanwhile = super().submission(client), IsSlow.meanwhile
+        IsSlow.meanwhile = lambda state: None
+        meanwhile(RunState(self.connection, self.run))
+        return found
 
 
-def test_a_planner_whose_lock_ran_out_goes_on_where_nobody_has_it(redis: Redis, planned: Site) -> None:
-    class IsSlow(RunState):
-        def keep(self, lock: Lock) -> None:
-            redis.delete(run_lock_key(self.run))
-            super().keep(lock)
+def test_a_slow_planner_enqueues_nothing_that_another_has_enqueued_meanwhile(redis: Redis, planned: Site) -> None:
+    def plan(state: RunState) -> None:
+        assert enqueue_again(redis, planned, RunState) == 1
 
-    assert enqueue_again(redis, planned, IsSlow) == 1
-    assert not redis.exists(run_lock_key(planned.spec.run))
+    redis.delete("rq:queue:bulk")
+    IsSlow.meanwhile = plan
+    assert enqueue_again(redis, planned, IsSlow) == 0
+    assert len(planned.runs.jobs) == 1
 
 
 def test_a_slow_planner_sees_what_was_cancelled_meanwhile(redis: Redis, planned: Site) -> None:
-    class IsSlow(RunState):
-        def keep(self, lock: Lock) -> None:
-            redis.delete(run_lock_key(self.run))
-            canceller = RunState(redis, self.run)
-            with canceller.lock() as theirs:
-                canceller.cancel(theirs, canceller.submission())
-            super().keep(lock)
-
+    redis.delete("rq:queue:bulk")
+    IsSlow.meanwhile = lambda state: state.cancel(state.submission())
     with pytest.raises(RunCancelled):
         enqueue_again(redis, planned, IsSlow)
     assert planned.runs.jobs == []

@@ -9,7 +9,7 @@ from redis import Redis
 
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state import earlier_jobs, recorded_parts, shard_jobs
+from jobs.runs.redis_state import recorded_parts, run_jobs, shard_jobs
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import list_shards
 from tests.jobs.local_runs import Runs
@@ -33,7 +33,7 @@ def test_a_run_that_is_submitted_again_reads_its_queue_once(
     redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_jobs, "CHUNK", 3)
-    monkeypatch.setattr(earlier_jobs, "PAGE", 20)
+    monkeypatch.setattr(run_jobs, "PAGE", 20)
     submit()
     before, queued = lists_read(redis), redis.lrange(QUEUE_KEY, 0, -1)
     assert submit()["shards_enqueued"] == 0

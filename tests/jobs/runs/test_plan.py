@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import InvalidJob, UnsupportedScheme
-from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, Shards, cut_shards
+from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
@@ -72,7 +72,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
 
 
 def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
-    plan = Plan(make_spec(), 7, MODEL, "1", (), Shards())
+    plan = Plan(make_spec(), 7, MODEL, "1", (), ())
     with pytest.raises(ValueError, match="run id"):
         Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
 

@@ -17,14 +17,13 @@ from rq.job import Job
 from jobs.common.keys import run_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import Lease
-from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled
+from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled, WebhookFailed, WebhookRefused
 from jobs.parquet.outputs import run_folder
 from jobs.runs import end_notices
 from jobs.runs.control import submit_run
 from jobs.runs.end_notices import PAUSES_S, post_run_end, tell_failed
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.redis_state.end_calls import EndCalls
-from jobs.runs.refusals import WebhookFailed, WebhookRefused
 from jobs.table import own_function
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext

@@ -32,7 +32,7 @@ from jobs.parquet.planning.planner import plan_run
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.conftest import MakeContext
-from tests.jobs.killing import Fuse, finish, open_work, release_lock, run_until_killed
+from tests.jobs.killing import Fuse, finish, open_work, run_until_killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing
 from tests.jobs.stored_runs import ROOT, in_store, rows, run_all, spec_of, whole_run
 
@@ -272,7 +272,6 @@ def test_no_kill_point_strands_a_run_in_a_store(
     pq.write_table(rows(6), tmp_path / "in.parquet", row_group_size=2)
     spec, step = spec_of(str(tmp_path / "in.parquet")), 0
     while run_until_killed(context, spec, Fuse(step)) is not None:
-        release_lock(redis, spec)
         assert run_all(context, spec)["run_finished"]
         names = [each["path"] for page in obstore.list(memory) for each in page]
         assert {name.removeprefix("data/out/") for name in names} == whole_run(3)
