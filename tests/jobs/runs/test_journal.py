@@ -108,7 +108,7 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
     whole = shard()
     whole.keep()
     whole.end()
-    expected, generated, keys = runs.rows(), runs.manifest["generated_tokens"], (runs.output / keys_name(0)).read_bytes()
+    expected, before, keys = runs.rows(), runs.manifest, (runs.output / keys_name(0)).read_bytes()
     for job in runs.jobs:
         job.delete()
     shutil.rmtree(runs.output)
@@ -123,7 +123,7 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
     assert runs.rows() == expected
     assert (runs.output / keys_name(0)).read_bytes() == keys
     found = runs.manifest
-    assert found["generated_tokens"] + found["tokens_resumed"] == generated
+    assert found["generated_tokens"] + found["tokens_resumed"] == before["generated_tokens"]
     assert found["rows_resumed"] or not most
     assert len(last.asked) <= len(whole.asked)
     assert not (runs.output / JOURNAL).exists()
