@@ -17,18 +17,8 @@ DRAWN: dict[str, Any] = {"max_tokens": 160, "temperature": 4.0, "seed": 7, "igno
 ASKS: dict[str, dict[str, Any]] = {
     "two samples": {"prompt_column": "text", "sampling": {**DRAWN, "n": 2}},
     "a chain": {
-        "prompts": [
-            {"name": "first", "template": "{text}"},
-            {"name": "second", "template": "{first} and {text}"},
-            {"name": "third", "template": "{second} or {text}"},
-        ],
+        "prompts": [{"name": "first", "template": "{text}"}, {"name": "second", "template": "{first} and {text}"}],
         "sampling": {**DRAWN, "max_tokens": 60},
-    },
-    "checks": {
-        "prompt_column": "text",
-        "sampling": {**DRAWN, "max_tokens": 50},
-        "check": {"regex": "never"},
-        "max_attempts": 4,
     },
 }
 
@@ -50,10 +40,6 @@ def answers(output: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "cached_tokens"} for row in found]
 
 
-def manifest(output: Path) -> dict[str, Any]:
-    return dict(json.loads((output / "_manifest.json").read_text()))
-
-
 def entries(output: Path) -> set[str]:
     """Return the entries that tell how far rows are."""
     return {path.name for path in (output / "_journal").glob("*.now.*")}
@@ -64,24 +50,17 @@ def stop(process: Process, number: signal.Signals) -> None:
     assert process.wait(timeout=60) == (0 if number == signal.SIGTERM else -number)
 
 
-@pytest.fixture
-def undisturbed(workers: RealWorkers, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    output = tmp_path / "undisturbed"
-    submit(workers, output, ASKS[request.param])
-    start(workers, "calm", TOKENMILL_JOURNAL_S="0")
-    wait_until((output / "_SUCCESS").exists)
-    stop(workers.processes[-1], signal.SIGTERM)
-    assert not (output / "_journal").exists()
-    return output
-
-
-@pytest.mark.parametrize(("undisturbed", "ask"), [(name, name) for name in ASKS], indirect=["undisturbed"])
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_it_goes_on_where_it_was(
-    workers: RealWorkers, tmp_path: Path, undisturbed: Path, ask: str, number: signal.Signals
+    workers: RealWorkers, tmp_path: Path, ask: dict[str, Any], number: signal.Signals
 ) -> None:
-    output = tmp_path / "out"
-    submit(workers, output, ASKS[ask])
+    calm, output = tmp_path / "undisturbed", tmp_path / "out"
+    submit(workers, calm, ask)
+    process = start(workers, "calm", TOKENMILL_JOURNAL_S="0")
+    wait_until((calm / "_SUCCESS").exists)
+    stop(process, signal.SIGTERM)
+    submit(workers, output, ask)
     names: set[str] = set()
     for name in ("first", "second"):
         process = start(workers, name)
@@ -91,12 +70,11 @@ def test_it_goes_on_where_it_was(
     last = start(workers, "last")
     wait_until((output / "_SUCCESS").exists)
     stop(last, signal.SIGTERM)
-    assert answers(output) == answers(undisturbed)
-    found, expected = manifest(output), manifest(undisturbed)
+    assert answers(output) == answers(calm)
+    found, expected = (json.loads((each / "_manifest.json").read_text()) for each in (output, calm))
     assert found["generated_tokens"] + found["tokens_resumed"] == expected["generated_tokens"]
     assert (expected["rows_resumed"], expected["tokens_resumed"]) == (0, 0)
-    assert found["rows_resumed"] > 0
-    assert found["tokens_resumed"] > 0
+    assert min(found["rows_resumed"], found["tokens_resumed"]) > 0
     assert not (output / "_journal").exists()
     if number == signal.SIGTERM:  # nothing was computed twice
         computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "second", "last")]

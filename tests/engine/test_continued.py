@@ -50,12 +50,6 @@ RESUMED = {
     **{name: wish for name, wish in WISHES.items() if wish.logprobs is None},
     "two samples": replace(DRAWN, n=2, ignore_eos=False, stop_token_ids=list(range(8))),
     "stop string": replace(DRAWN, stop=["qu", "e"], min_tokens=3),
-    "stop string kept": replace(DRAWN, stop=["e"], include_stop_str_in_output=True),
-    "schema": replace(
-        DRAWN,
-        structured_outputs={"json": {"type": "object", "properties": {"a": {"enum": ["abcd", "abxy"]}}}},
-        max_tokens=40,
-    ),
 }
 
 

@@ -80,6 +80,14 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
             return requests
 
 
+def keep(task: OpenTask, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> bool:
+    """Write an entry of its journal; return whether anything was new."""
+    write = task.keep(so_far)
+    if write is not None:
+        write()
+    return write is not None
+
+
 def keyed(ask: Ask, spec: RunSpec) -> Ask:
     """Return what is asked with the keys of its rows."""
     ask.keys = RowKeys(spec, ask.before, "")

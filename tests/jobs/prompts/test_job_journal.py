@@ -12,7 +12,7 @@ from jobs.context import JobContext
 from jobs.context.check_processes import Checks
 from jobs.context.job_journal import MAX_BYTES, JobJournal
 from jobs.tasks import OpenTask, Request
-from tests.jobs.answering import FakeCompletion, feed, opened_task, shout
+from tests.jobs.answering import FakeCompletion, feed, keep, opened_task, shout
 
 Open = Callable[..., OpenTask]
 
@@ -37,9 +37,7 @@ def begin(task: OpenTask, answered: int, tokens: int = 3) -> list[Request]:
         if task.inspects:
             task.inspect(index, samples)
         task.deliver(index, samples)
-    write = task.keep({index: {0: [*range(tokens)]} for index in range(answered, len(requests))})
-    assert write is not None
-    write()
+    assert keep(task, {index: {0: [*range(tokens)]} for index in range(answered, len(requests))})
     return requests
 
 
@@ -59,9 +57,7 @@ def test_what_waits_for_the_engine_still_is_kept_too(opened: Open, redis: Redis)
     begin(opened(["a", "b"]), 0)
     again = opened(["a", "b"])
     next(again.requests())
-    write = again.keep({0: {0: [*range(9)]}})
-    assert write is not None
-    write()
+    assert keep(again, {0: {0: [*range(9)]}})
     assert [each.resumed for each in opened(["a", "b"]).requests()] == [{0: [*range(9)]}, {0: [0, 1, 2]}]
 
 
@@ -71,9 +67,7 @@ def test_attempts_go_on_and_no_answer_is_checked_twice(opened: Open, monkeypatch
     first = opened("a", **ask)
     begin(first, 1)
     (second,) = first.requests()
-    write = first.keep({1: {0: [7, 8]}})
-    assert write is not None
-    write()
+    assert keep(first, {1: {0: [7, 8]}})
     checked = list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(Checks, "reason", lambda self, options, row, text: checked.append(text))
@@ -105,9 +99,7 @@ def test_an_execution_that_lost_the_job_writes_nothing(checking: JobContext, red
     begin(task, 0)
     assert not redis.exists(journal_key(checking.job_id))
     redis.zadd("executions", {"mine": 1})
-    write = task.keep({0: {0: [1]}})
-    assert write is not None
-    write()
+    assert keep(task, {0: {0: [1]}})
     assert redis.exists(journal_key(checking.job_id))
 
 
@@ -119,4 +111,4 @@ def test_one_pass_is_made_again(opened: Open, name: str, arguments: dict[str, An
     task = opened(name=name, **arguments)
     requests = list(task.requests())
     task.deliver(0, [FakeCompletion(embedding=[1.0], loglikelihoods=())])
-    assert task.keep({index: {} for index in range(1, len(requests))}) is None
+    assert not keep(task, {index: {} for index in range(1, len(requests))})

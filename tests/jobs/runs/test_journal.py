@@ -4,7 +4,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from jobs.context.check_processes import Checks
 from jobs.runs.plans.names import JOURNAL, keys_name
 from jobs.tasks import Completion, OpenTask, Request
-from tests.jobs.answering import MODEL, FakeCompletion, opened_task, shout
+from tests.jobs.answering import MODEL, FakeCompletion, keep, opened_task, shout
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
@@ -27,25 +29,19 @@ ASKS: dict[str, dict[str, Any]] = {
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
+SCORED = SimpleNamespace(logprob=-1.0, decoded_token="x", rank=1)
 PROMPTS: list[str | None] = ["a", "bb", "a", None, "ccc", "dddd"]
 
 
 def answer(request: Request) -> FakeCompletion:
     """Answer as the seed says; of what goes on elsewhere, those tokens are not new."""
     if request.kind == "score":
-        return FakeCompletion(num_prompt_tokens=7, loglikelihoods=[Scored(-1.0), Scored(-2.0)])
+        return FakeCompletion(num_prompt_tokens=7, loglikelihoods=[SCORED, SCORED])
     if request.kind == "embed":
         return FakeCompletion(num_prompt_tokens=3, embedding=[1.5] * 4)
     found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}", token_ids=[*range(6)])
-    found = replace(found, logprobs=[{7: Scored(-1.0)}] if "logprobs" in request.sampling else None)
+    found = replace(found, logprobs=[{7: SCORED}] if "logprobs" in request.sampling else None)
     return replace(found, num_continued=len(request.resumed.get(0, ())))
-
-
-class Scored:
-    num_tokens, is_greedy, decoded_token, rank = 1, True, "x", 1
-
-    def __init__(self, logprob: float) -> None:
-        self.logprob = logprob
 
 
 class Shard:
@@ -79,16 +75,12 @@ class Shard:
     def keep(self, tokens: int = 0) -> bool:
         """Write an entry, with so many tokens of each request that waits; return whether anything was new."""
         so_far: Mapping[int, Any] = {index: {0: [*range(tokens)]} for index in self._waiting} if tokens else {}
-        write = self.task.keep(so_far)
-        if write is not None:
-            write()
-        return write is not None
+        return keep(self.task, so_far)
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> None:
         self.deliver(1000)
-        result: dict[str, Any] = self.task.result()
+        self.task.result()
         self.task.close()
-        return result
 
 
 @pytest.fixture
@@ -104,59 +96,41 @@ def shard(runs: Runs) -> Open:
     return lambda: Shard(runs, runs.context())
 
 
-def plan(runs: Runs, name: str, output: Path) -> None:
+def plan(runs: Runs, name: str) -> None:
     runs.write(PROMPTS)
-    runs.plan(output=output, **ASKS[name])
+    runs.plan(**ASKS[name])
 
 
 @pytest.mark.parametrize("name", ASKS)
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 5])
 def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most: int) -> None:
-    plan(runs, name, runs.output)
+    plan(runs, name)
     whole = shard()
     whole.keep()
     whole.end()
-    expected, generated = runs.rows(), runs.manifest["generated_tokens"]
-    keys = (runs.output / keys_name(0)).read_bytes()
+    expected, before, keys = runs.rows(), runs.manifest, (runs.output / keys_name(0)).read_bytes()
     for job in runs.jobs:
         job.delete()
     shutil.rmtree(runs.output)
-    plan(runs, name, runs.output)
-    first = shard()
-    first.deliver(most)
-    first.keep(4)
-    first.task.close()
-    second = shard()
-    second.deliver(most)
-    second.keep()
-    second.task.close()
+    plan(runs, name)
+    for tokens in (4, 0):
+        killed = shard()
+        killed.deliver(most)
+        killed.keep(tokens)
+        killed.task.close()
     last = shard()
     last.end()
     assert runs.rows() == expected
     assert (runs.output / keys_name(0)).read_bytes() == keys
     found = runs.manifest
-    assert found["generated_tokens"] + found["tokens_resumed"] == generated
-    if most:
-        assert found["rows_resumed"] > 0
+    assert found["generated_tokens"] + found["tokens_resumed"] == before["generated_tokens"]
+    assert found["rows_resumed"] or not most
     assert len(last.asked) <= len(whole.asked)
     assert not (runs.output / JOURNAL).exists()
 
 
-def test_tokens_so_far_go_to_the_request_that_had_them(runs: Runs, shard: Open) -> None:
-    plan(runs, "chain", runs.output)
-    first = shard()
-    first.deliver(7)  # all first prompts, and some second ones
-    first.keep(3)
-    second = shard()
-    second.pull()
-    assert all(each.resumed == {0: [0, 1, 2]} for each in second.asked)
-    assert [each.prompt for each in second.asked] == [each.prompt for each in first.asked[7:]]
-    second.end()
-    assert runs.manifest["tokens_resumed"] == 7 * 6 + 3 * len(second.asked)
-
-
 def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Open) -> None:
-    plan(runs, "samples", runs.output)
+    plan(runs, "samples")
     first = shard()
     first.pull()
     assert not first.keep()
@@ -168,16 +142,14 @@ def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Op
     assert first.keep(3)
     names = sorted(path.name.split(".", 2)[2] for path in (runs.output / JOURNAL).iterdir())
     assert names == ["answers.0", "answers.1", "now.3"]
-    first.end()
-    assert not (runs.output / JOURNAL).exists()
 
 
 def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan(runs, "samples", runs.output)
+    plan(runs, "samples")
     first = shard()
     first.deliver(2)
     with monkeypatch.context() as patch:
-        patch.setattr(pq, "write_table", full)
+        patch.setattr(pq, "write_table", Mock(side_effect=OSError(28, "full")))
         with pytest.raises(OSError, match="full"):
             first.keep()
     assert first.keep()
@@ -185,12 +157,8 @@ def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch:
     assert runs.manifest["rows_resumed"] == 2
 
 
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(28, "full")
-
-
 def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) -> None:
-    plan(runs, "samples", runs.output)
+    plan(runs, "samples")
     frozen, other = shard(), shard()
     frozen.deliver(2)
     other.end()
@@ -202,7 +170,7 @@ def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) ->
 def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(
     runs: Runs, shard: Open
 ) -> None:
-    plan(runs, "chain", runs.output)
+    plan(runs, "chain")
     first = shard()
     first.deliver(2)
     first.keep(2)
@@ -231,7 +199,7 @@ def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_i
 def test_what_is_no_journal_of_this_shard_is_passed_over(
     runs: Runs, shard: Open, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any]
 ) -> None:
-    plan(runs, "samples", runs.output)
+    plan(runs, "samples")
     first = shard()
     first.deliver(2)
     first.keep()
