@@ -98,7 +98,8 @@ class OpenPrompts(OpenTask):
             else:
                 place, request = self._unsent.popleft()
                 if self._repairs.is_asked_for:
-                    attempts = Attempts(request, _row(request), self._repairs, self._checks)
+                    kind = "prompt" if request.messages is None else "messages"
+                    attempts = Attempts(request, {kind: getattr(request, kind)}, self._repairs, self._checks)
             self._sent.append((place, attempts))
             yield request
 
@@ -129,7 +130,8 @@ class OpenPrompts(OpenTask):
                 return
             completions = [attempts.outcome]
             self._sent[index] = place, None
-        self._num_chars += sum(map(_least_chars, completions))
+        for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
+            self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
@@ -166,18 +168,6 @@ class OpenPrompts(OpenTask):
         prefix = ID_PREFIXES.get(content["object"])
         named = {} if prefix is None else {"id": f"{prefix}-{self._job_id}", "created": int(self._clock())}
         return {**named, "model": self._model_name, **content}
-
-
-def _least_chars(sample: Completion) -> int:
-    """Return how many characters a sample takes in the result at least: base64 has 16 for three numbers."""
-    return len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
-
-
-def _row(request: Request) -> dict[str, Any]:
-    """Return what a function that checks gets of a job's prompt."""
-    if request.messages is not None:
-        return {"messages": request.messages}
-    return {"prompt": request.prompt}
 
 
 def complete_task(
