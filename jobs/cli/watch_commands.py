@@ -10,7 +10,7 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import ago, left_cut, rate, table
+from jobs.cli.status_text import ago, rate, table
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
@@ -152,7 +152,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
             ago(None if run.submitted_at is None else now - run.submitted_at),
-            left_cut(run.output, MAX_PATH_CHARS),
+            run.output if len(run.output) <= MAX_PATH_CHARS else f"...{run.output[3 - MAX_PATH_CHARS :]}",
         )
         for run in found
     ]
