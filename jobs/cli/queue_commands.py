@@ -31,7 +31,12 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
                 places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
                 click.echo(f"queue {safe_name(counts.name)}: {places}")
         for name, fields in list_workers(connection).items():
-            click.echo(_worker_line(name, fields))
+            job = f", job {fields['current_job']}" if "current_job" in fields else ""
+            click.echo(
+                f"worker {safe_name(name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
+                f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
+                f"last seen {fields.get('last_heartbeat', '?')}"
+            )
         if missing:
             others = f": there are {_ids(known)}" if known else ": there is none"
             raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
@@ -67,12 +72,3 @@ def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit:
 def _ids(job_ids: list[str]) -> str:
     more = f" and {len(job_ids) - MAX_SHOWN} more" if len(job_ids) > MAX_SHOWN else ""
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
-
-
-def _worker_line(name: str, fields: dict[str, str]) -> str:
-    job = f", job {fields['current_job']}" if "current_job" in fields else ""
-    return (
-        f"worker {safe_name(name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
-        f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
-        f"last seen {fields.get('last_heartbeat', '?')}"
-    )

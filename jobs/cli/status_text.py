@@ -43,11 +43,6 @@ def ago(seconds: float | None) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def left_cut(text: str, most: int) -> str:
-    """Return a path's end, where that is what fits."""
-    return text if len(text) <= most else f"...{text[3 - most :]}"
-
-
 #: Between two lines of a log.
 LINE_EVERY_S = 10.0
 

@@ -10,7 +10,7 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import ago, left_cut, rate, table
+from jobs.cli.status_text import ago, rate, table
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
@@ -142,21 +142,21 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
     if not found:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
-    return table(heads, [_run_row(each, now) for each in found], _RUN_NUMBERS)
-
-
-def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
-    return (
-        run.run,
-        run.state,
-        "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
-        str(run.errors),
-        "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
-        rate(run.rows_per_s),
-        rate(run.tokens_per_s),
-        ago(None if run.submitted_at is None else now - run.submitted_at),
-        left_cut(run.output, MAX_PATH_CHARS),
-    )
+    rows = [
+        (
+            run.run,
+            run.state,
+            "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
+            str(run.errors),
+            "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
+            rate(run.rows_per_s),
+            rate(run.tokens_per_s),
+            ago(None if run.submitted_at is None else now - run.submitted_at),
+            run.output if len(run.output) <= MAX_PATH_CHARS else f"...{run.output[3 - MAX_PATH_CHARS :]}",
+        )
+        for run in found
+    ]
+    return table(heads, rows, _RUN_NUMBERS)
 
 
 def workers_table(found: Sequence[WorkerSample]) -> str:

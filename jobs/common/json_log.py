@@ -19,7 +19,9 @@ MAX_EXCEPTIONS_CHARS = 50_000
 #: Of a message. Ours are far shorter; a library's may repeat what it was given.
 MAX_EVENT_CHARS = 20_000
 
-_ENCODER = json.JSONEncoder(default=str)
+#: As json.dumps: an encoder made for each line takes as long as all the rest.
+_json = json.JSONEncoder(default=str).encode
+
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
 
 
@@ -62,8 +64,3 @@ def _exceptions(exc_info: Any) -> list[dict[str, Any]]:
         kept = found[:1] if len(found) == 1 else [found[0], found[-1]]
         return [{name: each[name] for name in ("exc_type", "exc_value")} for each in kept]
     return found
-
-
-def _json(value: Any) -> str:
-    """Write as json.dumps does: an encoder made for each line takes as long as all the rest."""
-    return _ENCODER.encode(value)

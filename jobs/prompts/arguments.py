@@ -47,6 +47,13 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
     return None
 
 
+def checked_text(text: Any, what: str) -> str:
+    """Return a text that can be a prompt. Raises InvalidJob."""
+    if problem := text_problem(text, what):
+        raise InvalidJob(problem)
+    return str(text)
+
+
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
 
@@ -54,7 +61,7 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     nothing is left, for an empty list, and beyond MAX_PROMPTS.
     """
     if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
+        return [checked_text(prompt, "prompt")]
     if not isinstance(prompt, list):
         raise InvalidJob(f"prompt is {type(prompt).__name__}, expected a string, token ids or a list of them")
     if not prompt:
@@ -106,16 +113,10 @@ def _prompt(item: object, what: str) -> Prompt | Unusable:
         if isinstance(item, list) and _are_token_ids(item):
             return _token_ids(item, what)
         if isinstance(item, str):
-            return _text(item, what)
+            return checked_text(item, what)
     except InvalidJob as error:
         return Unusable(str(error))
     return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
-
-
-def _text(text: str, what: str) -> str:
-    if problem := text_problem(text, what):
-        raise InvalidJob(problem)
-    return text
 
 
 def _token_ids(ids: list[int], what: str) -> list[int]:

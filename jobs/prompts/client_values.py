@@ -46,7 +46,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in NEUTRAL:
             kept[name] = value
         elif value is not None and not _is_neutral(name, value, values):
-            raise _not_built(name, value)
+            neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
+            raise InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
     return with_structured_outputs(_with_one_max_tokens(kept))
 
 
@@ -59,12 +60,6 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 def _kind(value: object) -> type:
     """Numbers are of one kind in JSON; truth values are none."""
     return float if type(value) is int else type(value)
-
-
-def _not_built(name: str, value: Any) -> InvalidValue:
-    """Return the text that says so. The neutral values stand in a text to be formatted."""
-    neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
-    return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
 
 
 def _check_type(name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import text_problem
+from jobs.prompts.arguments import checked_text
 
 MAX_LABELS = 1_000
 
@@ -42,9 +42,7 @@ def parse_labels(labels: object) -> list[str]:
     if not 2 <= len(labels) <= MAX_LABELS:
         raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
     for number, label in enumerate(labels):
-        if problem := text_problem(label, f"label {number}"):
-            raise InvalidJob(problem)
-        if not label:
+        if not checked_text(label, f"label {number}"):
             raise InvalidJob(f"label {number} is empty: no token stands for it")
         if (first := labels.index(label)) != number:
             raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", brief(label))

@@ -216,18 +216,6 @@ class OpenPrompts(OpenTask):
         return {**named, "model": self._model_name, **content}
 
 
-def _least_chars(sample: Completion) -> int:
-    """Return how many characters a sample takes in the result at least: base64 has 16 for three numbers."""
-    return len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
-
-
-def _row(request: Request) -> dict[str, Any]:
-    """Return what a function that checks gets of a job's prompt."""
-    if request.messages is not None:
-        return {"messages": request.messages}
-    return {"prompt": request.prompt}
-
-
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:

@@ -1,13 +1,13 @@
 """The tasks of `jobs.classify`, `jobs.loglikelihood` and `jobs.rerank`: nothing is generated for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
-from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
+from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_text, parse_prompts, text_problem
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
@@ -109,8 +109,7 @@ def rerank_task(
     asked_for = parse_model(model)
     instruction = RERANK_INSTRUCTION if instruction is None else instruction
     for what, text in (("query", query), ("instruction", instruction)):
-        if problem := text_problem(text, what):
-            raise InvalidJob(problem)
+        checked_text(text, what)
     texts = _documents(documents)
     before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
     if (num_bytes := len(before.encode()) * len(texts)) > MAX_RERANK_BYTES:
@@ -220,24 +219,19 @@ def _continuations(continuations: object) -> list[str | list[int]]:
 def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
     """Return the prompt, or the messages, that stand for no input."""
     if calibrate is True:
-        return _without_content(asked) if is_chat else CONTENT_FREE
+        if not is_chat:
+            return CONTENT_FREE
+        *before, last = parse_messages(asked)  # in which the last one says nothing
+        return [*before, {**last, "content": CONTENT_FREE}]
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
         raise unlike("calibrate", calibrate, f"true, false, or {kind} without content")
     return calibrate
 
 
-def _without_content(messages: object) -> list[Mapping[str, Any]]:
-    """Return the messages with CONTENT_FREE in the place of what the last one says."""
-    parsed = parse_messages(messages)
-    return [*parsed[:-1], {**parsed[-1], "content": CONTENT_FREE}]
-
-
 def _documents(documents: object) -> list[str]:
     texts = []
     for number, each in enumerate(_listed("documents", documents, MAX_PROMPTS)):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
-        if problem := text_problem(text, f"document {number}"):
-            raise InvalidJob(problem)
-        texts.append(text)
+        texts.append(checked_text(text, f"document {number}"))
     return texts

@@ -22,7 +22,7 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.run_index import list_in_index
-from jobs.runs.redis_state.run_jobs import EarlierJob, read_earlier, read_holders
+from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 
 #: The function of a planning job.
@@ -170,7 +170,9 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
     for job in left:
         if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
             return plan_job
-        if job.status is JobStatus.QUEUED and _is_on_its_queue(connection, job):
+        keys = queue_keys(job.origin)  # a worker that was killed before it started it may leave it on no queue
+        on_queue = any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
+        if job.status is JobStatus.QUEUED and on_queue:
             return plan_job
     return None
 
@@ -184,12 +186,6 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     if connection.exists(executions_key(plan_job)):
         return None
     return json.dumps((PLANNING, None, (), arguments)).encode()
-
-
-def _is_on_its_queue(connection: Redis, job: EarlierJob) -> bool:
-    """Whether it is there: a worker that was killed before it started it may leave it "queued" on no queue."""
-    keys = queue_keys(job.origin)
-    return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:

@@ -133,26 +133,23 @@ def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str
     pipe.multi()
     jobs = JobQueue(state.connection, queue)
     name = f"{state.run}-failed" if not is_end else state.run
-    if webhook is not None:
-        _enqueue(jobs, pipe, POSTING, (webhook, dict(content)), f"{name}-webhook-{submission}")
-    if on_end is not None:
-        _enqueue(jobs, pipe, on_end, (dict(content),), f"{name}-end-{submission}")
+    asked = {"webhook": webhook and (POSTING, webhook, dict(content)), "end": on_end and (on_end, dict(content))}
+    for kind, call in asked.items():
+        if not call:
+            continue
+        jobs.enqueue(
+            pipe,
+            call[0],
+            args=call[1:],
+            timeout=TIMEOUT_S,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+            description=f"end of run {state.run}",
+            job_id=f"{name}-{kind}-{submission}",
+            retry=Retry(max=RETRIES),
+        )
     pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
     pipe.execute()
-
-
-def _enqueue(jobs: JobQueue, pipe: Pipeline, function: str, args: tuple[Any, ...], job_id: str) -> None:
-    jobs.enqueue(
-        pipe,
-        function,
-        args=args,
-        timeout=TIMEOUT_S,
-        result_ttl=RESULT_TTL_S,
-        failure_ttl=FAILURE_TTL_S,
-        description=f"end of run {job_id.partition('-')[0]}",
-        job_id=job_id,
-        retry=Retry(max=RETRIES),
-    )
 
 
 #: Seconds before each further call.

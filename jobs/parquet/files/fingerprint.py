@@ -30,9 +30,12 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
     not found. Any other file is read whole. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
-    if input_format != PARQUET:
-        return _of_all(storage, path, digest)
     with reading(path), storage.open_input(path) as file:
+        if input_format != PARQUET:
+            while chunk := file.read(_CHUNK_BYTES):
+                storage.check_interrupted()
+                digest.update(chunk)
+            return digest.hexdigest()
         size = file.size()
         digest.update(size.to_bytes(8, "little"))
         if size <= WHOLE_BYTES:
@@ -45,14 +48,6 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
         for number in range(NUM_SAMPLES):
             digest.update(file.read_at(sample, max(0, size - footer - sample) * number // (NUM_SAMPLES - 1)))
         digest.update(file.read_at(footer, size - footer))
-    return digest.hexdigest()
-
-
-def _of_all(storage: Storage, path: str, digest: blake2b) -> str:
-    with reading(path), storage.open_input(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            storage.check_interrupted()
-            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -74,7 +74,7 @@ class ObjectFiles:
     ) -> None:
         """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
-        self._requests = Requests(check_interrupted, timeout_s)
+        self._check_interrupted, self._make = check_interrupted, Requests(check_interrupted, timeout_s).make
 
     def resolve(self, path: str) -> str:
         path = run_path(path)
@@ -147,7 +147,7 @@ class ObjectFiles:
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
         writer = ObjectWriter(
-            lambda contents: self._put(path, contents),
+            lambda contents: self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False)),
             lambda: obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY),
             lambda request: self._make_once(path, request),
         )
@@ -160,7 +160,8 @@ class ObjectFiles:
 
     def publish(self, temporary: str, target: str) -> bool:
         store, key = self._place(target)
-        source, found = self._key(temporary, target), self._head(temporary)
+        source = self._place(os.path.join(os.path.dirname(target), os.path.basename(temporary)))[1]
+        found = self._head(temporary)
         try:
             if found is None or found["size"] <= MAX_COPY_BYTES:
                 self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
@@ -185,10 +186,6 @@ class ObjectFiles:
             with suppress(FileNotFoundError):
                 self._make(path, lambda: obstore.delete(store, key))
 
-    def _put(self, path: str, contents: bytes) -> None:
-        store, key = self._place(path)
-        self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False))
-
     def _head(self, path: str) -> Any:
         store, key = self._place(path)
         try:
@@ -204,12 +201,9 @@ class ObjectFiles:
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
-    def _make(self, path: str, request: Callable[[], Any]) -> Any:
-        return self._requests.make(path, request)
-
     def _make_once(self, path: str, request: Callable[[], Any]) -> None:
         """Make a request that cannot be made again: obstore alone tries its parts again."""
-        self._requests.check_interrupted()
+        self._check_interrupted()
         Requests(never_interrupted, 0.0).make(path, request)
 
     def _place(self, path: str) -> tuple[Any, str]:
@@ -219,7 +213,3 @@ class ObjectFiles:
         scheme, _, rest = path.partition("://")
         bucket, _, key = rest.partition("/")
         return opened_store(scheme, bucket, self._timeout_s), key
-
-    def _key(self, path: str, target: str) -> str:
-        """Return the key of what is beside a target."""
-        return self._place(os.path.join(os.path.dirname(target), os.path.basename(path)))[1]

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from jobs.common.display import brief, to_json
 from jobs.errors import InvalidValue, WrongColumnType
-from jobs.parquet.tables.columns import is_list, is_text
-from jobs.parquet.tables.row_values import RowProblem, holds_bytes, python_rows
+from jobs.parquet.tables.columns import is_bytes, is_list, is_text
+from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import UnusableMessages, normal_messages
 from jobs.runs.plans.prompt_steps import Template
@@ -172,7 +172,7 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
 def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
     """Raise WrongColumnType for a column whose values have no text form."""
     for column in columns:
-        if holds_bytes(kind := schema.field(column).type):
+        if holds(kind := schema.field(column).type, is_bytes):
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 

@@ -132,7 +132,11 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     own: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
     }
-    columns = {name: _compact(each) for name, each in values.items() if name not in _OWN}
+    columns = {
+        name: array("f", each) if isinstance(each, list) and each and isinstance(each[0], float) else each
+        for name, each in values.items()
+        if name not in _OWN
+    }
     absent = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
     return Answer(**{**absent, **own, "columns": columns})
 
@@ -141,7 +145,3 @@ def _holds_structs(kind: pa.DataType) -> bool:
     while pa.types.is_list(kind):
         kind = kind.value_type
     return bool(pa.types.is_struct(kind))
-
-
-def _compact(value: Any) -> Any:
-    return array("f", value) if isinstance(value, list) and value and isinstance(value[0], float) else value

@@ -1,11 +1,11 @@
 """A row's values, nested ones too, as prompts and outputs show them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import is_bytes, is_list
+from jobs.parquet.tables.columns import is_list
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
 
 
@@ -22,17 +22,10 @@ def num_values(column: pa.Array) -> int:
     return 0
 
 
-def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether values are bytes, or have some in them."""
-    if pa.types.is_nested(kind):
-        return any(holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
-    return is_bytes(kind)
-
-
-def holds_map(kind: pa.DataType) -> bool:
-    if pa.types.is_map(kind):
-        return True
-    return pa.types.is_nested(kind) and any(holds_map(kind.field(number).type) for number in range(kind.num_fields))
+def holds(kind: pa.DataType, is_one: Callable[[pa.DataType], bool]) -> bool:
+    """Whether values are of a kind, such as `is_bytes`, or have some of it in them."""
+    inner = range(kind.num_fields) if pa.types.is_nested(kind) else ()
+    return is_one(kind) or any(holds(kind.field(number).type, is_one) for number in inner)
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
@@ -92,7 +85,7 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
     is_ours: values that were computed may be larger than what a prompt is made of.
     """
     values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
-    if not holds_map(column.type):
+    if not holds(column.type, pa.types.is_map):
         return values
     return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)
 

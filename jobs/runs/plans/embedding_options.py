@@ -5,9 +5,10 @@ from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue
 from jobs.prompts.embedding_task import pooling_values
 from jobs.prompts.messages import NAMES as CHAT_NAMES
+from jobs.runs.plans.option_checks import truth
 
 GENERATE, EMBED = TASKS = ("generate", "embed")
 
@@ -63,13 +64,9 @@ OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
 
 def calibrate(value: Any, asks_labels: bool) -> bool:
     """Return whether what labels have without content is subtracted. Raises InvalidJob."""
-    if value is None or value is False:
-        return False
-    if value is not True:
-        raise unlike("calibrate", value, "true or false")
-    if not asks_labels:
+    if (wanted := truth("calibrate", value)) and not asks_labels:
         raise InvalidJob("calibrate is for labels, and there are none: name labels too")
-    return True
+    return wanted
 
 
 def check_read(values: Iterable[str], what: str, read: Collection[str], whose: str = "sampling") -> None:

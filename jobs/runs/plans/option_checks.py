@@ -6,7 +6,7 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, brief, is_unicode
 from jobs.context.check_options import split_repair_options
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import text_problem
+from jobs.prompts.arguments import checked_text
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 
 
@@ -135,8 +135,7 @@ def defaults(value: Any, has_template: bool) -> dict[str, str]:
     if not has_template:
         raise InvalidJob("defaults stand for null in a template, and there is none: give a template too")
     for column, text in value.items():
-        if problem := text_problem(text, f"the default of column {brief(column)}"):
-            raise InvalidJob(problem)
+        checked_text(text, f"the default of column {brief(column)}")
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
 
 

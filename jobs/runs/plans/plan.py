@@ -247,13 +247,6 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
 
 
-def _smallest(left: int, rows_per_shard: int) -> int:
-    """Return how small the shards towards the end of so many rows may be."""
-    if left <= TAIL_SHARE * rows_per_shard:
-        return rows_per_shard
-    return max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
-
-
 def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
     """Return the row groups as if the files ended after so many rows."""
     left = limit
@@ -269,7 +262,7 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
 def _cut(row_groups: Sequence[Sequence[int]], most: int) -> Iterator[Shard]:
     """Yield shards of at most and, where a file does not end, at least so many rows."""
     left = sum(map(sum, row_groups))
-    least = _smallest(left, most)
+    least = most if left <= TAIL_SHARE * most else max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
     for number, groups in enumerate(row_groups):
         ends, start = list(accumulate(groups)), 0
         while ends and start < ends[-1]:

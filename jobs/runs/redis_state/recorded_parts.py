@@ -103,6 +103,7 @@ class RecordedParts:
         self.connection = self._redis = connection
         self.run, self._lease = run, lease
         self._key, self._parts_key, self._failed_key = run_key(run), run_key(run, "parts"), run_key(run, "failed")
+        self._turn_key = run_key(run, "turn")
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -84,14 +84,10 @@ class WaitingJobs:
         found: set[str] = set()
         for key in (self.queue.keys.waiting, self.queue.keys.popped):
             start = 0
-            while page := self._page(key, start):
+            while page := cast("list[bytes]", self.queue.connection.lrange(key, start, start + PAGE - 1)):
                 start += PAGE
-                found.update(job_id for job_id in page if job_shard(self._run, job_id) is not None)
+                found.update(each for each in map(stored.text, page) if job_shard(self._run, each) is not None)
         return found
-
-    def _page(self, key: str, start: int) -> list[str]:
-        entries: Any = self.queue.connection.lrange(key, start, start + PAGE - 1)
-        return [stored.text(entry) for entry in entries]
 
 
 #: Jobs that are looked up in one round trip.

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, run_folder_key, run_key
+from jobs.common.keys import RUN_TTL_S, run_folder_key
 from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
@@ -217,10 +217,6 @@ class RunState(RecordedParts):
     def take_turn(self, pipe: Pipeline) -> None:
         """Have others who `write` look again once `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
-
-    @property
-    def _turn_key(self) -> str:
-        return run_key(self.run, "turn")
 
 
 def _number(raw: bytes | None) -> int:

@@ -70,7 +70,8 @@ def follow(
             return Followed(snapshot, end, now - started_at)
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
-            display.warn(_about_workers(snapshot, listened))
+            told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
+            display.warn(told if has_worker else f"{no_worker_text(snapshot.queue, listened())}; still waiting")
         if awaited != snapshot.awaited_model:
             awaited = snapshot.awaited_model
             if awaited is not None and snapshot.workers:
@@ -110,9 +111,3 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
         return End.SHARDS_FAILED
     # A look is not one instant: the last shard may have ended between two of its reads.
     return End.STRANDED if snapshot is not previous and previous.is_idle else None
-
-
-def _about_workers(snapshot: RunSnapshot, listened: Callable[[], Sequence[str]]) -> str:
-    if snapshot.workers:
-        return f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
-    return f"{no_worker_text(snapshot.queue, listened())}; still waiting"

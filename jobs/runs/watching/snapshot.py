@@ -220,7 +220,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         if not seen.length:
             claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
         if "cancelled" not in facts and plan_status not in WAITING:
-            gone = _num_gone(connection, run, [shard for shard in rest if shard not in failed_shards])
+            sought = [job_key(shard_job_id(run, shard)) for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
+            there: Any = connection.exists(*sought) if sought else 0
+            gone = len(sought) - int(there)
     snapshot = snapshot_of(
         run,
         facts,
@@ -307,13 +309,6 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
         if planned != run:
             return read_snapshot(connection, planned)
     return snapshot
-
-
-def _num_gone(connection: Redis, run: str, shards: Sequence[int]) -> int:
-    """Return of how many of these shards the job is in Redis no more."""
-    sought = [job_key(shard_job_id(run, shard)) for shard in shards[:MAX_SOUGHT]]
-    found: Any = connection.exists(*sought) if sought else 0
-    return len(sought) - int(found)
 
 
 def _plan_error(
