@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from engine.attention.kv_cache import LayerKVCache
 
 
 @dataclass(frozen=True)
@@ -24,27 +21,6 @@ class ExpertKernels:
     group: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor]
-
-
-class NormRotateAndStore(Protocol):
-    """The step from the merged projection to attention.
-
-    Heads of queries and keys are normalised if there are norms (weights [head_dim]), then rotated. Keys and values
-    go to their slots of the cache; the queries are returned, contiguous. Numbers of a head beyond the width of
-    cosines and sines are not rotated. A slot of -1 marks padding, and nothing is stored.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +48,10 @@ class LayerKernels:
     """Fused kernels for layers that take several passes over memory in plain torch.
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
+    norm_rotate_and_store(query, key, value, (cosines, sines), norms or None, eps, cache, slot_mapping) -> queries, the
+    step from the merged projection to attention: heads of queries and keys are normalised (norms: two weights
+    [head_dim]), then rotated, but for numbers beyond the width of cosines and sines; keys and values go to their slots
+    of the cache, and nowhere for -1, which marks padding. The queries are contiguous.
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
     experts, products: None where a backend has none.
@@ -80,7 +60,7 @@ class LayerKernels:
     """
 
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    norm_rotate_and_store: NormRotateAndStore
+    norm_rotate_and_store: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gelu_and_mul: Callable[[Tensor], Tensor]

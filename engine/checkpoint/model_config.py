@@ -131,6 +131,21 @@ def _check_values(read: ModelConfig, path: Path) -> None:
             )
 
 
+def longrope_length(model: ModelConfig) -> int | None:
+    """Return the most tokens for the short factors, None for a model with one set of factors.
+
+    If longer sequences may come, all sequences take the long factors.
+    """
+    given = model.values.get("rope_scaling") or model.values.get("rope_parameters")
+    parameters = given if isinstance(given, Mapping) else {}
+    if "short_factor" not in parameters:
+        return None
+    original: Any = model.values.get("original_max_position_embeddings")
+    if original is None:
+        original = parameters.get("original_max_position_embeddings")
+    return original if isinstance(original, int) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it holds no object."""
     value = read_json_value(path)

@@ -14,7 +14,6 @@ import torch
 from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
-from engine.cpu_kernels.cpu_draws import philox, target
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
 from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
@@ -28,6 +27,11 @@ NUM_RANGES = (-int(weight_constants.LOWEST_EXPONENT) >> RANGE_BITS) + 1
 LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
 WHOLE = np.float32(weight_constants.WHOLE)
+#: Philox's constants, as in engine/sampling/draws.py, whose comments name the source.
+MULTIPLIER_0, MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+ROUNDS = 10
 
 
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -54,6 +58,25 @@ def compile_for(dtype: torch.dtype) -> None:
 def _scratch_words(vocab_size: int) -> int:
     """Count one thread's scratch words of 8 bytes."""
     return 2 * -(-vocab_size // TILE) + NUM_RANGES + 3 * TILE + 3 * vocab_size
+
+
+@njit  # type: ignore[untyped-decorator]
+def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
+    """Return Philox's first word: first_words of engine/sampling/draws.py."""
+    c0, c1, c2, c3 = position & LOW, position >> SHIFT, sample_index & LOW, np.uint64(0)
+    k0, k1 = seed & LOW, seed >> SHIFT
+    for _ in range(ROUNDS):
+        p0, p2 = MULTIPLIER_0 * c0, MULTIPLIER_2 * c2
+        c0, c1, c2, c3 = (p2 >> SHIFT) ^ c1 ^ k0, p2 & LOW, (p0 >> SHIFT) ^ c3 ^ k1, p0 & LOW
+        k0, k1 = (k0 + WEYL_0) & LOW, (k1 + WEYL_1) & LOW
+    return np.int64(c0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _target(total: Any, word: Any) -> Any:
+    """Return the goal of a draw: `target` of engine/sampling/draws.py."""
+    odd = 2 * word + 1
+    return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -250,8 +273,8 @@ def _kernel(dtype: torch.dtype) -> Kernel:
                             )
                             cut = _cut_at(found, number, above, goal)
                     total = _sum_tiles(row, maxima, sums, scale, cut, element)
-                    word = philox(np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task]))
-                    chosen[task] = _reached_at(row, sums, target(total, word), scale, cut, element)
+                    word = _philox(np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task]))
+                    chosen[task] = _reached_at(row, sums, _target(total, word), scale, cut, element)
             task = next_task(parameters)
 
     return Kernel(sample)

@@ -64,7 +64,7 @@ def norm_rotate_and_store(
     cache: Cache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Normalise, rotate and store in one pass over the tokens; see NormRotateAndStore.
+    """Normalise, rotate and store in one pass over the tokens; see LayerKernels.
 
     query, key, value: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
     rotary_dim].  norms: weights, contiguous.

@@ -81,25 +81,14 @@ def add_weighted(
         emit = _Emitter(builder, head_dim.literal_value, element.dtype)
         weight, weight_step, value, value_step, tokens, ahead, output = args[:7]
         sums = _Emitter(builder, head_dim.literal_value, FLOAT32)
-        offsets = [
-            [sums.row_bytes * r + sums.vector_bytes * i for i in range(sums.num_vectors)]
-            for r in range(rows.literal_value)
-        ]
-        # LLVM turns these stack slots into registers
-        slots = [[cgutils.alloca_once_value(builder, sums.load(output, at)) for at in row] for row in offsets]
-        with cgutils.for_range(builder, tokens) as loop:
-            here = builder.add(value, builder.mul(loop.index, value_step))
-            emit.prefetch(builder.add(ahead, builder.mul(loop.index, I64(emit.row_bytes))))
-            loaded = [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
-            for r, row in enumerate(slots):
-                place = builder.add(weight, builder.mul(I64(r), weight_step))
-                place = builder.add(place, builder.mul(loop.index, I64(FLOAT_BYTES)))
-                factor = emit.splat(builder.load(builder.inttoptr(place, F32.as_pointer())))
-                for slot, vector in zip(row, loaded, strict=True):
-                    builder.store(emit.multiply_add(factor, vector, builder.load(slot)), slot)
-        for row, places in zip(slots, offsets, strict=True):
-            for slot, at in zip(row, places, strict=True):
-                sums.store(builder.load(slot), output, at)
+
+        def load(token: Any) -> list[Any]:
+            here = builder.add(value, builder.mul(token, value_step))
+            emit.prefetch(builder.add(ahead, builder.mul(token, I64(emit.row_bytes))))
+            return [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
+
+        factors = weight, weight_step, I64(FLOAT_BYTES)
+        sums.accumulate(output, rows.literal_value, tokens, load, factors, lambda at, _: sums.load(output, at))
         return context.get_dummy_value()
 
     return _void(7, rows, head_dim, element), generate
@@ -120,30 +109,17 @@ def add_outer_products(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
         factor, row_step, k_step, vector, total, steps, kept = args[:7]
-        offsets = [
-            [emit.row_bytes * r + emit.vector_bytes * i for i in range(num_vectors.literal_value)]
-            for r in range(rows.literal_value)
-        ]
-        scales = [emit.load(kept, at) for at in offsets[0]] if adds.literal_value else []
+        offsets = [emit.vector_bytes * i for i in range(num_vectors.literal_value)]
+        scales = [emit.load(kept, at) for at in offsets] if adds.literal_value else []
 
         def before(at: int, vector: int) -> Any:
             return builder.fmul(emit.load(total, at), scales[vector]) if scales else emit.zero()
 
-        slots = [
-            [cgutils.alloca_once_value(builder, before(at, vector)) for vector, at in enumerate(row)] for row in offsets
-        ]
-        with cgutils.for_range(builder, steps) as loop:
-            here = builder.add(vector, builder.mul(loop.index, I64(emit.row_bytes)))
-            loaded = [emit.load(here, at) for at in offsets[0]]
-            place = builder.add(factor, builder.mul(loop.index, k_step))
-            for r, row in enumerate(slots):
-                address = builder.add(place, builder.mul(I64(r), row_step))
-                number = emit.splat(builder.load(builder.inttoptr(address, F32.as_pointer())))
-                for slot, each in zip(row, loaded, strict=True):
-                    builder.store(emit.multiply_add(number, each, builder.load(slot)), slot)
-        for row, places in zip(slots, offsets, strict=True):
-            for slot, at in zip(row, places, strict=True):
-                emit.store(builder.load(slot), total, at)
+        def load(k: Any) -> list[Any]:
+            here = builder.add(vector, builder.mul(k, I64(emit.row_bytes)))
+            return [emit.load(here, at) for at in offsets]
+
+        emit.accumulate(total, rows.literal_value, steps, load, (factor, row_step, k_step), before)
         return context.get_dummy_value()
 
     return _void(7, adds, rows, num_vectors), generate
@@ -217,6 +193,28 @@ class _Emitter:
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         product = self._builder.fmul(a, b, flags=("contract",))
         return self._builder.fadd(product, c, flags=("contract",))  # one instruction where there is one
+
+    def accumulate(self, sums: Any, rows: int, steps: Any, load: Any, factors: Any, before: Any) -> None:
+        """Add to each row of sums, for k below `steps`, the vectors load(k) times the row's factor of k.
+
+        factors: an address, and the bytes between two rows' and between two steps' factors.  before(offset, number of
+        the vector): what a vector of sums begins with.
+        """
+        builder, (factor, row_step, k_step) = self._builder, factors
+        offsets = [[self.row_bytes * r + self.vector_bytes * i for i in range(self.num_vectors)] for r in range(rows)]
+        # LLVM turns these stack slots into registers
+        slots = [[cgutils.alloca_once_value(builder, before(at, i)) for i, at in enumerate(row)] for row in offsets]
+        with cgutils.for_range(builder, steps) as loop:
+            loaded = load(loop.index)
+            place = builder.add(factor, builder.mul(loop.index, k_step))
+            for r, row in enumerate(slots):
+                address = builder.add(place, builder.mul(I64(r), row_step))
+                number = self.splat(builder.load(builder.inttoptr(address, F32.as_pointer())))
+                for slot, vector in zip(row, loaded, strict=True):
+                    builder.store(self.multiply_add(number, vector, builder.load(slot)), slot)
+        for row, places in zip(slots, offsets, strict=True):
+            for slot, at in zip(row, places, strict=True):
+                self.store(builder.load(slot), sums, at)
 
     def add_product(self, total: Any, factors: Any) -> Any:
         """Return total + the product of both factors; total None is 0."""

@@ -168,29 +168,13 @@ def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
     table[edits.masked[:, 0], MASK.value] = edits.masked[:, 1]
     penalties = np.zeros((len(edits.rows), 3), np.float32)
     penalties[edits.penalized] = edits.penalties
-    banned, behind, biased = map(_sorted, (edits.banned, edits.banned_behind, edits.biased))
-    for column, each in ((BANNED, banned), (BEHIND, behind), (BIASED, biased)):
-        _bound(table[:, column.value : column.value + 2], each)
+    behind = edits.banned_behind
+    for column, each in ((BANNED, edits.banned), (BEHIND, behind), (BIASED, edits.biased)):
+        bounds = np.searchsorted(each[:, 0], np.arange(len(table) + 1))
+        table[:, column.value], table[:, column.value + 1] = bounds[:-1], bounds[1:]
     ends = np.cumsum(edits.num_counted)
     table[edits.penalized, COUNTED.value] = ends - edits.num_counted
     table[edits.penalized, COUNTED.value + 1] = ends
-    biases = edits.biases if biased is edits.biased else edits.biases[_order(edits.biased)]
-    arrays = [place_of_row, table, penalties, edits.token_masks, banned, behind, biased, biases]
+    arrays = [place_of_row, table, penalties, edits.token_masks, edits.banned, behind, edits.biased, edits.biases]
     arrays.append(edits.counted)
     return arrays, edits.token_masks.shape[1]
-
-
-def _order(entries: NDArray[Any]) -> NDArray[np.int64]:
-    return np.argsort(entries[:, 0], kind="stable")
-
-
-def _sorted(entries: NDArray[Any]) -> NDArray[Any]:
-    """Sort entries by place, unless they are sorted already."""
-    places = entries[:, 0]
-    return entries if (places[1:] >= places[:-1]).all() else entries[_order(entries)]
-
-
-def _bound(bounds: NDArray[np.int32], entries: NDArray[Any]) -> None:
-    """Write where each place's entries begin and end. bounds: [places, 2]."""
-    ends = np.searchsorted(entries[:, 0], np.arange(len(bounds) + 1))
-    bounds[:, 0], bounds[:, 1] = ends[:-1], ends[1:]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.longrope import longrope_length
-from engine.checkpoint.model_config import ModelConfig, read_model_config
+from engine.checkpoint.model_config import ModelConfig, longrope_length, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
 from engine.run.dtype import served_dtype

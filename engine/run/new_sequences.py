@@ -103,12 +103,15 @@ class NewSequences:
     def _stop_strings(self, params: SamplingParams, follows_text: bool, matcher: Matcher | None) -> StopStrings | None:
         if not params.stop:
             return None
-        return self._tokenizer.stop_strings(
-            params.stop,
-            min_tokens=params.min_tokens,
+        text = self._tokenizer.incremental_text(
             follows_text=follows_text,
-            include=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        return StopStrings(
+            params.stop,
+            text,
+            min_tokens=params.min_tokens,
+            include=params.include_stop_str_in_output,
             may_end=None if matcher is None else matcher.accepts,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ class LogitEdits:
     pending: [pending, 2] int64, a place whose last token was not known when this was built, and the sample of the
     step launched before that is this token, or its place in a tensor (`placed`).
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
-    masked: [masked, 2] int64, a place and its mask; a place is there once.
+    masked: [masked, 2] int64, a place and its mask; a place is there once. The entries below ascend by place.
     banned: [bans, 2] int64, a place and a token it may not choose.
     banned_behind: [bans, 3] int64, a place, a token, and another token banned behind it if it is the pending one.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
@@ -106,7 +107,7 @@ class EditParts:
             pending=np.array(self.pending, np.int64).reshape(-1, 2),
             token_masks=_stacked(masks, len(self.later), num_words),
             masked=np.concatenate((now, later)),
-            banned=_joined(self.banned, 1, np.int64),
+            banned=_joined(sorted(self.banned, key=itemgetter(0)), 1, np.int64),
             banned_behind=_joined(self.banned_behind, 2, np.int64),
             biased=_joined(self.biased, 1, np.int64),
             biases=np.concatenate(self.biases) if self.biases else np.zeros(0, np.float32),

@@ -6,7 +6,7 @@ the token behind it: for labels of one token each, only the prompt is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -33,11 +33,6 @@ class Targets:
 
     def __init__(self, places: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         self.places, self.token_ids, self.next = places, token_ids, 0
-
-    @classmethod
-    def of_prompt(cls, token_ids: Sequence[int], score_from: int) -> Targets:
-        """Make the targets of a text from a place on, without its last token."""
-        return cls(np.arange(score_from, len(token_ids)), np.array(token_ids[score_from:], np.int64))
 
     def until(self, num_tokens: int) -> slice:
         """Return the targets that so many computed tokens make known."""

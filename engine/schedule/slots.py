@@ -73,11 +73,8 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.wants_logprobs
         self.num_pooled += seq.pooled is not None
-        self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
-        self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
-        self.num_computed[slot] = seq.num_computed_tokens
         self.num_prompt[slot] = seq.num_prompt_tokens
         self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
@@ -89,7 +86,7 @@ class SlotTable:
         self.is_edited[slot] = seq.is_edited
         self.num_edited += seq.is_edited
         self.num_constrained += seq.matcher is not None
-        self._give(slot)
+        self.rewrite(seq)
 
     def rewrite(self, seq: Sequence) -> None:
         """Write the tokens of `seq` anew, none of them pending, after others were forced."""
@@ -97,16 +94,13 @@ class SlotTable:
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed_tokens
-        self._give(slot)
+        self.generations[slot] = self._num_given
+        self._num_given += 1
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [slots] bool: whether several tokens, of a prompt or forced, are to be computed."""
         several: NDArray[np.bool_] = self.num_tokens[slots] - self.num_computed[slots] > self.num_alone[slots]
         return several
-
-    def _give(self, slot: int) -> None:
-        self.generations[slot] = self._num_given
-        self._num_given += 1
 
     def release(self, seq: Sequence) -> None:
         """Take the slot of `seq` back."""

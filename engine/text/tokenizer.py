@@ -1,6 +1,6 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from engine.text.chat_templates import (
     takes_tools,
     with_joined_parts,
 )
-from engine.text.stop_strings import IncrementalText, StopStrings
+from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer_files import load_tokenizer
 
 #: Characters of a token, as few texts have on average: the longest tokens of vocabularies are as many spaces.
@@ -130,25 +130,6 @@ class Tokenizer:
     def backend(self) -> Any:
         """The `tokenizers.Tokenizer` behind it, None if there is none."""
         return getattr(self._tokenizer, "backend_tokenizer", None)
-
-    def stop_strings(
-        self,
-        stop: Sequence[str],
-        *,
-        min_tokens: int,
-        follows_text: bool,
-        include: bool = False,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-        may_end: Callable[[str], bool] | None = None,
-    ) -> StopStrings:
-        """Watch for the stop strings of one completion. Arguments are those of StopStrings and `decode`."""
-        text = self.incremental_text(
-            follows_text=follows_text,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
-        return StopStrings(stop, text, min_tokens=min_tokens, include=include, may_end=may_end)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word at the beginning of a text and behind a space.

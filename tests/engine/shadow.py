@@ -171,7 +171,7 @@ class ShadowEngine:
         return seq
 
     def score(self, prompt: list[int], score_from: int, *, lane: int = 0) -> Sequence:
-        targets = Targets.of_prompt(prompt, score_from)
+        targets = Targets(np.arange(score_from, len(prompt)), np.array(prompt[score_from:], np.int64))
         seq = Sequence(str(self._num_added), prompt[:-1], NO_NEW_TOKEN, lane=lane, targets=targets)
         self._num_added += 1
         self.scheduler.add(seq)

@@ -12,6 +12,7 @@ import sentencepiece
 
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.text.sentencepiece_file import read_sentencepiece
+from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
@@ -129,7 +130,7 @@ def unlike(tokenizer: Tokenizer) -> list[str]:
         if not parts.endswith("\ufffd"):
             parts += tokenizer.decode(token_ids[at:], follows_text=tokenizer.has_text(token_ids[:at]))
             found += [text] if parts != whole else []
-        watch = tokenizer.stop_strings(["never there"], min_tokens=0, follows_text=False)
+        watch = StopStrings(["never there"], tokenizer.incremental_text(follows_text=False), min_tokens=0)
         for token_id in token_ids:
             watch.add(token_id)
         found += [text] if "".join(watch._pieces) != whole else []
@@ -148,7 +149,7 @@ def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(text_models: dict[st
     tokenizer = text_models[family]
     for stop in ("\n", "本", "日本", "🎉"):
         token_ids = tokenizer._encode(f"a 日{stop}\n日b", None, add_special_tokens=False)
-        watch = tokenizer.stop_strings([stop], min_tokens=0, follows_text=True)
+        watch = StopStrings([stop], tokenizer.incremental_text(follows_text=True), min_tokens=0)
         ended = next(i for i, token_id in enumerate(token_ids) if watch.add(token_id))
         assert watch.text is not None
         assert watch.text.strip() == "a 日"

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from engine import Completion, Engine, EngineConfig, InvalidPrompt, PromptTooLong, SamplingParams
+from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_tokenizer
 
@@ -70,10 +71,10 @@ def test_spaces_between_special_tokens_go_on_wish(tmp_path: Path) -> None:
     assert joined == "a <s></s><tool> b <s> b"
     assert tokenizer.decode(ids, spaces_between_special_tokens=False) == "a <tool> b b"
     for stop, spaces, text in (("> </s>", True, "a <s> </s>"), ("></s>", False, "a <s></s>")):
-        watch = tokenizer.stop_strings(
-            [stop], min_tokens=0, follows_text=False, include=True, skip_special_tokens=False,
-            spaces_between_special_tokens=spaces,
-        )  # fmt: skip
+        shown = tokenizer.incremental_text(
+            follows_text=False, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
+        watch = StopStrings([stop], shown, min_tokens=0, include=True)
         assert [watch.add(token_id) for token_id in ids[:3]] == [False, False, True]
         assert watch.text == text
 

@@ -22,8 +22,7 @@ from engine.kernels.attention.kv_tile import (
     Cache,
     base2_cap,
     first_seen,
-    fold_tile,
-    load_block_ids,
+    fold_tiles,
     pad_head_dim,
     tile_tokens,
 )
@@ -96,7 +95,6 @@ def decode_kernel(
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM
     tables_ptr += seq * table_stride
-    tile = tl.arange(0, TILE)
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
 
@@ -111,15 +109,11 @@ def decode_kernel(
             sinks = tl.load(sinks_ptr + head, mask=group < GROUP, other=0.0) * LOG2_E
             row_max = tl.where(split == 0, sinks, row_max)
             row_sum = tl.where(split == 0, 1.0, row_sum)
-        blocks = load_block_ids(tables_ptr, start + tile, end, BLOCK_SIZE)
-        for tile_start in tl.range(start, end, TILE):
-            next_blocks = load_block_ids(tables_ptr, tile_start + TILE + tile, end, BLOCK_SIZE)
-            acc, row_max, row_sum = fold_tile(
-                queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
-                tile_start + tile, end, None, last_seen, log2_scale, block_stride, token_stride,
-                HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
-            )  # fmt: skip
-            blocks = next_blocks
+        acc, row_max, row_sum = fold_tiles(
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
+            start, end, end, None, last_seen, log2_scale, block_stride, token_stride,
+            HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
+        )  # fmt: skip
         # no context gives zeros, not 0 / 0
         result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
         if value_scales_ptr is not None:

@@ -1,4 +1,4 @@
-"""One tile of paged keys and values, folded into a running softmax by both attention kernels.
+"""Tiles of paged keys and values, folded into a running softmax by both attention kernels.
 
 WINDOW, CHUNK and SOFT_CAP (in base 2) are AttentionFeatures': compiled in, None without.
 """
@@ -63,59 +63,65 @@ def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def fold_tile(
+def fold_tiles(
     queries, acc, row_max, row_sum,
-    keys_ptr, values_ptr, blocks, tokens, end, first, last, log2_scale,
+    keys_ptr, values_ptr, table_ptr, begin, stop, end, first, last, log2_scale,
     block_stride, token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
+    """Attend to the tiles from token `begin` to `stop` of a sequence and KV head; return (acc, row_max, row_sum).
 
     queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, not yet divided by row_sum.  row_max, row_sum:
-    [rows] float32, of scores in base 2.  tokens, blocks: [tile] int32.  end: no token from here on is read.
+    [rows] float32, of scores in base 2.  table_ptr: the sequence's blocks.  end: no token from here on is read.
     first, last: [rows], the first and the last token each row may see; first None: all before the last.
     Without MASKED every token is below `end` and seen by every row.  A row whose maximum is still infinite
-    must see some token of the tile.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
+    must see some token of a tile.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
     """
-    dims = tl.arange(0, DIM_PAD)
+    dims, tile = tl.arange(0, DIM_PAD), tl.arange(0, TILE)
     inside = dims < HEAD_DIM
-    # int64: a pool of 2^31 elements is only 4 GiB
-    offsets = blocks.to(tl.int64) * block_stride + (tokens % BLOCK_SIZE) * token_stride
-    places = offsets[:, None] + dims[None, :]
-    if MASKED:
-        # a slot that was never written may hold NaN, and 0 * NaN is NaN: load zeros instead
-        read = (tokens < end)[:, None] & inside[None, :]
-        keys = tl.load(keys_ptr + places, mask=read, other=0.0)
-        values = tl.load(values_ptr + places, mask=read, other=0.0)
-    elif DIM_PAD != HEAD_DIM:
-        keys = tl.load(keys_ptr + places, mask=inside[None, :], other=0.0)
-        values = tl.load(values_ptr + places, mask=inside[None, :], other=0.0)
-    else:
-        keys = tl.load(keys_ptr + places)
-        values = tl.load(values_ptr + places)
-    # FP8 numbers are exact in every dtype of queries, as the scales are applied to sums
-    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
-    if WIDEN:
-        queries, keys = queries.to(tl.float32), keys.to(tl.float32)
-    # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-    if SOFT_CAP is not None:
-        scores = cap_scores(scores, SOFT_CAP)
-    if MASKED:
-        seen = (tokens[None, :] <= last[:, None]) & (tokens < end)[None, :]
-        if first is not None:
-            seen &= tokens[None, :] >= first[:, None]
-        scores = tl.where(seen, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    shrink = tl.exp2(row_max - new_max)
-    row_sum = row_sum * shrink + tl.sum(weights, 1)
-    weights = weights.to(values.dtype)
-    if WIDEN:
-        weights, values = weights.to(tl.float32), values.to(tl.float32)
-    acc = acc * shrink[:, None] + tl.dot(weights, values, input_precision="ieee")
-    return acc, new_max, row_sum
+    blocks = load_block_ids(table_ptr, begin + tile, end, BLOCK_SIZE)
+    for start in tl.range(begin, stop, TILE):
+        tokens = start + tile
+        next_blocks = load_block_ids(table_ptr, tokens + TILE, end, BLOCK_SIZE)
+        # int64: a pool of 2^31 elements is only 4 GiB
+        offsets = blocks.to(tl.int64) * block_stride + (tokens % BLOCK_SIZE) * token_stride
+        places = offsets[:, None] + dims[None, :]
+        if MASKED:
+            # a slot that was never written may hold NaN, and 0 * NaN is NaN: load zeros instead
+            read = (tokens < end)[:, None] & inside[None, :]
+            keys = tl.load(keys_ptr + places, mask=read, other=0.0)
+            values = tl.load(values_ptr + places, mask=read, other=0.0)
+        elif DIM_PAD != HEAD_DIM:
+            keys = tl.load(keys_ptr + places, mask=inside[None, :], other=0.0)
+            values = tl.load(values_ptr + places, mask=inside[None, :], other=0.0)
+        else:
+            keys = tl.load(keys_ptr + places)
+            values = tl.load(values_ptr + places)
+        # FP8 numbers are exact in every dtype of queries, as the scales are applied to sums
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
+        left = queries
+        if WIDEN:
+            left, keys = queries.to(tl.float32), keys.to(tl.float32)
+        # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa
+        scores = tl.dot(left, tl.trans(keys), input_precision="ieee") * log2_scale
+        if SOFT_CAP is not None:
+            scores = cap_scores(scores, SOFT_CAP)
+        if MASKED:
+            seen = (tokens[None, :] <= last[:, None]) & (tokens < end)[None, :]
+            if first is not None:
+                seen &= tokens[None, :] >= first[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        weights = weights.to(values.dtype)
+        if WIDEN:
+            weights, values = weights.to(tl.float32), values.to(tl.float32)
+        acc = acc * shrink[:, None] + tl.dot(weights, values, input_precision="ieee")
+        row_max, blocks = new_max, next_blocks
+    return acc, row_max, row_sum
 
 
 def base2_cap(soft_cap: float | None) -> float | None:

@@ -17,8 +17,7 @@ from engine.kernels.attention.kv_tile import (
     Cache,
     base2_cap,
     first_seen,
-    fold_tile,
-    load_block_ids,
+    fold_tiles,
     pad_head_dim,
     tile_tokens,
 )
@@ -86,7 +85,6 @@ def prefill_kernel(
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
     tables_ptr += seq * table_stride
-    tile = tl.arange(0, TILE)
 
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
     row_max = tl.full([QUERY_TILE], LOWEST, tl.float32)
@@ -95,33 +93,22 @@ def prefill_kernel(
         row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
         row_sum += 1.0
     if first_seens is not None:
-        blocks = load_block_ids(tables_ptr, begin + tile, end, BLOCK_SIZE)
-        for start in tl.range(begin, begin_of_unmasked, TILE):
-            next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
-            acc, row_max, row_sum = fold_tile(
-                queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
-                start + tile, end, first_seens, last_seen, log2_scale,
-                block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
-            )  # fmt: skip
-            blocks = next_blocks
+        acc, row_max, row_sum = fold_tiles(
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
+            begin, begin_of_unmasked, end, first_seens, last_seen, log2_scale, block_stride, token_stride,
+            HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
+        )  # fmt: skip
         end_of_unmasked = tl.maximum(begin_of_unmasked, end_of_unmasked)
-    blocks = load_block_ids(tables_ptr, begin_of_unmasked + tile, end, BLOCK_SIZE)
-    for start in tl.range(begin_of_unmasked, end_of_unmasked, TILE):
-        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
-        acc, row_max, row_sum = fold_tile(
-            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
-            start + tile, end, None, last_seen, log2_scale,
-            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, False,
-        )  # fmt: skip
-        blocks = next_blocks
-    for start in tl.range(end_of_unmasked, end, TILE):
-        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
-        acc, row_max, row_sum = fold_tile(
-            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
-            start + tile, end, None, last_seen, log2_scale,
-            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
-        )  # fmt: skip
-        blocks = next_blocks
+    acc, row_max, row_sum = fold_tiles(
+        queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
+        begin_of_unmasked, end_of_unmasked, end, None, last_seen, log2_scale, block_stride, token_stride,
+        HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, False,
+    )  # fmt: skip
+    acc, row_max, row_sum = fold_tiles(
+        queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
+        end_of_unmasked, end, end, None, last_seen, log2_scale, block_stride, token_stride,
+        HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
+    )  # fmt: skip
     places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
     result = acc / row_sum[:, None]
     if value_scales_ptr is not None:

@@ -105,7 +105,7 @@ def norm_rotate_and_store(
     cache: Cache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Normalise and rotate heads, store keys and values: see NormRotateAndStore of layer_kernels.py.
+    """Normalise and rotate heads, store keys and values: see LayerKernels of layer_kernels.py.
 
     Rows of query, key and value may lie apart. rotation: cosines and sines, [tokens, 1, width], both halves
     alike. norms: contiguous, in the queries' dtype or float32. Results are rounded from float32 once.

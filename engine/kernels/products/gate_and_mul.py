@@ -1,5 +1,7 @@
 """Activation of the gate times up, over the output of a merged gate and up projection."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -34,22 +36,16 @@ def gate_and_mul_kernel(
     tl.store(out_places, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim]."""
-    return _gate_and_mul(gate_up)
-
-
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu by its approximation with tanh, arXiv:1606.08415."""
-    return _gate_and_mul(gate_up, gelu=True)
-
-
 def clamped_swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """gate * sigmoid(alpha * gate) * (up + 1), clamped to `limit`: gpt-oss' experts."""
     return _gate_and_mul(gate_up, clamped=(alpha, limit))
 
 
 def _gate_and_mul(gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, float] | None = None) -> Tensor:
+    """silu(gate) * up, or gelu by its approximation with tanh, arXiv:1606.08415.
+
+    gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim].
+    """
     num_rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     columns = min(triton.next_power_of_2(dim), MAX_COLUMNS)
@@ -60,3 +56,6 @@ def _gate_and_mul(gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, 
         DIM=dim, COLUMNS=columns, ROWS=rows, GELU=gelu, CLAMPED=clamped is not None, num_warps=4,
     )  # fmt: skip
     return out
+
+
+silu_and_mul, gelu_and_mul = _gate_and_mul, partial(_gate_and_mul, gelu=True)

@@ -1,7 +1,7 @@
 """Log probabilities of a step, computed in pieces: those of a whole chunk would not fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -41,19 +41,15 @@ class DeviceLogprobs:
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
 
 
-@dataclass
 class LogprobPieces:
     """Collects the rows of a step piece by piece.
 
     by_row: a row's result has the same bits in a piece of any size and width.
     """
 
-    by_row: bool = False
-    _logprobs: list[Tensor] = field(default_factory=list)
-    _ranks: list[Tensor] = field(default_factory=list)
-    _widths: list[NDArray[np.int64]] = field(default_factory=list)
-    _top_ids: list[Tensor] = field(default_factory=list)
-    _top_logprobs: list[Tensor] = field(default_factory=list)
+    def __init__(self, *, by_row: bool = False) -> None:
+        self.by_row = by_row
+        self._parts: list[tuple[Tensor, Tensor, NDArray[np.int64], Tensor, Tensor]] = []
 
     def add(self, logits: Tensor, token_ids: Tensor, width: int) -> None:
         """Add rows with their most likely tokens, `width` of each.
@@ -65,26 +61,21 @@ class LogprobPieces:
         total = each_row(log_sum_exp, logits) if self.by_row else log_sum_exp(logits)
         token_ids = token_ids.clamp(min=0).unsqueeze(1)
         own = logits.gather(1, token_ids)
-        self._logprobs.append((own - total).squeeze(1))
         before = torch.arange(logits.shape[1], device=logits.device) < token_ids
-        self._ranks.append(1 + ((logits > own) | ((logits == own) & before)).sum(-1))
+        ranks = 1 + ((logits > own) | ((logits == own) & before)).sum(-1)
         width = min(width, logits.shape[1])
-        self._widths.append(np.full(len(logits), width))
+        highest, ids = logits[:, :0], token_ids[:, :0]
         if width:
             highest, ids = top_of_each(logits, width) if self.by_row else logits.topk(width, dim=-1)
-            self._top_ids.append(ids.int().flatten())
-            self._top_logprobs.append((highest - total).flatten())
+        widths = np.full(len(logits), width)
+        self._parts.append(((own - total).squeeze(1), ranks, widths, ids.int().flatten(), (highest - total).flatten()))
 
     def all(self) -> DeviceLogprobs:
         """Join all rows that were added."""
-        device = self._ranks[0].device
-        no_ids, no_logprobs = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+        logprobs, ranks, widths, top_ids, top_logprobs = zip(*self._parts, strict=True)
+        starts = np.concatenate(([0], np.cumsum(np.concatenate(widths))))
         return DeviceLogprobs(
-            torch.cat(self._logprobs),
-            torch.cat(self._ranks),
-            np.concatenate(([0], np.cumsum(np.concatenate(self._widths)))),
-            torch.cat(self._top_ids or [no_ids]),
-            torch.cat(self._top_logprobs or [no_logprobs]),
+            torch.cat(logprobs), torch.cat(ranks), starts, torch.cat(top_ids), torch.cat(top_logprobs)
         )
 
 
@@ -142,7 +133,7 @@ class StepLogprobs:
 
         sampled: [samples] int64.  hidden: [rows, hidden_size], of the rows that score.
         """
-        pieces = LogprobPieces(self._by_row)
+        pieces = LogprobPieces(by_row=self._by_row)
         if self._tp.rank == 0 and len(self._wanted):
             token_ids = sampled[self._wanted]
             for piece, width in cut(self._sample_tops, self._raw.shape[1]):
