@@ -143,7 +143,8 @@ class OpenPrompts(OpenTask):
     def _attempts(self, request: Request) -> Attempts | None:
         if not self._repairs.is_asked_for:
             return None
-        return Attempts(request, _row(request), self._repairs, self._checks)
+        kind = "prompt" if request.messages is None else "messages"
+        return Attempts(request, {kind: getattr(request, kind)}, self._repairs, self._checks)
 
     @property
     def has_more(self) -> bool:
@@ -177,7 +178,8 @@ class OpenPrompts(OpenTask):
                 self._following.append((place, attempts, following))
                 return
             completions = [attempts.outcome]
-        self._num_chars += sum(map(_least_chars, completions))
+        for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
+            self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
