@@ -10,8 +10,7 @@ from redis import Redis
 from engine.text.tokenizer import Tokenizer
 from tests.forking import ForkedWorkers
 from tests.fuzz.payloads import CASES, Hash, check_hashes
-from tests.fuzz.requests import CHATS, check_chat, check_sampling
-from tests.fuzz.values import SAMPLING
+from tests.fuzz.requests import CHATS, check_chat
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT
 
@@ -34,12 +33,6 @@ def tokenizer() -> Tokenizer:
 def redis() -> Iterator[Redis]:
     with running_redis_server() as url, Redis.from_url(url) as client:
         yield client
-
-
-@cases(500)
-@given(SAMPLING)
-def test_sampling_values(values: dict[str, object]) -> None:
-    check_sampling(values)
 
 
 @cases(300)
