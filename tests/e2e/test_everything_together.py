@@ -1,25 +1,19 @@
-"""Prompts and Parquet files through Redis into one batch, and the same rows whatever is killed."""
+"""Prompts and Parquet files through Redis into one batch."""
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rq import Retry
-from rq.job import Job, JobStatus
-from rq.registry import FinishedJobRegistry
-from rq.serializers import JSONSerializer
+from rq.job import JobStatus
 
 from engine import Completion, Engine, EngineConfig, SamplingParams
 from ops.demo.prompts import BARE_PROMPT, CHAT_PROMPT
 from tests.e2e.conftest import DATES, MODEL, RealWorkers
-from tests.rq_workers import leftovers, stats_of, wait_until
+from tests.rq_workers import leftovers, stats_of
 
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 ROWS = 300
@@ -66,34 +60,6 @@ def write_input(folder: Path, texts: list[str]) -> Path:
     return path
 
 
-def score(workers: RealWorkers, source: Path, output: Path, rows_per_shard: int) -> Job:
-    return workers.queue("bulk").enqueue(
-        "jobs.score_parquet",
-        str(source),
-        str(output),
-        messages_column="messages",
-        sampling=GREEDY,
-        rows_per_shard=rows_per_shard,
-    )
-
-
-def kill_while_something_runs(workers: RealWorkers, worker: subprocess.Popen[str]) -> None:
-    """Kill a worker that has begun jobs: frozen before the look, it ends none of them in between."""
-
-    def is_frozen_with_work() -> bool:
-        worker.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
-        if workers.redis.zcard("rq:wip:bulk"):
-            return True
-        worker.send_signal(signal.SIGCONT)
-        return False
-
-    wait_until(is_frozen_with_work)
-    worker.kill()
-    worker.wait()
-    assert workers.redis.zcard("rq:wip:bulk"), "nothing was running when the worker was killed"
-
-
 def test_hundreds_of_prompts_and_a_file_share_one_batch(
     workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
 ) -> None:
@@ -126,49 +92,3 @@ def test_hundreds_of_prompts_and_a_file_share_one_batch(
     info = workers.rq("info", "--raw", "-Q")
     assert f"queue high 0, 0 executing, {half} finished, 0 failed" in info
     assert f"queue bulk 0, 0 executing, {half + 4} finished, 0 failed" in info  # the plan, 3 shards
-
-
-@pytest.mark.long
-def test_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
-    workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
-) -> None:
-    source, output = write_input(workers.folder, texts), workers.folder / "out"
-    prompts = [BARE_PROMPT.format(text=text) for text in texts]
-    settings = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_MAX_WORKER_DEATHS": "100", "TOKENMILL_MAX_NUM_SEQS": "16"}
-    score(workers, source, output, rows_per_shard=20)
-    jobs = [
-        workers.queue("bulk").enqueue("jobs.complete", p, retry=Retry(max=1) if i % 2 else None, **GREEDY)
-        for i, p in enumerate(prompts)
-    ]
-    finished = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
-    parts: dict[str, tuple[int, int]] = {}
-
-    def ended() -> int:
-        return finished.get_job_count(cleanup=False)
-
-    def parts_written() -> int:
-        return len(list(output.glob("part-*")))
-
-    for kill in range(2):
-        worker = workers.start("--name", f"w{kill}", queues=("bulk",), **settings)
-        # By turns something of either kind is finished first, so that both are cut off in the middle.
-        count = ended if kill % 2 else parts_written
-        before = count()
-        wait_until(lambda count=count, before=before: count() > before, timeout_s=60)
-        family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
-        kill_while_something_runs(workers, worker)
-        assert psutil.wait_procs(family, timeout=10)[1] == []
-        workers.rq("info")
-        for part in output.glob("part-*"):
-            stamp = (part.stat().st_ino, part.stat().st_mtime_ns)
-            assert parts.setdefault(part.name, stamp) == stamp, "a finished shard was computed again"
-    workers.start("--name", "last", queues=("bulk",), **settings)
-    wait_until(lambda: ended() == ROWS + 16, timeout_s=120)  # the plan, 15 shards
-
-    for prompt, job in zip(prompts, jobs, strict=True):
-        assert workers.result(job).return_value["choices"][0]["text"] == reference[prompt].text
-        assert len(job.results()) == 1
-    check_rows(output, texts, reference)
-    for part in output.glob("part-*"):
-        assert parts.get(part.name, (part.stat().st_ino, part.stat().st_mtime_ns))[0] == part.stat().st_ino
-    assert leftovers(workers.redis, "bulk") == []

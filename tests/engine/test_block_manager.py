@@ -29,13 +29,6 @@ def num_cached(blocks: BlockManager, token_ids: list[int]) -> int:
     return len(blocks.find_cached(seq))
 
 
-def test_the_last_token_is_always_computed() -> None:
-    """At most (length - 1) // block_size blocks are reused, so there is a query to sample from."""
-    blocks = BlockManager(8, 4)
-    compute(blocks, list(range(8)))
-    assert [num_cached(blocks, list(range(n))) for n in (4, 5, 8, 9)] == [0, 1, 1, 2]
-
-
 def test_a_block_can_be_hit_in_the_step_that_computes_it() -> None:
     """Sequences of one step share a prefix."""
     blocks = BlockManager(8, 4)
@@ -116,20 +109,6 @@ def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     check_blocks(blocks, [])
 
 
-def test_a_withdrawn_block_cannot_be_hit() -> None:
-    """The step failed: its blocks hold garbage."""
-    blocks = BlockManager(8, 4)
-    kept = compute(blocks, [9] * 5)
-    first = sequence(list(range(9)))
-    blocks.extend_keys(first)
-    blocks.allocate(first, [])
-    blocks.withdraw(blocks.publish(first, 9))
-    blocks.release(first)
-    assert num_cached(blocks, list(range(9))) == 0
-    assert num_cached(blocks, [9] * 5) == 1
-    check_blocks(blocks, [kept])
-
-
 def test_least_recently_used_blocks_are_taken_first() -> None:
     """Released prefixes stay until blocks are needed; the oldest goes first, its end before its start."""
     blocks = BlockManager(6, 2)
@@ -140,15 +119,6 @@ def test_least_recently_used_blocks_are_taken_first() -> None:
     compute(blocks, [9, 9, 8, 8, 7, 7])
     assert num_cached(blocks, [1, 2, 3, 4, 0]) == 1
     assert num_cached(blocks, [5, 6, 7, 8, 0]) == 2
-
-
-def test_a_recycled_block_is_not_hit_by_its_old_content() -> None:
-    """Eviction drops the hash the block owns."""
-    blocks = BlockManager(2, 2)
-    blocks.release(compute(blocks, [1, 2, 3]))
-    blocks.release(compute(blocks, [4, 5, 6]))
-    assert num_cached(blocks, [1, 2, 3]) == 0
-    assert num_cached(blocks, [4, 5, 6]) == 1
 
 
 def test_a_pool_must_hold_one_longest_sequence() -> None:

@@ -4,7 +4,6 @@ import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,23 +15,12 @@ from engine.run.forward.decode_graphs import DecodeGraphs, batch_sizes
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
-from tests.engine import test_parity as parity
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs, write_rows
-from tests.engine.reference import Reference
 
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 BLOCK = 4
-
-
-@pytest.fixture(scope="module")
-def few(folders: dict[str, Path]) -> dict[str, Reference]:
-    """References with every third prompt."""
-    made = {name: Reference(folders[name]) for name in parity.BY_NAME}
-    for reference in made.values():
-        reference.prompts = reference.prompts[2::3]
-    return made
 
 
 @pytest.fixture
@@ -56,18 +44,6 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
         slots=np.arange(len(lens)),
         generations=first_block + np.arange(len(lens)),
     )
-
-
-@pytest.mark.parametrize("name", parity.BY_NAME)
-def test_greedy_tokens_equal_transformers(name: str, few: dict[str, Reference], capture: SimulatedCapture) -> None:
-    """Every checkpoint; sequences are preempted and recomputed, so that batches of many sizes occur."""
-    settings: dict[str, Any] = {"pool_blocks": 14, "max_num_batched_tokens": 33, "max_num_seqs": 11}
-    settings["async_scheduling"] = name in ("gqa2_bias", "gqa4_tied")
-    differences, stats = parity.generate(few[name], parity.BY_NAME[name], settings)
-    assert differences == []
-    assert stats.num_preemptions > 0
-    assert len(capture.replayed) > 2 * stats.num_steps / 3
-    assert len(set(capture.replayed)) >= 6
 
 
 def test_ladder_of_sizes_is_dense_enough_and_ends_at_the_largest_batch() -> None:

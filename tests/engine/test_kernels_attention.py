@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine.kernels.attention import decode as decode_attention
-from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
+from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
 
 pytestmark = pytest.mark.long
 
@@ -23,23 +22,13 @@ def named(batch: PagedBatch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in names}
 
 
-def decode(
-    batch: PagedBatch,
-    *,
-    split: int,
-    programs: int = 32,
-    order: list[int] | None = None,
-    arrived: torch.Tensor | None = None,
-) -> torch.Tensor:
+def decode(batch: PagedBatch, *, split: int, programs: int, arrived: torch.Tensor) -> torch.Tensor:
     """Run the decode kernel in splits on one query a sequence, over NaN scratch; two more rows stay poisoned."""
     rows = decode_attention.DecodeRows(
         batch.tensor(np.arange(len(batch.query))), batch.tensor(batch.context_lens),
-        batch.tensor(batch.block_tables), int(batch.context_lens.max()),
-        None if order is None else batch.tensor(order),
+        batch.tensor(batch.block_tables), int(batch.context_lens.max()), None,
     )  # fmt: skip
     out = batch.poisoned_output(num_more_rows=2)
-    if arrived is None:
-        arrived = counters(batch)
     with poisoned_scratch():
         decode_attention.decode_attention(
             batch.query, batch.cache, rows, arrived, out, programs, split_tokens=split, **named(batch)
@@ -61,24 +50,6 @@ def poisoned_scratch() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_row_depend_on_nothing_but_its_context(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, in a batch, started in another order, and by one program, three, or one for each split."""
-    if DEVICE.type != "cuda":  # a GPU's shared memory holds what the kernel chooses
-        monkeypatch.setattr(decode_attention, "tile_tokens", lambda *args: 16)
-    batch = make_batch([90, 0, 33, 257], kv_heads=2, group=3, head_dim=32, dtype=dtype)
-    out = decode(batch, split=32)
-    for programs, order in ((1, None), (3, [3, 0, 2, 1]), (32, [1, 2, 3, 0])):
-        again = decode(batch, split=32, programs=programs, order=order)
-        assert torch.equal(again.nan_to_num(7.0), out.nan_to_num(7.0))
-    for i in (0, 2, 3):
-        alone = replace(
-            batch, query=batch.query[i : i + 1], block_tables=batch.block_tables[i : i + 1],
-            context_lens=batch.context_lens[i : i + 1], query_lens=batch.query_lens[i : i + 1],
-        )  # fmt: skip
-        assert torch.equal(decode(alone, split=32)[0], out[i])
 
 
 def test_a_launch_leaves_the_counters_to_the_next() -> None:

@@ -10,9 +10,7 @@ from redis import Redis
 from engine.text.tokenizer import Tokenizer
 from tests.forking import ForkedWorkers
 from tests.fuzz.payloads import CASES, Hash, check_hashes
-from tests.fuzz.requests import CHATS, check_chat, check_sampling
-from tests.fuzz.tables import FILES, Written, check_file
-from tests.fuzz.values import SAMPLING
+from tests.fuzz.requests import CHATS, check_chat
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT
 
@@ -32,34 +30,15 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
-
-
-@pytest.fixture(scope="module")
 def redis() -> Iterator[Redis]:
     with running_redis_server() as url, Redis.from_url(url) as client:
         yield client
-
-
-@cases(500)
-@given(SAMPLING)
-def test_sampling_values(values: dict[str, object]) -> None:
-    check_sampling(values)
 
 
 @cases(300)
 @given(CHATS)
 def test_chats(tokenizer: Tokenizer, case: tuple[object, dict[str, object]]) -> None:
     check_chat(tokenizer, case)
-
-
-@cases(150)
-@given(FILES)
-def test_parquet_files(redis: Redis, folder: Path, case: Written) -> None:
-    files = folder / "files"
-    files.mkdir(exist_ok=True)
-    check_file(redis, files, case)
 
 
 def test_payloads(redis: Redis, tmp_path: Path) -> None:

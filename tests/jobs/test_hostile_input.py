@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def test_files_with_other_columns_are_refused_by_name(context: JobContext, three
 
 
 def test_every_truncation_and_every_broken_byte_fails_by_name_or_not_at_all(
-    context: JobContext, three_rows: Path, tmp_path: Path
+    redis: Redis, make_context: MakeContext, three_rows: Path, tmp_path: Path
 ) -> None:
-    whole = three_rows.read_bytes()
+    """Where it is planned, or where its shard is scored."""
+    whole, context = three_rows.read_bytes(), make_context()
     others = (b"no Parquet", b"PAR1" + b"\xff" * 50 + b"PAR1")
     for content in (*others, *(whole[:length] for length in range(0, len(whole), 97))):
         three_rows.write_bytes(content)
@@ -68,10 +70,32 @@ def test_every_truncation_and_every_broken_byte_fails_by_name_or_not_at_all(
         broken = bytearray(whole)
         broken[position] ^= 0xFF
         three_rows.write_bytes(broken)
-        try:
-            score_parquet(context, str(three_rows), str(tmp_path / f"out{position}"))
-        except errors.InputError:
-            continue
+        output = tmp_path / f"out{position}"
+        with suppress(errors.InputError):
+            planned = score_parquet(make_context(), str(three_rows), str(output))
+            work_off(redis, make_context)
+            assert pq.read_table(output).num_rows == planned["rows"]
+        redis.flushall()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.timestamp("us", "UTC"), 2**62), (pa.timestamp("ns"), -(2**62)), (pa.date32(), 2**31 - 1),
+        (pa.time64("us"), 86_399_999_999), (pa.duration("s"), 2**62), (pa.string_view(), "x"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_pythons_types_cannot_hold_cost_their_row_at_most(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, kind: pa.DataType, value: Any
+) -> None:
+    storage = pa.int32() if pa.types.is_date32(kind) else pa.int64()
+    values = pa.array([value], kind) if isinstance(value, str) else pa.array([value], storage).view(kind)
+    pq.write_table(pa.table({"v": values}), tmp_path / "in.parquet")
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), template="{v}")
+    work_off(redis, make_context)
+    (row,) = pq.read_table(tmp_path / "out").select(["completion", "error"]).to_pylist()
+    assert (row["completion"] is None) != (row["error"] is None)
 
 
 def test_a_page_that_turns_out_broken_fails_its_shard_by_name(

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rq import Queue, RateLimit, Retry
+from rq import Queue, RateLimit
 from rq.job import Job, JobStatus
 
 from tests.rq_workers import Workers, stats_of, wait_until, wait_until_started
@@ -23,19 +23,6 @@ def enqueue_rate_limited(queue: Queue, function: str, *args: Any, **options: Any
     """In order of their ids, which RQ goes by among jobs of the same second."""
     job_id = f"limited-{next(_numbers):06}"
     return queue.enqueue(F + function, args=args, job_id=job_id, job_timeout=60, rate_limit=LIMIT, **options)
-
-
-def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(workers: Workers) -> None:
-    options = {"result_ttl": 0, "failure_ttl": 0}
-    queue = workers.queue("bulk")
-    enqueue_rate_limited(queue, "add", 1, 1, **options)
-    enqueue_rate_limited(queue, "boom", "no", **options)
-    enqueue_rate_limited(queue, "boom", "no", retry=Retry(max=2), **options)
-    enqueue_rate_limited(queue, "always_ask_for_retry", 1, **options)
-    last = enqueue_rate_limited(queue, "add", 1, 2)
-    workers.burst()
-    assert workers.result(last).return_value == 3
-    assert workers.redis.zcard("rq:rl:key:allowed") == workers.redis.zcard("rq:rl:key:rate_limited") == 0
 
 
 def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import JobsError
+from jobs.errors import CorruptParquet, JobsError
 from jobs.parquet.files.storage import reading
 from jobs.parquet.tables.columns import ColumnChoice
 from sandbox.child import Body, Worker
@@ -46,6 +46,8 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        if any(group.num_rows < 0 for group in groups):
+            raise CorruptParquet(question["path"], "a row group has less than no row")
         chunks = (group.column(number) for group in groups for number in range(group.num_columns))
         found = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],

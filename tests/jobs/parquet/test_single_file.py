@@ -1,11 +1,9 @@
-"""One output file of all rows, written when the last part is there, whatever is killed on the way."""
+"""One output file of all rows, written when the last part is there; runs/test_finished.py kills who writes it."""
 
 import csv
 import datetime
 import decimal
 import json
-import random
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +19,6 @@ from jobs.runs.output import named_run
 from jobs.runs.plans.names import PARTS, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.conftest import Invoke
-from tests.jobs.killing import RECOVERIES, Executions, Fuse, recover, run_until_killed
 from tests.jobs.local_runs import Runs
 
 ROWS = 5
@@ -34,46 +31,18 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in.parquet"
 
 
-class Site(Executions):
-    """Of a run of three shards into one file."""
-
-    def check_finished(self) -> None:
-        output = self.runs.output
-        files = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS", "output.parquet", PARTS}
-        assert {path.name for path in output.iterdir()} == files
-        assert {path.name for path in (output / PARTS).iterdir()} == {part_name(n) for n in range(3)}
-        rows = pq.read_table(output / "output.parquet").to_pylist()
-        assert [(row["id"], row["completion"]) for row in rows] == [(n, f"P{n}") for n in range(ROWS)]
-        assert self.runs.manifest["output"] == ["output.parquet"]
-
-
 @pytest.fixture
-def site(runs: Runs, source: Path) -> Site:
-    options = {"sampling": {"temperature": 0}, "rows_per_shard": 2, "single_file": True}
-    return Site(runs, RunSpec.from_arguments(str(source), str(runs.output), **options))
+def planned(runs: Runs, source: Path) -> Runs:
+    """A run of three shards into one file."""
+    runs.plan(source, sampling={"temperature": 0}, rows_per_shard=2, single_file=True)
+    return runs
 
 
-@pytest.mark.long
-def test_no_kill_leaves_a_run_without_its_file_or_a_mark_before_it(redis: Redis, site: Site) -> None:
-    """A sample of the points at which an execution may be killed, most of them around the file."""
-    output, rng, step = site.runs.output, random.Random(1), 0
-    while (finished := run_until_killed(site.runs.context(), site.spec, Fuse(step))) is not None:
-        if (output / "_SUCCESS").is_file():
-            assert pq.read_metadata(output / "output.parquet").num_rows == ROWS
-        recover(redis, site.runs, site.spec, rng.choice(RECOVERIES), finished)
-        site.check_finished()
-        redis.flushall()
-        shutil.rmtree(output)
-        step += rng.randint(20, 40) if finished < 2 else rng.randint(2, 6)
-    assert step > 60
-
-
-def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, site: Site) -> None:
-    site.plan()
-    site.runs.run(site.runs.jobs[0])
-    output = site.runs.output
+def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, planned: Runs) -> None:
+    planned.run(planned.jobs[0])
+    output = planned.output
     assert not (output / "output.parquet").exists()
-    site.runs.work()
+    planned.work()
     assert len(pd.read_parquet(output)) == ROWS
     assert pl.read_parquet(f"{output}/*.parquet").height == ROWS
     assert pq.read_schema(output / "output.parquet").metadata == {b"own": b"kept"}
@@ -139,15 +108,14 @@ def test_the_command_line_asks_for_one_file(runs: Runs, source: Path, invoke: In
     assert len(pd.read_csv(runs.output / "output.csv")) == ROWS
 
 
-def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(site: Site) -> None:
-    site.plan()
-    first, second, third = site.runs.jobs
-    site.runs.run(first)
-    site.runs.run(second)
-    part = site.runs.output / PARTS / part_name(0)
+def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(planned: Runs) -> None:
+    first, second, third = planned.jobs
+    planned.run(first)
+    planned.run(second)
+    part = planned.output / PARTS / part_name(0)
     content = bytearray(part.read_bytes())
     content[4:200] = b"\xff" * 196
     part.write_bytes(content)
     with pytest.raises(PartDamaged, match=part_name(0)):
-        site.runs.run(third)
-    assert not (site.runs.output / "_SUCCESS").exists()
+        planned.run(third)
+    assert not (planned.output / "_SUCCESS").exists()
