@@ -136,12 +136,7 @@ class CapturableBackend(KernelBackend):
 
     @abstractmethod
     def decode_metadata(
-        self,
-        rows: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        max_context_len: int,
-        order: Tensor | None = None,
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
     ) -> AttentionMetadata:
         """Return metadata of decode steps of len(rows) sequences, over tensors that are refilled for each step.
 

@@ -103,12 +103,7 @@ class FlashAttnBackend(TritonBackend):
         return metadata, uploaded[len(own) :]
 
     def decode_metadata(
-        self,
-        rows: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        max_context_len: int,
-        order: Tensor | None = None,
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
     ) -> AttentionMetadata:
         """Build decode metadata without an order: the library has its own."""
         return FlashMetadata(DecodeRows(rows, context_lens, block_tables, max_context_len), None, {})

@@ -18,7 +18,6 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
 from engine.errors import ConfigError
-from engine.kernels.advance import advance_rows
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
@@ -26,13 +25,13 @@ from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_a
 from engine.kernels.attention.rotary import norm_rotate_and_store
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
-from engine.kernels.pending import fill_pending
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
 from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.row_writes import write_rows
+from engine.kernels.step_inputs import advance_rows, fill_pending
 from engine.kernels.upload import upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
@@ -152,12 +151,7 @@ class TritonBackend(CapturableBackend):
         )  # fmt: skip
 
     def decode_metadata(
-        self,
-        rows: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        max_context_len: int,
-        order: Tensor | None = None,
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
     ) -> AttentionMetadata:
         decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order)
         return TritonMetadata(decode, PrefillTiles(*5 * [rows[:0]]))

@@ -68,26 +68,26 @@ class DecoderAttention(WeightedModule):
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        config, tp, dtype = parts.config, parts.tp, parts.dtype
+        config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
         self.rope = layer.rope
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
+            sizes.hidden_size,
+            sizes.head_dim,
+            sizes.num_heads,
+            sizes.num_kv_heads,
             tp,
             bias=config.qkv_bias,
             dtype=dtype,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, tp, bias=config.output_bias, dtype=dtype
+            sizes.num_heads * sizes.head_dim, sizes.hidden_size, tp, bias=config.output_bias, dtype=dtype
         )
         if config.flags.qk_norm == "head":
-            self.q_norm, self.k_norm = parts.norm(config.head_dim), parts.norm(config.head_dim)
+            self.q_norm, self.k_norm = parts.norm(sizes.head_dim), parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
             self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
         self.qk_norm = config.flags.qk_norm
-        self.heads = tp.share(config.num_heads, "attention heads")
+        self.heads = tp.share(sizes.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
@@ -96,7 +96,7 @@ class DecoderAttention(WeightedModule):
         self.features = AttentionFeatures(
             self.qkv_proj.num_heads,
             self.qkv_proj.num_kv_heads,
-            config.head_dim,
+            sizes.head_dim,
             scale=config.attention_scale,
             window=layer.window,
             soft_cap=config.attention_soft_cap,
@@ -150,11 +150,12 @@ class DecoderMLP(nn.Module):
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        config, tp, dtype, bias = parts.config, parts.tp, parts.dtype, parts.config.mlp_bias
-        share = tp.share(config.intermediate_size, "features of gate and up")
+        config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
+        bias = config.mlp_bias
+        share = tp.share(sizes.intermediate_size, "features of gate and up")
         rows = {"gate": share, "up": share}
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, dtype=dtype)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype)
+        self.gate_up_proj = ColumnParallelLinear(sizes.hidden_size, rows, bias=bias, dtype=dtype)
+        self.down_proj = RowParallelLinear(sizes.intermediate_size, sizes.hidden_size, tp, bias=bias, dtype=dtype)
         self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
         self.products = parts.products(layer)
 
@@ -170,7 +171,7 @@ class DecoderLayer(WeightedModule):
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(parts, layer)
-        size, kernels = parts.config.hidden_size, parts.backend.layer_kernels
+        size, kernels = parts.config.sizes.hidden_size, parts.backend.layer_kernels
         self.mlp: DecoderMLP | SparseMLP
         if layer.experts is None:
             self.mlp = DecoderMLP(parts, layer)
@@ -212,13 +213,13 @@ class DecoderModel(nn.Module):
 
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
-        config = parts.config
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
+        config, sizes = parts.config, parts.config.sizes
+        self.embed_tokens = VocabParallelEmbedding(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
         # rounded as the embeddings are, which in bfloat16 moves it by up to 0.4 %
-        scale = torch.tensor(config.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
+        scale = torch.tensor(sizes.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
-        self.norm = parts.norm(config.hidden_size)
+        self.norm = parts.norm(sizes.hidden_size)
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, rotations: Sequence[Rotation], rows: Tensor | None = None
@@ -255,14 +256,14 @@ class DecoderForCausalLM(CausalModel):
     def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
         """rotaries: of the configuration's ropes, in their order."""
         super().__init__()
-        config = parts.config
+        config, sizes = parts.config, parts.config.sizes
         self.rotaries = nn.ModuleList(rotaries)
         self.model = DecoderModel(parts)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
+        self.lm_head = ParallelLMHead(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers = [m.features for m in self.modules() if isinstance(m, DecoderAttention)]
-        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
 
     def tie_weights(self) -> None:
         """Make the LM head share the embedding's weight, if the checkpoint ties them."""

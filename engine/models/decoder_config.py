@@ -150,17 +150,12 @@ class LayerConfig:
 class DecoderConfig:
     """A decoder's sizes and options; `layers` first to last.
 
-    attention_scale, attention_soft_cap: as in AttentionFeatures.
+    sizes: vocab_size to head_dim are the decoder's.  attention_scale, attention_soft_cap: as in AttentionFeatures.
     logit_soft_cap: logits become cap * tanh(logit / cap); None if not.
     """
 
     flags: DecoderFlags
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    sizes: ModelConfig
     rms_norm_eps: float
     activation: str
     qkv_bias: bool
@@ -211,12 +206,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         raise UnsupportedModel(f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}")
     return DecoderConfig(
         flags=flags,
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        sizes=model,
         rms_norm_eps=number(model.values, "rms_norm_eps"),
         activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,

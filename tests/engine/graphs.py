@@ -86,12 +86,7 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         advance(state)
 
     def decode_metadata(
-        self,
-        rows: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        max_context_len: int,
-        order: Tensor | None = None,
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         assert order is not None

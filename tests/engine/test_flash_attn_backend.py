@@ -93,7 +93,7 @@ def test_random_steps_equal_float64(
     assert batch.error(attend_by(backend, batch)) < TOLERANCE[torch.bfloat16]
     if max(queries) == 1:
         arrays = range(len(contexts)), contexts, batch.block_tables
-        recorded = backend.decode_metadata(*map(batch.tensor, arrays), 4096)
+        recorded = backend.decode_metadata(*map(batch.tensor, arrays), 4096, None)
         assert torch.equal(attend_by(backend, batch, recorded), attend_by(backend, batch))
 
 

@@ -22,7 +22,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.gpu_draws import weigh
 from engine.kernels.gpu_logit_edits import edit_logits as by_kernel
-from engine.kernels.pending import TILE
+from engine.kernels.step_inputs import TILE
 from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
 from engine.run.forward.rows import StaticRows
 from engine.sampling import draws
