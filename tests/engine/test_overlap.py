@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
 from engine.run.forward.runner import PendingTokens, PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
-from tests.engine.accounting import check_accounting
-from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.shadow import ShadowDevice
 
 STOP = 0  # what the shadow model answers now and then
@@ -38,7 +35,7 @@ class LateTokens(PendingTokens):
 
 
 class LateRunner:
-    """A shadow of the device behind an engine; writes down what is asked of it, and fails when told to."""
+    """A shadow of the device behind an engine; writes down what is asked of it."""
 
     has_graphs = False
 
@@ -47,28 +44,22 @@ class LateRunner:
         self.device = ShadowDevice(num_blocks, BLOCK)
         self.calls: list[tuple[str, int]] = []
         self.num_rows = 0
-        self.failures: dict[str, BaseException] = {}  # what the next "launch" or "wait" raises
         self._last_step = last_step
         self._num_launched = 0
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        self._call("launch", self._num_launched)
+        self.calls.append(("launch", self._num_launched))
         self._num_launched += 1
         self.num_rows += len(step.token_ids)
         return LateTokens(self, self._num_launched - 1, self.device.compute(step))
 
     def wait(self, number: int) -> None:
-        self._call("wait", number)
+        self.calls.append(("wait", number))
         if self._last_step is not None and number < self._last_step:
             assert self._num_launched > number + 1, f"step {number} is waited for before the next launch"
 
     def close(self) -> None:
         self.calls.append(("close", 0))
-
-    def _call(self, kind: str, number: int) -> None:
-        if kind in self.failures:
-            raise self.failures.pop(kind)
-        self.calls.append((kind, number))
 
 
 def start(folder: Path, runner: LateRunner, *, overlap: bool = True, **changes: Any) -> Engine:
@@ -172,76 +163,3 @@ def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompt
             run_all(built, [[1, 2], [2, 2, 1]], FREE)
         num_rows.append((runner.num_rows, built.stats()))
     assert num_rows[0] == num_rows[1], "ends by length are known ahead"
-
-
-@pytest.mark.parametrize("where", ["launch", "wait"])
-def test_a_failure_with_two_steps_in_flight_loses_nothing(
-    folder: Path, where: str, stopping_prompts: list[list[int]]
-) -> None:
-    """Whichever of the two it was, both are computed again: also a last token that was on its way."""
-    runner = LateRunner()
-    with start(folder, runner) as built:
-        for i, prompt in enumerate(stopping_prompts):
-            built.add(str(i), prompt, replace(STOPPING, max_tokens=1 + 3 * i))
-        done: dict[str, list[int]] = {}
-        for i in range(400):
-            if not built.has_unfinished:
-                break
-            if i % 3 == 2 and built._stepper._pending:
-                runner.failures[where] = ValueError("broken")
-                assert built.step() == []
-                assert built.stats().free_blocks == built.stats().num_blocks
-                assert built.stats().num_running == 0
-                runner.failures.clear()
-            done |= {completion.request_id: completion.token_ids for completion in built.step()}
-            check_accounting(built._scheduler)
-        assert done == {
-            str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
-            for i, prompt in enumerate(stopping_prompts)
-        }
-
-
-@pytest.fixture(scope="module")
-def engines(folders: dict[str, Path]) -> Iterator[list[Engine]]:
-    """Of one checkpoint, without and with overlap."""
-    shape = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
-    values: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 120, "max_num_seqs": 12, "max_num_batched_tokens": 50,
-        "kv_cache_bytes": pool_bytes(shape, 200),
-    }  # fmt: skip
-    built = [
-        Engine(EngineConfig(str(folders[shape.name]), async_scheduling=overlap, **values)) for overlap in (False, True)
-    ]
-    yield built
-    for each in built:
-        each.close()
-
-
-def test_completions_and_counts_are_those_without_overlap(engines: list[Engine]) -> None:
-    """Stop strings, stop tokens, bans before min_tokens, seeds, several samples, shared prefixes."""
-    rng = random.Random(7)
-    prefix = [rng.randrange(3, 500) for _ in range(40)]
-    prompts = [prefix[: 20 * (i % 3)] + [rng.randrange(3, 500) for _ in range(1 + i % 7)] for i in range(24)]
-    free, _ = (built.generate(prompts, replace(FREE, max_tokens=20)) for built in engines)
-    params: list[SamplingParams] = []
-    for i, completion in enumerate(free):
-        ids, middle = completion.token_ids, completion.text[4:6]
-        params.append(
-            [
-                replace(FREE, max_tokens=20, stop=middle or "x"),
-                replace(FREE, max_tokens=20, stop_token_ids=(ids[i % 20],)),
-                replace(FREE, max_tokens=20, stop_token_ids=tuple(set(ids)), min_tokens=7),
-                SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=i, n=3),
-                SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=i, stop_token_ids=(ids[0],)),
-                replace(FREE, max_tokens=1 + i % 5),
-            ][i % 6]
-        )
-    answers = [built.generate(prompts, params) for built in engines]
-    assert answers[0] == answers[1]
-    counts = [built.stats() for built in engines]
-    for name in ("prefill_tokens", "cached_tokens", "decode_tokens", "free_blocks", "num_running"):
-        assert getattr(counts[0], name) == getattr(counts[1], name), name
-    reasons = [completion.finish_reason for completion in answers[0]]
-    assert min(reasons.count("stop"), reasons.count("length")) > 5
-    early = {str(i) for i in range(2, 24, 6)}
-    assert all(len(c.token_ids) > 7 for c in answers[0] if c.request_id in early)
