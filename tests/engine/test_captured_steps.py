@@ -117,17 +117,15 @@ def test_a_recorded_step_reads_nothing_on_the_host(
     """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
     record_launches(monkeypatch)
     backend = TritonBackend(torch.device("cpu"))
-    model = model_without_values(checkpoints[name], backend)
-    record_without_values(model, backend)
+    record_without_values(model_without_values(checkpoints[name], backend), backend)
 
 
-def model_without_values(folder: Path, backend: TritonBackend, times: int = 1) -> DecoderForCausalLM:
-    """The model on the meta device, in bfloat16, with its layers that many times over."""
+def model_without_values(folder: Path, backend: TritonBackend) -> DecoderForCausalLM:
+    """The model on the meta device, in bfloat16."""
     model_config, meta = read_model_config(folder), torch.device("meta")
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
         rotaries = [RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes]
-        config = replace(config, layers=times * config.layers)
         model = DecoderForCausalLM(DecoderParts(config, TensorParallel(), backend, torch.bfloat16), rotaries)
         for module in model.modules():
             if isinstance(module, WeightedModule):

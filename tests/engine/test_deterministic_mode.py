@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +41,15 @@ def refusal(folder: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def others(folder: Path, dtype: str, way: Way, num_requests: int = 24) -> tuple[list[int], int]:
-    """Which requests have other bits than alone, and how many preemptions there were."""
-    settings = config(folder, dtype=dtype)
-    requests = make_requests(num_requests, VOCAB_SIZE, seed=3, max_tokens=12)
-    order = random.Random(4).sample(range(num_requests), num_requests)
-    found, stats = run_all(replace(settings, **way.settings), requests, order, urgent=way.urgent)
-    alone = run_alone(settings, requests)
-    differing = [i for i, (one, other) in enumerate(zip(alone, found, strict=True)) if one != other]
-    return differing, stats.num_preemptions
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) -> None:
     """Alone, and in a shuffled batch with preemption, chunks, cached prefixes and overlap."""
     small = pool_bytes(SHAPE, 28) // (1 if dtype == "float32" else 2)
-    settings = {"max_num_batched_tokens": 61, "max_num_seqs": 24, "async_scheduling": True}
-    way = Way({**settings, "kv_cache_bytes": small}, urgent=True)
-    differ, num_preemptions = others(folders[SHAPE.name], dtype, way)
-    assert differ == []
-    assert num_preemptions > 0
+    settings, requests = config(folders[SHAPE.name], dtype=dtype), make_requests(24)
+    limits = {"max_num_batched_tokens": 61, "max_num_seqs": 24, "kv_cache_bytes": small}
+    found, stats = run_all(replace(settings, **limits, async_scheduling=True), requests)
+    assert found == run_alone(settings, requests)
+    assert stats.num_preemptions > 0
 
 
 def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
@@ -142,24 +131,16 @@ MIXES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Way:
-    """How all requests are computed at once; with `urgent`, a fifth comes later and thrusts some out."""
-
-    settings: Mapping[str, Any]
-    urgent: bool = False
-
-
-def make_requests(number: int, vocab_size: int, seed: int, max_tokens: int) -> list[Request]:
+def make_requests(number: int) -> list[Request]:
     """Prompts of 1 to 260 tokens, of which many begin alike, some of them scored alone; each with a seed."""
-    rng = random.Random(seed)
-    prefixes = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (0, 30, 70, 190)]
+    rng = random.Random(3)
+    prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (0, 30, 70, 190)]
     requests: list[Request] = []
     for i in range(number):
-        tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 70))]
+        tail = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 70))]
         prompt = prefixes[i % len(prefixes)] + tail
         values = MIXES[i % len(MIXES)]
-        params = SamplingParams(max_tokens=rng.randrange(4, max_tokens + 1), seed=1000 + i, ignore_eos=True)
+        params = SamplingParams(max_tokens=rng.randrange(4, 13), seed=1000 + i, ignore_eos=True)
         if i % 7 == 6:
             continuations = [[tail[0], 9], [tail[0], 9, 11], [12, *tail]]
             requests.append((prompt, ScoringParams(continuations, score_end="auto")))
@@ -181,16 +162,15 @@ def bits_of(completion: Completion) -> Bits:
     )
 
 
-def run_all(
-    config: EngineConfig, requests: Sequence[Request], order: Sequence[int], *, urgent: bool
-) -> tuple[list[list[Bits]], EngineStats]:
-    """Each request's completions, all in the engine at once; added in that order. urgent: as of a Way."""
+def run_all(config: EngineConfig, requests: Sequence[Request]) -> tuple[list[list[Bits]], EngineStats]:
+    """Each request's completions, all in the engine at once, in any order; a fifth comes later and thrusts some out."""
     found: list[list[Bits]] = [[] for _ in requests]
+    order = random.Random(4).sample(range(len(requests)), len(requests))
     with Engine(config) as engine:
         done: list[Completion] = []
-        first = order[: len(order) * 4 // 5] if urgent else order
+        first = order[: len(order) * 4 // 5]
         for i in first:
-            engine.add(str(i), *requests[i], lane=int(urgent))
+            engine.add(str(i), *requests[i], lane=1)
         for i in order[len(first) :]:
             done += engine.step()
             engine.add(str(i), *requests[i])

@@ -147,48 +147,21 @@ def expected_output(block: nn.Module, x: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).view_as(x)
 
 
-def stored_tensors(block: nn.Module, *, fused: bool) -> dict[tuple[str, str | None], Tensor]:
-    """The experts' tensors by parameter and shard: as one, or as each expert's matrices."""
-    tensors = {name: tensor.contiguous() for name, tensor in block.experts.state_dict().items()}
-    if fused:
-        return {(name, None): tensor for name, tensor in tensors.items()}
-    found = {}
-    for i in range(NUM_EXPERTS):
-        gate, up = tensors["gate_up_proj"][i].chunk(2)
-        found[("gate_up_proj", f"{i}.gate")] = gate.contiguous()
-        found[("gate_up_proj", f"{i}.up")] = up.contiguous()
-        found[("down_proj", f"{i}.down")] = tensors["down_proj"][i].contiguous()
-    return found
-
-
-def load(mlp: SparseMLP, block: nn.Module, folder: Path, device: torch.device, *, fused: bool) -> SparseMLP:
-    """Through a file, as a checkpoint's tensors come."""
+def make(experts: Experts, block: nn.Module, folder: Path, kernels: LayerKernels | None) -> SparseMLP:
+    """Our layer with transformers' weights, through a file, as a checkpoint's tensors come."""
+    mlp = SparseMLP(experts, HIDDEN, TensorParallel(), dtype=torch.float32, kernels=kernels)
     router = block.router if hasattr(block, "router") else block.gate
-    tensors = stored_tensors(block, fused=fused)
-    path = folder / "experts.safetensors"
-    save_file({f"{name} {shard}": tensor for (name, shard), tensor in tensors.items()}, path)
-    with torch.no_grad(), open_tensors([path]) as stored:
+    tensors = {name: tensor.contiguous() for name, tensor in block.experts.state_dict().items()}
+    save_file(tensors, folder / "experts.safetensors")
+    with torch.no_grad(), open_tensors([folder / "experts.safetensors"]) as stored:
         for name, parameter in mlp.gate.named_parameters():
             parameter.copy_(getattr(router, name))
-        for name, shard in tensors:
-            mlp.experts.load(name, stored[f"{name} {shard}"], shard)
-    mlp.to(device)
+        for name in tensors:
+            mlp.experts.load(name, stored[name], None)
+    mlp.to(device_of(kernels))
     mlp.gate.finish_loading()
     mlp.experts.finish_loading()
     return mlp
-
-
-def make(
-    experts: Experts,
-    block: nn.Module,
-    folder: Path,
-    kernels: LayerKernels | None = None,
-    tp: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
-    *,
-    fused: bool = True,
-) -> SparseMLP:
-    mlp = SparseMLP(experts, HIDDEN, tp, dtype=torch.float32, kernels=kernels)
-    return load(mlp, block, folder, device_of(kernels), fused=fused)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
