@@ -78,3 +78,12 @@ def architecture(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread:
         return made[name]
 
     return find
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Whatever the tests run with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

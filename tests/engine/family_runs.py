@@ -1,7 +1,6 @@
 """A family's checkpoint through the engine in each mode, compared with transformers token by token."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,9 @@ def config_of(
 
 
 def run(
-    reference: Reference,
-    mode: str = "all",
-    backend: str = "torch",
-    change: Callable[[Engine], None] = lambda engine: None,
-    **settings: Any,
+    reference: Reference, mode: str = "all", backend: str = "torch", **settings: Any
 ) -> tuple[list[str], EngineStats]:
-    """Generate for all prompts after `change`; return the differences that no tie explains, and the stats."""
+    """Generate for all prompts; return the differences that no tie explains, and the stats."""
     with Engine(config_of(reference.folder, mode, backend, **settings)) as engine:
-        change(engine)
         completions = engine.generate(reference.prompts, GREEDY)
         return reference.unexplained(completions), engine.stats()

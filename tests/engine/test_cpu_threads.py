@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.layers.linear import linear, pack_weight
 from engine.run import cpu_threads
 from engine.run.cpu_threads import CpuThreads, ProcessorTime, choose_threads, read_processor_quota, read_processor_time
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Whatever the tests run with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

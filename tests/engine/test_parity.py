@@ -1,6 +1,5 @@
 """Greedy tokens equal transformers', whatever path the scheduler takes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,9 @@ def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any
     return EngineConfig(str(folder), **{**values, **changes})
 
 
-def generate(
-    reference: Reference, shape: Shape, mode: dict[str, Any], change: Callable[[Engine], None] = lambda engine: None
-) -> tuple[list[str], EngineStats]:
+def generate(reference: Reference, shape: Shape, mode: dict[str, Any]) -> tuple[list[str], EngineStats]:
     """Run all prompts; return the differences that no tie explains, and the stats."""
     with Engine(config(reference.folder, shape, **mode)) as built:
-        change(built)
         completions = built.generate(reference.prompts, GREEDY)
         return reference.unexplained(completions), built.stats()
 

@@ -179,15 +179,8 @@ def test_it_says_the_same_however_it_is_computed(
         assert other.stats().num_preemptions > 0 or "block_size" not in options
 
 
-@pytest.fixture
-def _two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.usefixtures("two_threads")
 def test_a_cpu_masks_logits_as_the_reference_does(dtype: torch.dtype) -> None:
     """Vocabularies of no whole words, masks that are shorter and longer than those, rows that lie apart."""
     pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")

@@ -1,4 +1,6 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
@@ -24,24 +26,59 @@ def test_submit_prints_the_run_and_enqueues_only_its_planning(runs: Runs, invoke
     assert len(runs.jobs) == 1
 
 
-def test_every_common_sampling_value_is_an_option(runs: Runs, invoke: Invoke, source: Path) -> None:
-    """It goes before the same value of --sampling, as JSON, and one that is not given is not there."""
-    options = [
-        *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
-        *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
-        *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
-        *("--structured-outputs", '{"json": {"b": 1, "a": 2}}'),
-        *("--include-stop-str-in-output", "--no-skip-special-tokens", "--truncate-prompt-tokens", -1),
-    ]
-    result = invoke("submit", source, runs.output, *options)
+ASKED, LAST = {"name": "a", "template": "{prompt}", "sampling": {"stop": "."}}, {"name": "b", "template": "{a}"}
+SAMPLING_OPTIONS = [
+    *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
+    *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
+    *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
+    *("--structured-outputs", '{"json": {"b": 1, "a": 2}}', "--truncate-prompt-tokens", -1),
+    *("--include-stop-str-in-output", "--no-skip-special-tokens", "--logprobs", 5, "--prompt-logprobs", 0),
+]
+SAMPLING = {
+    "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
+    "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
+    "structured_outputs": {"json": {"b": 1, "a": 2}}, "truncate_prompt_tokens": -1,
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 5, "prompt_logprobs": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (SAMPLING_OPTIONS, {"sampling": SAMPLING}),  # an option goes before the same value of --sampling
+        (["--keep", ""], {"keep": []}),
+        (["--logprobs", 5, "--logprob-type", "float16"], {"sampling": {"logprobs": 5}, "logprob_type": "float16"}),
+        (
+            ["--prompt", "a={prompt} = In short:", "--prompt", "b={a}"],
+            {"prompts": [{"name": "a", "template": "{prompt} = In short:"}, {"name": "b", "template": "{a}"}]},
+        ),
+        (["--prompts", json.dumps([ASKED])], {"prompts": [ASKED]}),
+        (
+            ["--template", "{prompt}", "--labels", "yes, no", "--calibrate"],
+            {"labels": ["yes", "no"], "calibrate": True},
+        ),
+        (["--prompts", json.dumps([ASKED, LAST]), "--labels", "yes,no"], {"prompts": [ASKED, LAST]}),
+        (
+            ["--column", "max_tokens=a=b", "--column", "temperature=t"],
+            {"sampling_columns": {"max_tokens": "a=b", "temperature": "t"}},
+        ),
+        (["--check-schema", "schema.json"], {"check": {"json": {"type": "object"}}}),
+        (["--check-regex", "a+", "--max-attempts", 5], {"check": {"regex": "a+"}, "max_attempts": 5}),
+        (["--check-function", "m.f", "--check-columns", "t"], {"check": {"function": "m.f"}, "check_columns": ["t"]}),
+        (["--continue-on-length"], {"continue_on_length": True}),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)
+def test_what_is_asked_reaches_the_planning(
+    runs: Runs, invoke: Invoke, options: list[object], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.source.parent)
+    runs.write(["a"], t=[0], **{"a=b": [3]})
+    Path("schema.json").write_text('{"type": "object"}')
+    result = invoke("submit", runs.source, runs.output, *options)
     assert result.exit_code == 0, result.output
     (job,) = runs.jobs
-    assert job.kwargs["sampling"] == {
-        "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
-        "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
-        "structured_outputs": {"json": {"b": 1, "a": 2}},
-        "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
-    }  # fmt: skip
+    assert {name: job.kwargs[name] for name in wanted} == wanted
 
 
 def test_relative_paths_start_at_the_callers_folder(
@@ -75,6 +112,9 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template-file", "/no/such/file"], "--template-file /no/such/file cannot be read: No such file"),
         (["--sampling", '{"max_tokns": 5}'], "did you mean max_tokens?"),
         (["--rows-per-shard", "0"], "from 1"),
+        (["--prompt", "{text}"], "expected NAME=TEMPLATE"),
+        (["--column", "max_tokens"], "NAME=COLUMN"),
+        (["--column", "seed=x"], "MissingColumn"),
         (["--queue", "bulk\n"], "expected a queue's name"),
     ],
 )
@@ -175,11 +215,3 @@ def test_the_version_is_told() -> None:
     result = click.testing.CliRunner().invoke(cli.main, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"tokenmill, version {code_version()}"
-
-
-def test_a_list_that_is_given_empty_is_an_empty_list(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
-) -> None:
-    assert invoke("submit", source, tmp_path / "out", "--keep", "").exit_code == 0
-    (planning,) = queued_jobs(redis)
-    assert planning.kwargs["keep"] == []

@@ -1,6 +1,5 @@
 """Several prompts of each row in one run, each over columns and the answers before it."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis import Redis
 
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.chain import Chain
@@ -20,8 +18,8 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, keyed, opened_task, queued_jobs, refuse
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.answering import FakeCompletion, keyed, opened_task, refuse
+from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
 GREEDY = {"temperature": 0}
@@ -63,19 +61,6 @@ def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
     with pytest.raises(InvalidJob, match=says):
         runs.plan(**{"prompts": TWO, **arguments})
     assert runs.jobs == []
-
-
-def test_the_command_line_takes_prompts_by_name_or_as_json(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
-    write(tmp_path, ["a"])
-    source, out = tmp_path / "in.parquet", tmp_path / "out"
-    named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
-    written = [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]
-    for options in (named, ["--prompts", json.dumps(written)]):
-        result = invoke("submit", source, out, *options)
-        assert result.exit_code == 0, result.output
-    by_name = [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}]
-    assert [job.kwargs["prompts"] for job in queued_jobs(redis)] == [by_name, written]
-    assert "expected NAME=TEMPLATE" in invoke("submit", source, out, "--prompt", "{text}").output
 
 
 @settings(max_examples=25)

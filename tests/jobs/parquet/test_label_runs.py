@@ -22,7 +22,6 @@ from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, keyed, refuse
-from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.jobs.parquet.conftest import Ask
 
@@ -226,13 +225,3 @@ def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Pa
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         RunSpec.from_arguments("in", str(tmp_path), **arguments)
-
-
-def test_submit_takes_labels(invoke: Invoke, runs: Runs, tmp_path: Path) -> None:
-    write(tmp_path, ["a"])
-    options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
-    assert invoke("submit", runs.source, runs.output, *options).exit_code == 0
-    assert runs.jobs[0].kwargs["labels"] == ["yes", "no"]
-    options = ["--prompts", json.dumps(CHAIN), "--labels", "yes,no", "--max-tokens", 4]
-    assert invoke("submit", runs.source, tmp_path / "chain", *options).exit_code == 0
-    assert (runs.jobs[1].kwargs["prompts"], runs.jobs[1].kwargs["labels"]) == (CHAIN, ["yes", "no"])

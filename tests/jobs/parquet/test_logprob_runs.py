@@ -260,14 +260,4 @@ def test_the_type_is_no_part_of_a_run_where_it_is_the_default() -> None:
     assert RunSpec.from_arguments("in", "out", **asked, logprob_type="float32").run == plain.run
     assert RunSpec.from_arguments("in", "out", **asked, logprob_type="float16").run != plain.run
     assert "logprob_type" not in plain.to_json()
-
-
-def test_the_command_line_takes_them(invoke: Invoke, runs: Runs) -> None:
-    runs.write(["a"])
-    options = ["--logprobs", 5, "--prompt-logprobs", 0, "--logprob-type", "float16"]
-    result = invoke("submit", runs.source, runs.output, *options)
-    assert result.exit_code == 0, result.output
-    kwargs = runs.jobs[0].kwargs
-    asked = {"logprobs": 5, "prompt_logprobs": 0}
-    assert (kwargs["sampling"], kwargs["logprob_type"]) == (asked, "float16")
-    assert run_arguments(asked) == {"sampling": asked}
+    assert run_arguments(asked["sampling"]) == asked

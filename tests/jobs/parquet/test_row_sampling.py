@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
 from jobs.errors import InvalidJob, MissingColumn, WrongColumnType
 from jobs.installed import check_sampling
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, shout
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.answering import FakeCompletion, shout
+from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
 Run = Callable[..., tuple[list[Request], list[dict[str, Any]]]]
@@ -125,14 +123,3 @@ def test_missing_columns_and_unknown_names_are_refused_when_planned(run: Run, tm
         run({"max_tokns": "v"})
     with pytest.raises(InvalidJob, match="n cannot"):
         run({"n": "v"})
-
-
-def test_the_command_line_takes_columns(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
-    write(tmp_path / "in.parquet", **{"a=b": [Decimal("3")], "t": [0]})
-    submit = ("submit", tmp_path / "in.parquet", tmp_path / "out")
-    assert "NAME=COLUMN" in invoke(*submit, "--column", "max_tokens").output
-    assert "MissingColumn" in invoke(*submit, "--column", "seed=x").output
-    assert queued_jobs(redis) == []
-    result = invoke(*submit, "--column", "max_tokens=a=b", "--column", "temperature=t")
-    assert result.exit_code == 0, result.output
-    assert queued_jobs(redis)[0].kwargs["sampling_columns"] == {"max_tokens": "a=b", "temperature": "t"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
@@ -18,7 +17,7 @@ from jobs.prompts.attempts import attempt_seed
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task
 from tests.jobs.checking import TELLS
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
 
@@ -271,18 +270,3 @@ def test_lines_of_a_batch_file_take_their_own_ways(runs: Runs, tmp_path: Path) -
     assert [(each["text"], each["attempts"]) for each in first] == [("A", 2), ("B", 1)]
     assert [(each["text"], "attempts" in each) for each in second] == [("c", False)]
     assert "no pattern" in errors[0]["error"]["message"]
-
-
-def test_the_command_line_says_the_same(invoke: Invoke, runs: Runs, redis: Redis, tmp_path: Path) -> None:
-    runs.write(["a"])
-    (tmp_path / "schema.json").write_text('{"type": "object"}')
-    for options, wanted in [
-        (("--check-schema", tmp_path / "schema.json"), {"check": {"json": {"type": "object"}}}),
-        (("--check-regex", "a+", "--max-attempts", 5), {"check": {"regex": "a+"}, "max_attempts": 5}),
-        (("--check-function", "m.f", "--check-columns", "id"), {"check_columns": ["id"]}),
-        (("--continue-on-length",), {"continue_on_length": True}),
-    ]:
-        redis.flushall()
-        found = invoke("submit", runs.source, runs.output, *options)
-        assert found.exit_code == 0, (found.output, found.exception)
-        assert wanted.items() <= runs.jobs[0].kwargs.items(), found.output
