@@ -132,7 +132,7 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
 BESIDE_THE_ENGINE = {
     "data_roots", "allowed_functions", "allowed_webhook_hosts", "max_job_bytes", "max_held_bytes",
     "max_result_bytes", "answer_memo_bytes", "max_shard_bytes", "max_worker_deaths", "lease_s", "prefetch",
-    "function_threads", "function_grace_s", "file_timeout_s", "check_timeout_s", "drain_s",
+    "function_threads", "function_grace_s", "file_timeout_s", "check_timeout_s", "drain_s", "journal_s",
     "max_stuck_threads", "metrics_port", "metrics_host", "traces", "log_format", "served_name",
     "torch_threads",  # which is torch's own: SUMS
 }  # fmt: skip
