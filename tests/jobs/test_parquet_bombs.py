@@ -63,30 +63,19 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
     assert max(size for _, size in batches) < 2 * BATCH_BYTES
 
 
-def test_nulls_of_a_fixed_size_that_stand_for_hundreds_of_megabytes_fail_their_shard(
-    make_context: MakeContext, tmp_path: Path
+@pytest.mark.parametrize(
+    ("value", "says"), [(pa.nulls(1, pa.binary(80 * MIB)), "took more than"), (["x" * (80 * MIB)], "shorter values")]
+)
+def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
+    make_context: MakeContext, tmp_path: Path, value: Any, says: str
 ) -> None:
-    table = pa.table({"prompt": ["a"], "other": pa.nulls(1, pa.binary(80 * MIB))})
-    pq.write_table(table, tmp_path / "in.parquet", compression="zstd")
-    assert "took more than" in str(not_read(make_context(), tmp_path / "in.parquet"))
-
-
-def test_a_page_beyond_the_limit_fails_its_shard_and_lets_go_of_all(make_context: MakeContext, tmp_path: Path) -> None:
-    table = pa.table({"prompt": ["a"], "other": ["x" * (80 * MIB)]})
-    pq.write_table(table, tmp_path / "in.parquet", compression="zstd", use_dictionary=False)
-    assert "shorter values" in str(not_read(make_context(), tmp_path / "in.parquet"))
-
-
-def not_read(context: JobContext, path: Path) -> errors.TableNotRead:
-    """Plan a small file and check that its shard fails with its name, and lets go of what it held."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "other": value}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < MIB
-    context = replace(context, shard_bytes=ShardBytes(64 * MIB))
-    score_parquet(context, str(path), str(path.parent / "out"))
-    (job,) = queued_jobs(context.connection)
-    with pytest.raises(errors.TableNotRead, match=r"in\.parquet") as caught:
-        run_task(context, job.func_name, *job.args)
+    context = replace(make_context(), shard_bytes=ShardBytes(64 * MIB))
+    with pytest.raises(errors.TableNotRead, match=rf"in\.parquet.*{says}"):
+        answer_all(lambda: context, path)
     assert context.shard_bytes.held == context.shard_bytes.reading == 0
-    return caught.value
 
 
 @pytest.fixture
@@ -154,25 +143,25 @@ def test_prompts_beyond_what_a_shard_may_hold_fail_it_by_the_name_of_their_colum
     assert context.shard_bytes.held == 0
 
 
+CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "size"),
+    [
+        ("prompt_column", ["a", "x" * (7 * MIB), "c"], f"{7 * MIB} bytes"),
+        ("messages_column", [CHAT, CHAT * 100_000, CHAT], "300000 values"),
+    ],
+    ids=["a text", "a chat"],
+)
 def test_a_value_that_no_prompt_can_hold_is_its_rows_error_and_names_the_column(
-    make_context: MakeContext, tmp_path: Path
+    make_context: MakeContext, tmp_path: Path, kind: str, values: list[Any], size: str
 ) -> None:
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": ["a", "x" * (7 * MIB), "c"]}), path)
-    output = answer_all(make_context, path)
+    pq.write_table(pa.table({"it": values}), path)
+    output = answer_all(make_context, path, **{kind: "it"})
     assert output.column("completion").to_pylist() == ["ok", None, "ok"]
-    assert output.column("error")[1].as_py().startswith(f"column 'prompt' has a value of {7 * MIB} bytes")
-
-
-def test_a_chat_of_too_many_messages_is_its_rows_error_and_names_the_column(
-    make_context: MakeContext, tmp_path: Path
-) -> None:
-    path = tmp_path / "in.parquet"
-    chat = [{"role": "user", "content": "a"}]
-    pq.write_table(pa.table({"chat": [chat, chat * 100_000]}), path)
-    output = answer_all(make_context, path, messages_column="chat")
-    assert output.column("completion").to_pylist() == ["ok", None]
-    assert output.column("error")[1].as_py().startswith("column 'chat' has a value of 300000 values")
+    assert output.column("error")[1].as_py().startswith(f"column 'it' has a value of {size}")
 
 
 def submit_two_shards(context: JobContext, folder: Path, rows_per_shard: int) -> None:

@@ -47,6 +47,20 @@ SAMPLING = {
     [
         (SAMPLING_OPTIONS, {"sampling": SAMPLING}),  # an option goes before the same value of --sampling
         (["--keep", ""], {"keep": []}),
+        (
+            ["--keep", '"x,y",id', "--keep", "prompt", "--output-prefix", "o_", "--limit", 2, "--n", 2],
+            {"keep": ["id", "prompt", "x,y"], "output_prefix": "o_", "limit": 2, "sampling": {"n": 2}},
+        ),
+        (["--template", "{t}", "--default", "t=not = known"], {"defaults": {"t": "not = known"}}),
+        (["--single-file", "--output-format", "csv"], {"single_file": "csv"}),
+        (
+            ["--reuse", "/old", "--only-new", "--reused-column", "from"],
+            {"reuse": ["/old"], "only_new": True, "reused_column": "from"},
+        ),
+        (
+            ["--format", "openai-batch", "--model-alias", "gpt-4o", "--model-alias", "gpt-4"],
+            {"input_format": "openai-batch", "model_alias": ["gpt-4o", "gpt-4"]},
+        ),
         (["--logprobs", 5, "--logprob-type", "float16"], {"sampling": {"logprobs": 5}, "logprob_type": "float16"}),
         (
             ["--prompt", "a={prompt} = In short:", "--prompt", "b={a}"],
@@ -73,7 +87,7 @@ def test_what_is_asked_reaches_the_planning(
     runs: Runs, invoke: Invoke, options: list[object], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs.source.parent)
-    runs.write(["a"], t=[0], **{"a=b": [3]})
+    runs.write(["a"], t=[0], **{"a=b": [3], "x,y": [1]})
     Path("schema.json").write_text('{"type": "object"}')
     result = invoke("submit", runs.source, runs.output, *options)
     assert result.exit_code == 0, result.output
@@ -116,6 +130,11 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--column", "max_tokens"], "NAME=COLUMN"),
         (["--column", "seed=x"], "MissingColumn"),
         (["--queue", "bulk\n"], "expected a queue's name"),
+        (["--output-format", "csv"], "add --single-file"),
+        (["--template", "{prompt}", "--default", "b="], "has a default"),
+        (["--template", "{prompt}", "--default", "b"], "COLUMN=TEXT"),
+        (["--model-alias", "gpt-4o"], "model_alias is for batch files"),
+        (["--format", "openai-batch", "--max-tokens", "5"], "sampling and a batch file"),
     ],
 )
 def test_wrong_options_fail_before_anything_is_enqueued(

@@ -16,7 +16,7 @@ from jobs.installed import check_sampling
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import Answer, FakeCompletion, opened_task, refuse, shout
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -186,18 +186,6 @@ def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str,
         RunSpec.from_arguments("in.jsonl", str(tmp_path), input_format="openai-batch", **options)
 
 
-def test_the_command_line_takes_a_batch(runs: Runs, tmp_path: Path, invoke: Invoke) -> None:
-    source = write(tmp_path / "requests.jsonl", [chat("a"), complete("b")])
-    result = invoke("submit", source, runs.output, "--format", "openai-batch")
-    assert result.exit_code == 0, result.output
-    runs.work()
-    runs.work()
-    output, errors = read(tmp_path)
-    assert ([line["custom_id"] for line in output], errors) == (["a", "b"], [])
-    refused = invoke("submit", source, tmp_path / "o", "--format", "openai-batch", "--max-tokens", "5")
-    assert "sampling and a batch file" in refused.output
-
-
 @pytest.mark.parametrize("alias", [["gpt-4o-mini", "gpt-4o"], ["*"]])
 def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_asked_for(
     score: Score, alias: list[str]
@@ -209,13 +197,3 @@ def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_as
     assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
     assert {line["response"]["body"]["model"] for line in output} == {"m"}
     assert [line["custom_id"] for line in errors] == [*others, "e"]
-
-
-def test_an_alias_is_for_batch_files(runs: Runs, invoke: Invoke, source: Path, tmp_path: Path) -> None:
-    options = ("--model-alias", "gpt-4o", "--model-alias", "gpt-4")
-    refused = invoke("submit", source, runs.output, *options)
-    assert "model_alias is for batch files" in refused.output
-    path = write(tmp_path / "in.jsonl", [complete("a", model="gpt-4o")])
-    assert invoke("submit", path, runs.output, "--format", "openai-batch", *options).exit_code == 0
-    (planning,) = runs.jobs
-    assert planning.kwargs["model_alias"] == ["gpt-4o", "gpt-4"]

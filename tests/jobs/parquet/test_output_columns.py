@@ -16,7 +16,6 @@ from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAn
 from jobs.parquet.asks.ask import OUTPUT_FIELDS
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off
-from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 ANSWERS = [field.name for field in OUTPUT_FIELDS]
@@ -62,6 +61,7 @@ def test_columns_that_the_input_lacks_are_refused_by_name(runs: Runs, options: d
         ({"keep": ["a"], "drop": ["b"]}, "keep and drop"),
         ({"output_prefix": "\ud800"}, "Unicode"),
         ({"limit": 0}, "limit is 0"),
+        ({"single_file": "xml"}, "single_file is 'xml', expected true, false, or one of parquet"),
         ({"sampling": {"n": 128}, "rows_per_shard": 10_000}, "fewer rows_per_shard"),
     ],
 )
@@ -141,14 +141,3 @@ def test_lists_of_completions_explode_in_pandas_polars_and_duckdb(runs: Runs) ->
     exploded = pl.read_parquet(parts).explode(*lists)
     assert list(zip(exploded["id"], exploded["completion"], strict=True)) == expected
     assert duckdb.sql(f"select id, unnest(completion) from '{parts}'").fetchall() == expected
-
-
-def test_the_options_reach_a_run_from_the_command_line(runs: Runs, invoke: Invoke) -> None:
-    runs.write(["a", "b", "c"], **{"x,y": [1, 2, 3]})
-    options = ["--keep", '"x,y",id', "--keep", "prompt", "--output-prefix", "o_", "--limit", 2, "--n", 2]
-    assert invoke("submit", runs.source, runs.output, *options).exit_code == 0
-    for _ in range(2):
-        runs.work()
-    first, second = runs.rows()
-    assert [*first] == ["prompt", "id", "x,y", *(f"o_{name}" for name in ANSWERS)]
-    assert (first["o_completion"], second["o_completion"]) == (["A", "A!"], ["B", "B!"])

@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.errors import InvalidValue, PartDamaged
+from jobs.errors import PartDamaged
 from jobs.parquet.outputs import output_file
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import PARTS, part_name
-from jobs.runs.plans.spec import RunSpec
-from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 ROWS = 5
@@ -96,16 +94,6 @@ def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytes
     assert first["completion"] == 'A "B", C\nD'
     assert (first["when"], first["price"]) == ("2024-01-02 03:04:05.000000000Z", "1.10")
     assert [row["completion"] or None for row in found][1:3] == [None, "É"]
-
-
-def test_the_command_line_asks_for_one_file(runs: Runs, source: Path, invoke: Invoke) -> None:
-    with pytest.raises(InvalidValue, match="single_file is 'xml', expected true, false, or one of parquet"):
-        RunSpec.from_arguments(str(source), str(runs.output), single_file="xml")
-    assert "add --single-file" in invoke("submit", source, runs.output, "--output-format", "csv").output
-    invoke("submit", source, runs.output, "--single-file", "--output-format", "csv")
-    for _ in range(2):
-        runs.work()
-    assert len(pd.read_csv(runs.output / "output.csv")) == ROWS
 
 
 def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(planned: Runs) -> None:

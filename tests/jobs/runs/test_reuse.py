@@ -278,17 +278,6 @@ def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, i
     assert "--wait is for --retry" in invoke("errors", old, "--wait").output
 
 
-def test_options_of_the_command_reach_the_plan(runs: Runs, old: Path, invoke: Invoke) -> None:
-    runs.write(["a", "x"])
-    new = runs.output.parent / "new"
-    options = ["--reuse", old, "--only-new", "--reused-column", "from", "--temperature", 0]
-    assert invoke("submit", runs.source, new, *options).exit_code == 0
-    runs.work()
-    runs.work(asked := Asked())
-    assert asked.prompts == ["x"]
-    assert pq.read_table(new).to_pylist()[0]["from"] is None
-
-
 def test_rows_of_another_model_are_left_out_of_a_verification(
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from jobs.errors import InvalidJob, WrongColumnType
 from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, shout
-from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 Prompts = Callable[..., list[str]]
@@ -156,13 +155,3 @@ def test_a_row_with_too_many_values_is_its_own_error_wherever_it_stands() -> Non
 def test_numbers_that_json_has_not_are_null_and_long_decimals_text() -> None:
     values = [math.nan, math.inf, 1e300, Decimal("1.10"), Decimal("0.1234567890123456789")]
     assert to_json(values) == '[null, null, 1e+300, 1.1, "0.1234567890123456789"]'
-
-
-def test_the_command_line_takes_defaults(invoke: Invoke, runs: Runs) -> None:
-    pq.write_table(pa.table({"a": ["x"]}), runs.source)
-    submit = ("submit", runs.source, runs.output, "--template", "{a}")
-    assert "has a default" in invoke(*submit, "--default", "b=").output
-    assert "COLUMN=TEXT" in invoke(*submit, "--default", "b").output
-    result = invoke(*submit, "--default", "a=not = known")
-    assert result.exit_code == 0, result.output
-    assert runs.jobs[0].kwargs["defaults"] == {"a": "not = known"}

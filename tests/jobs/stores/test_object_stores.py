@@ -97,14 +97,6 @@ def test_folders_globs_and_their_keys_are_found_in_a_store(s3: S3, context: JobC
         find_files(Storage.of(context), [f"{ROOT}/nothing/*.parquet"], f"{ROOT}/out")
 
 
-def test_the_one_output_file_is_put_into_the_store(s3: S3, context: JobContext) -> None:
-    s3.put_rows("data/in.parquet", rows(5))
-    run_all(context, spec_of(f"{ROOT}/in.parquet", single_file=True))
-    found = pq.read_table(io.BytesIO(s3.get("data/out/output.parquet")))
-    assert found["completion"].to_pylist() == [f"P{n}" for n in range(5)]
-    assert not [key for key in s3.names() if "_tmp" in key]
-
-
 @pytest.mark.parametrize("path", [f"s3://{BUCKET}/data2/in", "s3://other/data/in", f"gs://{BUCKET}/data/in"])
 def test_what_lies_outside_the_roots_is_neither_asked_for_nor_written(
     proxy: FaultyProxy, context: JobContext, path: str
@@ -144,11 +136,14 @@ def test_what_a_store_does_not_copy_at_once_is_put_in_place_once(
     assert s3.get("data/large") == b"first"
 
 
-@pytest.mark.parametrize("lost", ["part-00001.parquet", "output.jsonl"])
+@pytest.mark.parametrize("lost", ["part-00001.parquet", "output.parquet"])
 def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(s3: S3, context: JobContext, lost: str) -> None:
     s3.put_rows("data/in.parquet", rows(6))
-    spec = spec_of(f"{ROOT}/in.parquet", single_file="jsonl")
+    spec = spec_of(f"{ROOT}/in.parquet", single_file=True)
     run_all(context, spec)
+    assert not [name for name in s3.names() if "_tmp" in name]
+    found = pq.read_table(io.BytesIO(s3.get("data/out/output.parquet")))
+    assert found["completion"].to_pylist() == [f"P{n}" for n in range(6)]
     key = f"data/out/{'_parts/' if lost.startswith('part') else ''}{lost}"
     s3.delete(key)
     left = s3.names()
