@@ -1,14 +1,13 @@
 """Which chat template is used, and how messages, tools and variables reach it."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams
+from engine import ConfigError, InvalidPrompt
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import make_text_model
 
@@ -86,17 +85,6 @@ def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str,
     (model / file).write_bytes(content)
     with pytest.raises(ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"):
         Tokenizer(model)
-
-
-def test_a_template_that_takes_no_system_role_refuses_one_request(folder: Path, tmp_path: Path) -> None:
-    """The others of the batch go on; the reason is the template's own."""
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    (copy / "chat_template.jinja").write_text(GEMMA_2)
-    with Engine(EngineConfig(str(copy), kv_cache_bytes=1 << 22)) as built:
-        with pytest.raises(InvalidPrompt, match="System role not supported"):
-            built.chat_token_ids([{"role": "system", "content": "Be kind."}, *HI])
-        (done,) = built.generate([built.chat_token_ids(HI)], SamplingParams(max_tokens=2))
-        assert len(done.token_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -178,17 +178,16 @@ def is_near(found: Tensor, *, has_experts: bool = False) -> bool:
     return bool(found.mean() < LARGEST_MEAN if has_experts else found.max() < LARGEST)
 
 
-@pytest.mark.parametrize("name", ["gqa4_tied"])
-def test_qwen3_in_bfloat16_chooses_as_float32_does(name: str, references: dict[str, Reference]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gqa4_tied",  # Qwen 3; the others have soft caps and windows, sinks, experts
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "mistral", "gpt_oss", "qwen3_moe")),
+    ],
+)
+def test_bfloat16_chooses_as_float32_does(name: str, references: dict[str, Reference], family: References) -> None:
     """Logits of bfloat16 move with the batch, so that a token's float32 logit is held against the best
     one. In chunks of 24 tokens, behind cached prefixes, with preemptions, all at once."""
-    reference = Reference(references[name].folder, prompts())
-    assert is_near(shortfalls(reference, engine_answers(reference)))
-
-
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_oss", "qwen3_moe"])
-@pytest.mark.long
-def test_families_in_bfloat16_choose_as_float32_does(name: str, family: References) -> None:
-    """Soft caps and windows, sinks, experts."""
-    found = shortfalls(family(name), engine_answers(family(name)))
+    reference = family(name) if name in BY_NAME else Reference(references[name].folder, prompts())
+    found = shortfalls(reference, engine_answers(reference))
     assert is_near(found, has_experts=name in ("gpt_oss", "qwen3_moe"))

@@ -190,19 +190,6 @@ def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
     assert "s3cret" not in result.output
 
 
-def test_a_failed_planning_is_told_with_exit_status_1(
-    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch, redis: Redis
-) -> None:
-    def planning_fails(seconds: float) -> None:
-        fail(redis, runs.jobs[0], "jobs.errors.MissingColumn: no column 'prompt'")
-
-    monkeypatch.setattr(waiting.time, "sleep", planning_fails)
-    result = invoke("submit", source, runs.output, "--wait")
-    assert result.exit_code == 1
-    assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
-    assert "planning failed" in result.stderr
-
-
 def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,8 +114,9 @@ def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
     assert "1 jobs removed" in invoke("cancel", "out/").stdout
 
 
+@pytest.mark.parametrize("options", [(), ("--wait",)])
 def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str]
 ) -> None:
     add_worker(redis, "w")
 
@@ -123,10 +124,11 @@ def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
         fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'\ntokenmill: client")
 
     monkeypatch.setattr(waiting.time, "sleep", planning_fails)
-    result = invoke("submit", source, tmp_path / "out")
+    result = invoke("submit", source, tmp_path / "out", *options)
     assert result.exit_code == 1
     assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
-    assert result.stdout == ""
+    assert not options or "planning failed" in result.stderr
+    assert options or result.stdout == ""
 
 
 def plan_as_a_worker(redis: Redis, make_context: MakeContext) -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 import jobs
 from jobs.context import Lease
 from jobs.context.check_processes import Checks
-from jobs.errors import RunFailed
+from jobs.errors import InputChanged, RunFailed
 from jobs.runs.end_notices import tell_failed
 from jobs.runs.watching.snapshot import read_planned
 from jobs.watch.runs import list_runs, list_shards
@@ -144,7 +144,12 @@ def test_a_refused_submit_of_a_finished_run_says_that_the_run_is_finished_as_bef
     run = invoke("submit", source, runs.output).stdout.strip()
     for _ in range(2):
         runs.work()
+    runs.write(["new"])
     invoke("submit", source, runs.output)
+    assert read_planned(redis, run).state == "planning", "nobody takes the former end for this one's"
+    with pytest.raises(InputChanged):
+        runs.work()
+    assert (runs.output / "_SUCCESS").exists()
     (job,) = runs.jobs
     fail(redis, job, "jobs.errors.InputChanged: it is another file")
     status = invoke("status", run)

@@ -131,14 +131,7 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
     assert len(list(second.requests())) == (1 if prior else 0), "another shard has had all rows' answers"
 
 
-def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
-    write(tmp_path, ["a"])
-    template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
-    (row,) = score(template=template, calibrate=True).to_pylist()
-    check(row, expected("a?", "N/A?"))
-
-
-def test_a_chat_is_rendered_with_the_options_of_its_template(runs: Runs, tmp_path: Path) -> None:
+def test_a_chat_is_calibrated_with_a_chat_and_both_have_the_options_of_its_template(runs: Runs, tmp_path: Path) -> None:
     write(tmp_path, ["a"])
     seen: list[Request] = []
 
@@ -146,8 +139,10 @@ def test_a_chat_is_rendered_with_the_options_of_its_template(runs: Runs, tmp_pat
         seen.append(request)
         return likely(request)
 
-    template, own = [{"role": "user", "content": "{text}?"}], {"chat_template_kwargs": {"enable_thinking": False}}
-    runs.score(answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own)
+    template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
+    own = {"chat_template_kwargs": {"enable_thinking": False}}
+    table = runs.score(answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own)
+    check(table.to_pylist()[0], expected("a?", "N/A?"))
     assert [request.chat_options for request in seen] == [own, own], "the prompt without content too"
 
 

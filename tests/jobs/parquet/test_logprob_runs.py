@@ -111,14 +111,17 @@ def test_columns_have_what_a_job_has_and_transformers_give(
     assert rows[4]["logprobs"] == rows[0]["logprobs"]
 
 
-def test_pandas_reads_them(score: Score, tmp_path: Path) -> None:
-    score(sampling={**GREEDY, "logprobs": 0}, output_prefix="x_")
+def test_pandas_reads_them_also_where_float16_makes_them_smaller(score: Score, tmp_path: Path) -> None:
+    exact = score("exact")["logprobs"].to_pylist()
+    table = score(sampling={**GREEDY, "logprobs": 0}, output_prefix="x_", logprob_type="float16")
+    assert pa.types.is_float16(table.schema.field("x_logprobs").type.value_type.value_type.field("logprob").type)
     frame = pandas.read_parquet(tmp_path / "out")
     assert "x_prompt_logprobs" not in frame.columns
     entries = frame["x_logprobs"].iloc[0]
     assert [len(each) for each in entries] == [1] * 5, "of 0 likeliest ones the token alone"
     assert entries[0][0].keys() == {"token_id", "token", "logprob", "rank"}
     assert frame["x_logprobs"].iloc[2] is None
+    assert [each[0]["logprob"] for each in entries] == [float(np.float16(each[0]["logprob"])) for each in exact[0]]
 
 
 def test_each_of_several_completions_has_its_own(score: Score) -> None:
@@ -133,16 +136,6 @@ def test_each_of_several_completions_has_its_own(score: Score) -> None:
             text.replace("\ufffd", "") for text in row["completion"]
         ]
     assert rows[2]["logprobs"] is None
-
-
-def test_float16_takes_less_and_is_near(score: Score) -> None:
-    exact = score("exact")["logprobs"].to_pylist()
-    table = score("half", logprob_type="float16")
-    assert pa.types.is_float16(table.schema.field("logprobs").type.value_type.value_type.field("logprob").type)
-    for row, others in zip(table["logprobs"].to_pylist(), exact, strict=True):
-        for entries, known in zip(row or [], others or [], strict=True):
-            for each, other in zip(entries, known, strict=True):
-                assert each["logprob"] == float(np.float16(other["logprob"]))
 
 
 def test_files_of_text_have_them_as_json_however_many(score: Score, tmp_path: Path, monkeypatch: Any) -> None:

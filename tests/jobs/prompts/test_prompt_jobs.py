@@ -77,11 +77,6 @@ def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(context
     assert response["usage"]["prompt_tokens"] == 2
 
 
-def test_a_job_whose_prompts_were_all_refused_fails_and_names_the_first(context: JobContext) -> None:
-    with pytest.raises(errors.RequestFailed, match=r"request 0 .*too long"):
-        run_task(context, "jobs.complete", ["b", "b"], answer=refuse_b)
-
-
 def test_sampling_values_that_cannot_be_fail_the_job_before_its_prompts(context: JobContext) -> None:
     context = replace(context, check_sampling=check_sampling)
     with pytest.raises(errors.InvalidJob, match=r"'max_tokns' is no .*did you mean max_tokens\?"):

@@ -34,7 +34,9 @@ def submit(invoke: Invoke, source: Path, *options: object) -> str:
     return str(result.stdout.strip())
 
 
-def test_a_run_whose_rows_all_fail_is_stopped_and_named(runs: Runs, invoke: Invoke, source: Path) -> None:
+def test_a_run_whose_rows_all_fail_is_stopped_and_named_and_resumed_with_a_higher_limit(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = submit(invoke, source)
     runs.work()  # the planning
     first = runs.jobs[0]
@@ -43,19 +45,13 @@ def test_a_run_whose_rows_all_fail_is_stopped_and_named(runs: Runs, invoke: Invo
     text = invoke("status", run).stdout
     assert f"run {run}: stopped" in text
     assert "100 of 100 rows have an error, more than --max-errors 90% allows" in text
-    first.delete()
-
-
-def test_a_stopped_run_is_resumed_with_a_higher_limit(runs: Runs, invoke: Invoke, redis: Redis, source: Path) -> None:
-    submit(invoke, source)
-    runs.work()
-    first = runs.jobs[0]
-    runs.run(first, answer=refuse_all)
     redis.delete("rq:queue:bulk")
     submit(invoke, source, "--max-errors", "100%")
     assert runs.work()[0]["shards_missing"] == 4
-    runs.work(answer=refuse_all)
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(refuse_all))
+    submit(invoke, source, "--max-errors", "100%", "--wait")  # all its rows may fail
     assert (source.parent / "out" / "_SUCCESS").exists()
+    assert f"run {run}: finished" in invoke("status", run).stdout
 
 
 def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
@@ -73,14 +69,6 @@ def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
         told = "100 of 500 rows have an error, more than --max-errors 99 allows"
         shown = invoke("status", source.parent / "out").stdout
         assert (told in result.stderr, told in shown) == (bool(status), bool(status))
-
-
-def test_fewer_errors_than_the_limit_stop_nothing(runs: Runs, invoke: Invoke, source: Path) -> None:
-    submit(invoke, source, "--max-errors", 20)
-    runs.work()
-    some = lambda request: refuse("x") if request.prompt.endswith("00") else shout(request)  # noqa: E731
-    runs.work(answer=some)
-    assert (source.parent / "out" / "_SUCCESS").exists()
 
 
 @pytest.mark.parametrize(
@@ -120,16 +108,6 @@ def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
         waiting.wait_for_end(redis, run)
     with pytest.raises(RunFailed, match="rows have an error"):
         jobs.run(run, connection=redis).wait(timeout=0)
-
-
-def test_a_run_may_have_all_its_rows_fail_where_its_limit_says_so(
-    runs: Runs, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs.write(["a"])
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(refuse_all))
-    result = invoke("submit", runs.source, runs.output, "--max-errors", "100%", "--wait")
-    assert result.exit_code == 0, result.output
-    assert "finished" in invoke("status", runs.output).stdout
 
 
 def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, runs: Runs) -> None:

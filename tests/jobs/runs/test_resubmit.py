@@ -15,8 +15,6 @@ from jobs.parquet.files.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.runs.plans.names import JOURNAL, PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.watching.snapshot import read_snapshot
-from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Executions, finish
 from tests.jobs.local_runs import Runs
 
@@ -47,20 +45,6 @@ def test_a_part_of_another_run_is_no_part_of_this_one(
     os.replace(tmp_path / "other" / part_name(0), runs.output / part_name(0))
     with pytest.raises(errors.PartDamaged, match="belongs to shard 0 of run"):
         submit()
-
-
-def test_a_refused_submission_leaves_a_finished_run_finished(
-    runs: Runs, redis: Redis, invoke: Invoke, run: str
-) -> None:
-    write(runs.source, "new")
-    assert invoke("submit", runs.source, runs.output, "--rows-per-shard", 2).exit_code == 0
-    assert read_snapshot(redis, run).state == "planning", "nobody takes the former end for this one's"
-    with pytest.raises(errors.InputChanged):
-        runs.work()
-    runs.jobs[0].delete()
-    snapshot = read_snapshot(redis, run)
-    assert (snapshot.finished, snapshot.state) == (True, "finished")
-    assert (runs.output / "_SUCCESS").exists()
 
 
 def test_a_touched_input_is_the_same_input(runs: Runs, submit: Callable[..., dict[str, Any]]) -> None:

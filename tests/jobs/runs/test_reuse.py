@@ -69,14 +69,8 @@ def test_rows_that_were_answered_are_taken_wherever_they_lie_now(runs: Runs, old
     assert (manifest["rows_reused"], manifest["generated_tokens"]) == (5, len("xmendedy"))
     assert [(each["output"], each["rows"]) for each in manifest["reused"]] == [(str(old), 5)]
     assert state_of(old) == before
-
-
-def test_the_output_is_that_of_a_run_without_reuse(runs: Runs, old: Path) -> None:
-    runs.write(["e", "new", "b", "a", None])
-    rows, asked, _ = new_run(runs)
-    assert asked == ["new"]
-    plain = runs.score(output=runs.output.parent / "plain", rows_per_shard=4, sampling=GREEDY)
-    assert rows == plain.to_pylist()
+    plain = runs.score(output=old.with_name("plain"), answer=Asked(), rows_per_shard=4, sampling=GREEDY)
+    assert rows == plain.to_pylist(), "as without reuse"
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.arrow"])
@@ -171,15 +165,6 @@ def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: R
     assert reused["rows"] == 3
     assert "part-00001.parquet" in reused["passed_over"][1]
     assert "part-00002.bin" in reused["passed_over"][0]
-
-
-def test_the_old_run_may_be_deleted_once_the_new_one_is_planned(runs: Runs, old: Path) -> None:
-    new, asked = runs.output.parent / "new", Asked()
-    runs.plan(output=new, sampling=GREEDY, reuse=[str(old)])
-    shutil.rmtree(old)
-    runs.work(asked)
-    assert asked.prompts == [BAD]
-    assert (new / "_SUCCESS").exists()
 
 
 def test_a_resume_may_repeat_or_omit_what_was_reused(runs: Runs, old: Path) -> None:
