@@ -37,9 +37,12 @@ class JobJournal:
 
     def read(self) -> dict[int, LeftPrompt]:
         """Return what is left of the job's prompts, by their places: nothing of another job or model."""
-        whose, *lines = (self._found or b"").decode().split("\n")
-        prompts = map(json.loads, lines if whose == self._whose else ())
-        return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
+        whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
+        try:
+            prompts = list(map(json.loads, lines if whose == self._whose else ()))
+            return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
+        except (ValueError, TypeError, KeyError):  # damaged: it only saves time
+            return {}
 
     def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:
         """Write it anew, unless the job was taken over; what goes beyond its bound is left out."""

@@ -102,8 +102,10 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     happened before all its jobs were told.
     """
     state = RunState(connection, run)
-    facts, submission = state.facts(), state.submission()
+    state.facts()  # raises for a run that is not known
+    submission = state.submission()
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
+    facts = state.facts()
     done = state.parts()
     shards = range(int(facts.get("shards", 0)))
     ids = [shard_job_id(run, shard) for shard in shards if shard not in done]

@@ -97,6 +97,19 @@ def test_an_end_that_comes_after_the_job_was_given_to_another_worker_writes_noth
     assert other.renew(taken) == []
 
 
+def test_an_ended_job_whose_worker_died_before_its_dependents_were_seen_to_is_taken_over(
+    redis: Redis, bulk: Queue
+) -> None:
+    first = bulk.enqueue("f")
+    bulk.enqueue("f", depends_on=first)
+    late, other = worker_store(redis), worker_store(redis, "other")
+    (held,) = claim(late)
+    assert set(late.finish([succeeded(held)])) == {"dependents"}
+    end_leases(redis)
+    (found,) = other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
+    assert (found.job_id, found.has_ended) == (first.id, True)
+
+
 def test_a_repeat_runs_as_often_as_asked_whatever_is_sent_twice(redis: Redis, bulk: Queue) -> None:
     job = bulk.enqueue("f", repeat=Repeat(2))
     jobs, runs = worker_store(redis), 0

@@ -40,7 +40,7 @@ class BatchLines(Ask):
         line = json.loads(row.prompt)
         if isinstance(line, dict):
             line.pop("custom_id", None)
-        return super().key_of(Row(json.dumps(line, sort_keys=True)))
+        return super().key_of(Row(json.dumps(line)))
 
     def begin(self, row: Row, number: int) -> Asked:
         if number in self._repeated:

@@ -45,9 +45,9 @@ class RowKeys:
         asked |= {"chat": spec.is_chat, "lines": spec.input_format == OPENAI_BATCH, "function": check}
         if before is not None:
             asked["before"] = [before.prompt, before.messages]
-        text = json.dumps(asked, sort_keys=True)
-        # 0 and 0.0 are the same value.
-        text = json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+        # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
+        asked["sampling"] = dict(sorted(asked["sampling"].items()))
+        text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
         self._run = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
 
     def of(self, row: Row) -> bytes:

@@ -63,8 +63,8 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     """
     kept = kept_columns(spec, schema.names, path)
     answers = [_named(field, spec) for field in answer_fields(spec, embedding_size)]
-    for field in answers:
-        if field.name in kept:
+    for number, field in enumerate(answers):
+        if field.name in kept or field.name in (each.name for each in answers[:number]):
             raise ColumnConflict(
                 field.name,
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "

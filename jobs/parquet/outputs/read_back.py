@@ -113,9 +113,9 @@ class FolderReader:
 
     def _kept_rows(self, file: int) -> Sequence[int] | None:
         """Return which rows of an input file a run of new ones has; None where it has all."""
-        if self.plan.files[file].kept is None:
+        if self.plan.files[file].kept is None or self.plan.reused is None:
             return None
-        with self._storage.open_input(os.path.join(self._folder, kept_name(file))) as source:
+        with self._storage.open_input(os.path.join(self._folder, kept_name(file, self.plan.reused.name))) as source:
             return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:

@@ -37,7 +37,9 @@ def match(
 ) -> Matches:
     """Look up each row of a plan, whose inputs can be read. asks: what is asked, of which rows. Raises InputError."""
     ask, source = asks
-    marks = old.marks if any_model else model_mark(context.model.fingerprint)
+    marks = model_mark(context.model.fingerprint)
+    if any_model:
+        marks = np.concatenate([marks, old.marks])  # its own answers first
     found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint8), marks)
     for start, rows in rendered_shards(context, storage, plan, source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from jobs.errors import InputNotFound, PartDamaged
+from jobs.errors import InputNotFound, PartDamaged, PathSwapped
 from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.runs.plans.names import keys_name, temporary_name
@@ -50,7 +50,7 @@ def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:
     try:
         with reading(path), storage.open_input(path) as source:
             found = bytes(source.read(_HEAD.size + (MAX_MODELS + rows) * SIZE + 1))
-    except InputNotFound:
+    except (InputNotFound, PathSwapped):
         raise PartDamaged(path, "there is no such file") from None
     if len(found) < _HEAD.size:
         raise PartDamaged(path, "it holds no keys")

@@ -5,7 +5,7 @@ of a row that failed.
 """
 
 import os
-from collections.abc import Sequence
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
@@ -31,15 +31,19 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
     readable: the plan of all rows, whose inputs can be read. is_kept: of each of them. Raises InputError, DiskFull or
     OutputNotWritable.
     """
+    assert plan.reused is not None
     files, groups, start = list[PlannedFile](), list[list[int]](), 0
+    rows_of = Counter[int]()
+    for shard in readable.shards:
+        rows_of[shard.file] += shard.rows
     for number, file in enumerate(plan.files):
-        rows = sum(shard.rows for shard in readable.shards if shard.file == number)
+        rows = rows_of[number]
         kept = np.flatnonzero(is_kept[start : start + rows])
         files.append(replace(file, kept=len(kept)))
         groups.append([])
         if len(kept):
             groups[-1] = _write(storage, readable.rows_path(file), plan.rows_path(files[-1]), kept)
-            _write_kept(storage, os.path.join(plan.spec.output, kept_name(number)), kept)
+            _write_kept(storage, os.path.join(plan.spec.output, kept_name(number, plan.reused.name)), kept)
         start += rows
     before: Rows = np.cumsum(is_kept) - is_kept
     repeated = tuple(int(before[row]) for row in plan.repeated if row < len(is_kept) and is_kept[row])
@@ -55,7 +59,7 @@ def _write_kept(storage: Storage, path: str, kept: Rows) -> None:
 
 def _write(storage: Storage, source: str, target: str, kept: Rows) -> list[int]:
     """Copy rows of a Parquet file, which ascend; return how many each row group has."""
-    groups, waiting, start = list[int](), list[pa.RecordBatch](), 0
+    groups, waiting, start, rows, size = list[int](), list[pa.RecordBatch](), 0, 0, 0
     with writing(target):
         storage.make_folder(os.path.dirname(target))
     with closing(TableReading(storage, source)) as file, writing(target), storage.open_output(target) as sink:
@@ -63,21 +67,21 @@ def _write(storage: Storage, source: str, target: str, kept: Rows) -> list[int]:
         for batch in file.batches():
             storage.check_interrupted()
             begin, end = np.searchsorted(kept, [start, start + batch.num_rows])
-            waiting.append(batch.take(pa.array(kept[begin:end] - start)))
+            is_wanted = np.zeros(batch.num_rows, bool)
+            is_wanted[kept[begin:end] - start] = True
             start += batch.num_rows
             is_last = end == len(kept)
+            if begin == end:
+                continue
+            waiting.append(batch.filter(pa.array(is_wanted)))
+            rows, size = rows + int(end - begin), size + int(waiting[-1].nbytes)
             writer = writer or pq.ParquetWriter(sink, batch.schema)
-            if is_last or _is_full(waiting):
-                groups.append(sum(each.num_rows for each in waiting))
+            if is_last or rows >= GROUP_ROWS or size >= GROUP_BYTES:
+                groups.append(rows)
                 writer.write_table(pa.Table.from_batches(waiting, batch.schema))
-                waiting = []
+                waiting, rows, size = [], 0, 0
             if is_last:
                 break
         if writer is not None:
             writer.close()
     return groups
-
-
-def _is_full(batches: Sequence[pa.RecordBatch]) -> bool:
-    rows, num_bytes = sum(each.num_rows for each in batches), sum(int(each.nbytes) for each in batches)
-    return rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES

@@ -1,7 +1,6 @@
 """Earlier runs whose answers a new run takes: their keys in one index, and their answers part by part."""
 
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -14,6 +13,7 @@ from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PlanDamaged
 from jobs.parquet.asks.row_keys import NO_KEYS, Keys
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.output_file import open_part
+from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
@@ -83,10 +83,6 @@ class OldRuns:
         self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)
         self.keys.sort()
 
-    def part_of(self, place: int) -> OldPart:
-        """Return the part that holds an old row."""
-        return self.parts[bisect_right(self.parts, place, key=lambda part: part.first) - 1]
-
     def answers(self, places: Places, schema: pa.Schema) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers at places, which ascend, part by part: which of the places, and their columns, by the names
         of `schema`, a new run's. Rows with an error, and parts that are damaged or lack a column, are left out."""
@@ -102,6 +98,8 @@ class OldRuns:
     def _of_part(
         self, part: OldPart, places: Places, which: range, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
+        path, rows_planned = part.plan.part_path(part.shard), part.plan.shards[part.shard].rows
+        read_part_stats(self._storage, path, part.told.run, part.shard, rows_planned)  # its rows are those of the keys
         prefix = part.plan.spec.output_prefix
         names = [f"{prefix}{name}" for name in schema.names]
         wanted = places[which.start : which.stop] - part.first
@@ -109,7 +107,6 @@ class OldRuns:
             for field_, name in zip(schema, names, strict=True):
                 place = file.schema.get_field_index(name)
                 if place < 0 or file.schema.field(place).type != field_.type:
-                    path = part.plan.part_path(part.shard)
                     raise PartDamaged(path, f"it has no column {name!r} of {field_.type}")
             start = 0
             for batch in file.batches():

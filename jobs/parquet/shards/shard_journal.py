@@ -8,6 +8,7 @@ afterwards finds none.
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.context.under_way import UnderWay
-from jobs.errors import CorruptParquet, InputNotFound, RunError, TableNotRead
+from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.outputs.part import answer_column, embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
@@ -56,6 +57,7 @@ class ShardJournal:
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._names: set[str] = set()
+        self._writing, self._is_closed = threading.Lock(), False
 
     def read(self) -> Journalled:
         """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
@@ -67,7 +69,7 @@ class ShardJournal:
             try:
                 with closing(TableReading(self._storage, path)) as file:
                     self._add(found, path, file)
-            except (CorruptParquet, TableNotRead, InputNotFound) as error:
+            except (RunError, OSError, ValueError, TypeError, KeyError) as error:  # it only saves time
                 _log.warning("the journal %s is passed over: %s", path, error)
         for row in found.answers:
             found.under_way.pop(row, None)
@@ -95,8 +97,9 @@ class ShardJournal:
             return None
 
         def write() -> None:
-            with suppress(FileNotFoundError):  # the run has ended
-                self._write(answered, under_way)
+            with self._writing, suppress(FileNotFoundError):  # the run has ended
+                if not self._is_closed:
+                    self._write(answered, under_way)
 
         return write
 
@@ -124,6 +127,7 @@ class ShardJournal:
 
     def remove(self) -> None:
         """Remove what was read and written, once the part is there; the run's end removes what is left."""
-        with suppress(OSError, RunError):
+        with self._writing, suppress(OSError, RunError):
+            self._is_closed = True
             for name in self._names:
                 self._storage.remove(os.path.join(self._folder, name))

@@ -48,6 +48,8 @@ class VerifyWork(RowsTask):
         self._plan = plan = trusted_plan(context, storage, plan_path, run)
         if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
+        if plan.spec.only_new:
+            raise InvalidJob(f"run {run} cannot be verified: its rows, those that were new, are gone with its end")
         most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
         self._num_of_others = 0
         self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
@@ -89,6 +91,8 @@ class VerifyWork(RowsTask):
                         if number in keys and isinstance(row, Row) and ask.key_of(row) != keys[number]:
                             del self._recorded[number]
                             self._num_of_others += 1
+                        elif plan.reused and isinstance(row, Row) and not ask.is_greedy(row):
+                            del self._recorded[number]  # its seed may be that of an earlier place
                         else:
                             texts.add([row])
             numbers = list(self._recorded)

@@ -47,9 +47,12 @@ def keys_name(shard: int) -> str:
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
-def kept_name(file: int) -> str:
-    """Return the name, below the run's folder, of which rows of an input file a run of new rows has."""
-    return f"{KEYS}/_rows-{file:05d}.bin"
+def kept_name(file: int, execution_id: str) -> str:
+    """Return the name, below the run's folder, of which rows of an input file a run of new rows has.
+
+    execution_id: of the planning that chose them.
+    """
+    return f"{KEYS}/_rows-{file:05d}.{execution_id}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:

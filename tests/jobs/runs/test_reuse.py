@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 
 from jobs import client
-from jobs.errors import CannotReuse, InvalidJob, PathOutsideRoots
+from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.conftest import Invoke
@@ -277,3 +277,18 @@ def test_rows_of_another_model_are_left_out_of_a_verification(
     found = run_task(runs.context(), "jobs.verify_rows", **arguments)
     assert (found["rows_checked"], found["rows_equal"], found["rows_of_other_models"]) == (1, 1, 2)
     assert state_of(new) == before
+
+
+def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(runs: Runs, old: Path) -> None:
+    part = old / "part-00000.parquet"
+    pq.write_table(pq.read_table(part).slice(1), part)
+    runs.write(["a", "b", "c"])
+    rows, asked, manifest = new_run(runs)
+    assert sorted(asked) == ["a", "b"]
+    assert [row["completion"] for row in rows] == ["A", "B", "C"]
+    assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
+
+
+def test_a_column_of_where_rows_came_from_takes_no_name_of_the_answers(runs: Runs, old: Path) -> None:
+    with pytest.raises(ColumnConflict, match="error"):
+        runs.plan(output=runs.output.parent / "new", reuse=[str(old)], reused_column="error")

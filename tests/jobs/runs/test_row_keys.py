@@ -53,6 +53,14 @@ def test_what_decides_an_answer_is_in_the_key() -> None:
     assert len({keys_of(**each).of(ROW) for each in asked}) == len(asked)
 
 
+def test_the_order_of_a_schemas_properties_is_in_the_key() -> None:
+    def key(*names: str) -> bytes:
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        return keys_of(sampling={"structured_outputs": {"json": schema}}).of(ROW)
+
+    assert key("reason", "label") != key("label", "reason")
+
+
 @given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3), st.text(max_size=3)), unique=True, max_size=20))
 def test_rows_that_ask_otherwise_have_other_keys(rows: list[tuple[str, str, str]]) -> None:
     keys = keys_of()

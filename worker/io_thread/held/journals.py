@@ -66,7 +66,7 @@ class Journals:
         """Take what the engine tells; have each job write its entry."""
         self._num_asked -= 1
         moment = self._clock()
-        if self._leave_by is not None:
+        if self._leave_by is not None and not self._num_asked:
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
             if self._leave_by is None and not job.is_file and moment - (job.started_at or moment) < self._period_s:
