@@ -1,6 +1,5 @@
 """The manifests: of the schemas, of each other's names, of metrics that exist, and with time to stop."""
 
-import copy
 import re
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from jsonschema import Draft202012Validator, ValidationError
+from jsonschema import Draft202012Validator
 from redis import Redis
 
 from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, assert_is_a_command, assert_settings_exist
@@ -59,24 +58,6 @@ def test_each_manifest_is_of_its_schema() -> None:
     assert set(kinds) >= {"Deployment", "ScaledObject", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"}
     for manifest in manifests():
         validate(manifest)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "path"),
-    [
-        ("Deployment", "worker", "spec.template.spec.terminationGracePeriodSeconds"),
-        ("PodMonitor", "dashboard", "spec.podMetricsEndpoints.0.authorization"),
-    ],
-)
-def test_a_misspelt_field_is_found(kind: str, name: str, path: str) -> None:
-    wrong = copy.deepcopy(found(kind, name))
-    *inner, field = path.split(".")
-    place: Any = wrong
-    for each in inner:
-        place = place[int(each) if each.isdigit() else each]
-    place[f"{field}x"] = place.pop(field)
-    with pytest.raises((ValidationError, kubernetes_validate.ValidationError)):
-        validate(wrong)
 
 
 def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:

@@ -34,12 +34,6 @@ def test_the_commands_of_a_page_parse_and_have_options_that_exist(page: Path) ->
             assert not unknown_options(words), block.place
 
 
-def test_what_does_not_run_here_is_the_smaller_part() -> None:
-    found = [block for page in PAGES for block in commands(page)]
-    kept = [f"{block.place}: {block.not_run}" for block in found if block.not_run is not None]
-    assert len(kept) < len(found) / 3, kept
-
-
 def test_the_page_of_producers_runs(runner: PageRunner) -> None:
     found = commands(PRODUCER)
     assert len(found) >= 8

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputNotFound, SchemaMismatch
+from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
 from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.fingerprint import file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -223,3 +223,24 @@ def _columns(schema: pa.Schema, first: pa.Schema) -> str:
     )
     extra, missing = sorted(ours - theirs), sorted(theirs - ours)
     return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
+
+
+def check_as_planned(storage: Storage, plan: Plan, inputs: Inputs) -> None:
+    """Raise InputChanged for the first file that is not as planned."""
+    planned, found = ({file.path: file for file in files} for files in (plan.files, inputs.files))
+    for path in [*found, *planned]:
+        if path not in planned:
+            raise InputChanged(path, "it is new")
+        if path not in found:
+            raise InputChanged(path, storage.what_is_there(path))
+        if planned[path] != found[path]:
+            raise InputChanged(path, _difference(planned[path], found[path]))
+    if list(planned) != list(found):
+        raise InputChanged(plan.spec.input[0], "its files come in another order")
+
+
+def _difference(planned: PlannedFile, found: PlannedFile) -> str:
+    for name in ("size", "rows", "values"):
+        if getattr(planned, name) != getattr(found, name):
+            return f"{name}: planned {getattr(planned, name)}, found {getattr(found, name)}"
+    return f"it has the same {found.size} bytes, but other contents"

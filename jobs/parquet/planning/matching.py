@@ -27,10 +27,6 @@ class Matches:
     models: npt.NDArray[np.uint8]
     marks: Keys
 
-    @property
-    def num_rows(self) -> int:
-        return int((self.places >= 0).sum())
-
 
 def match(
     context: JobContext, storage: Storage, plan: Plan, asks: tuple[Ask, RowSource], old: OldRuns, any_model: bool

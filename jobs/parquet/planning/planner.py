@@ -20,8 +20,7 @@ from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats,
 from jobs.parquet.outputs.plan_file import create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
-from jobs.parquet.planning.inputs import Inputs, read_inputs
-from jobs.parquet.planning.planned_input import check_as_planned
+from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
 from jobs.parquet.planning.reusing import with_reused
 from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source

@@ -1,6 +1,6 @@
 """What a new run takes from earlier ones: answers beside its plan, or the rows that none of them has answered."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
@@ -34,9 +34,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         storage.make_folder(spec.output)
         check_no_others(spec.output, storage.names(spec.output))
     old = OldRuns(storage, submission.reuse)
-    if old.seed is not None and "seed" not in spec.sampling:
-        plan = replace(plan, seed=old.seed)
-    plan = replace(plan, reused=Reused(context.execution_id))
+    seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
+    plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
     files = {shard.file for shard in plan.shards if shard.rows}
     convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
     source = row_source(spec, context.check_sampling)
@@ -48,4 +47,4 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     else:
         fields = answer_fields(replace(spec, reused_column=None), embedding_size(spec, context.model))
         take(storage, plan, pa.schema(fields), old, matches)
-    return replace(plan, reused=Reused(context.execution_id, tuple(each.to_object() for each in old.told)))
+    return replace(plan, reused=Reused(context.execution_id, tuple(map(asdict, old.told))))

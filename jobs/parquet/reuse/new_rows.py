@@ -15,14 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.reuse.known_keys import Places
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 
-#: Rows and bytes after which a row group ends.
+#: Places and bytes after which a row group ends.
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
-
-Rows = npt.NDArray[np.int64]
 
 
 def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray[np.bool_]) -> Plan:
@@ -45,19 +44,19 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
             groups[-1] = _write(storage, readable.rows_path(file), plan.rows_path(files[-1]), kept)
             _write_kept(storage, os.path.join(plan.spec.output, kept_name(number, plan.reused.name)), kept)
         start += rows
-    before: Rows = np.cumsum(is_kept) - is_kept
+    before: Places = np.cumsum(is_kept) - is_kept
     repeated = tuple(int(before[row]) for row in plan.repeated if row < len(is_kept) and is_kept[row])
     return replace(plan, files=tuple(files), shards=cut_shards(groups, plan.spec.rows_per_shard), repeated=repeated)
 
 
-def _write_kept(storage: Storage, path: str, kept: Rows) -> None:
+def _write_kept(storage: Storage, path: str, kept: Places) -> None:
     with writing(path):
         storage.make_folder(os.path.dirname(path))
         with storage.open_output(path) as sink:
             sink.write(kept.astype("<i8").tobytes())
 
 
-def _write(storage: Storage, source: str, target: str, kept: Rows) -> list[int]:
+def _write(storage: Storage, source: str, target: str, kept: Places) -> list[int]:
     """Copy rows of a Parquet file, which ascend; return how many each row group has."""
     groups, waiting, start, rows, size = list[int](), list[pa.RecordBatch](), 0, 0, 0
     with writing(target):

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,9 +32,6 @@ class ReusedRun:
     run: str
     rows: int = 0
     passed_over: list[str] = field(default_factory=list)
-
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
 
     def pass_over(self, error: PartDamaged | InputNotFound) -> None:
         """Note a part that cannot be read; its rows are computed."""
@@ -98,8 +94,8 @@ class OldRuns:
     def _of_part(
         self, part: OldPart, places: Places, which: range, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        path, rows_planned = part.plan.part_path(part.shard), part.plan.shards[part.shard].rows
-        read_part_stats(self._storage, path, part.told.run, part.shard, rows_planned)  # its rows are those of the keys
+        path, rows = part.plan.part_path(part.shard), part.plan.shards[part.shard].rows
+        read_part_stats(self._storage, path, part.told.run, part.shard, rows)  # its rows are those of the keys
         prefix = part.plan.spec.output_prefix
         names = [f"{prefix}{name}" for name in schema.names]
         wanted = places[which.start : which.stop] - part.first
@@ -112,9 +108,9 @@ class OldRuns:
             for batch in file.batches():
                 self._storage.check_interrupted()
                 begin, end = np.searchsorted(wanted, [start, start + batch.num_rows])
-                rows = batch.select(names).take(pa.array(wanted[begin:end] - start))
-                good = np.asarray(rows.column(f"{prefix}error").is_null())
-                answers = pa.RecordBatch.from_arrays(rows.columns, schema=schema).filter(pa.array(good))
+                taken = batch.select(names).take(pa.array(wanted[begin:end] - start))
+                good = np.asarray(taken.column(f"{prefix}error").is_null())
+                answers = pa.RecordBatch.from_arrays(taken.columns, schema=schema).filter(pa.array(good))
                 yield part, which.start + begin + np.flatnonzero(good), answers
                 start += batch.num_rows
 

@@ -48,10 +48,7 @@ def keys_name(shard: int) -> str:
 
 
 def kept_name(file: int, execution_id: str) -> str:
-    """Return the name, below the run's folder, of which rows of an input file a run of new rows has.
-
-    execution_id: of the planning that chose them.
-    """
+    """Return the name, below the run's folder, of the file that says which rows of an input a planning has chosen."""
     return f"{KEYS}/_rows-{file:05d}.{execution_id}.bin"
 
 

@@ -135,21 +135,6 @@ def test_rows_that_ask_the_same_with_seeds_of_their_own_keep_their_own_answers(r
     assert [row["completion"] for row in rows if row["prompt"] == "same"] == [*first, first[0]]
 
 
-def test_a_row_that_failed_keeps_its_seed_where_it_has_not_moved(runs: Runs) -> None:
-    seeds: dict[str, int] = {}
-
-    def note(request: Request) -> FakeCompletion:
-        seeds[str(request.prompt)] = request.sampling["seed"]
-        return refuse("no")
-
-    runs.write(["a", "b"])
-    runs.score(answer=note, sampling={"temperature": 1.0}, max_errors="100%")
-    first = dict(seeds)
-    options = {"sampling": {"temperature": 1.0}, "max_errors": "100%", "reuse": [str(runs.output)]}
-    runs.score(answer=note, output=runs.output.parent / "new", **options)
-    assert seeds == first
-
-
 def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: Runs) -> None:
     runs.write([f"p{row}" for row in range(12)])
     runs.plan(rows_per_shard=3, sampling=GREEDY)
