@@ -90,8 +90,10 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
         facts = RunState(connection, plan.run).facts()
     calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
     own = {name: value for name, value in plan.spec.to_json().items() if value is not None}
-    before = [each["output"] for each in plan.reused.runs] if plan.reused and plan.spec.only_new else []
-    own |= {"output": output, "reuse": [plan.spec.output, *before], "model": plan.model.fingerprint, **calls}
+    own |= {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint, **calls}
+    if plan.reused is not None:
+        own["reuse_from_any_model"] = plan.reused.any_model
+        own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
 
 

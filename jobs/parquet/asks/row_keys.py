@@ -48,11 +48,12 @@ class RowKeys:
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
         asked["sampling"] = dict(sorted(asked["sampling"].items()))
         text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
-        self._run = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
+        #: Names what is asked of all rows: another text once anything of it is another, a check's function too.
+        self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
     def of(self, row: Row) -> bytes:
         """Return a row's key."""
-        found = blake2b(digest_size=SIZE, key=self._run)
+        found = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in row:
             encoded = text.encode("utf-8", "surrogatepass")
             found.update(len(encoded).to_bytes(8, "little"))

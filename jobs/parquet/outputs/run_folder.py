@@ -241,6 +241,7 @@ class RunFolder:
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its file in place."""
         for folder in {self._path, self._parts_path, self.path(KEYS)}:
-            for name in self.storage.names(folder):
-                if name.startswith(TEMPORARY_PREFIX):
-                    self.storage.remove(os.path.join(folder, name))
+            with suppress(FileNotFoundError):  # of keys that somebody has removed
+                for name in self.storage.names(folder):
+                    if name.startswith(TEMPORARY_PREFIX):
+                        self.storage.remove(os.path.join(folder, name))

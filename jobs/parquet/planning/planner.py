@@ -26,7 +26,7 @@ from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.runs.plans.embedding_options import check_served
-from jobs.runs.plans.names import PLAN
+from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
@@ -145,6 +145,8 @@ def _agreed_plan(
             plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
         if create_plan(storage, plan, context.execution_id):
             return plan
+        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
+            remove_converted(storage, plan)
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
         _check_is_of(plan, spec)
     _check_same_model(plan, context.model, submission.model)

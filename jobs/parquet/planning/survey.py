@@ -19,8 +19,8 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.matching import match
 from jobs.parquet.planning.planner import check_columns, new_plan
+from jobs.parquet.planning.reusing import match
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.old_runs import OldRuns

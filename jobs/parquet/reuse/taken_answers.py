@@ -7,7 +7,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,8 @@ from jobs.runs.plans.plan import Plan
 ROW, MODEL, SOURCE = "_row", "_model", "_source"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(16)), pa.field(SOURCE, pa.string())]
 
-#: Rows that are sorted in memory at once.
-BUCKET_ROWS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """An answer that a row has from an earlier run. mark: of the model that gave it."""
-
-    answer: Answer
-    mark: bytes
+#: Rows that are sorted at once, and so many files for that at most.
+BUCKET_ROWS, MAX_BUCKETS = 1 << 16, 256
 
 
 class TakenAnswers:
@@ -45,7 +37,7 @@ class TakenAnswers:
         self._storage, self._plan = storage, plan
         self._schema = pa.schema([*BESIDE, *schema])
         self._firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
-        self._bucket_of = np.cumsum([shard.rows for shard in plan.shards]) // BUCKET_ROWS
+        self._bucket_of = np.cumsum([shard.rows for shard in plan.shards]) // max(BUCKET_ROWS, plan.rows // MAX_BUCKETS)
         self._streams: dict[int, tuple[str, Any]] = {}
         self._stack = ExitStack()
 
@@ -71,17 +63,16 @@ class TakenAnswers:
         for path, stream in self._streams.values():
             stream.close()
             with pa.memory_map(path) as source:
-                table = pa.ipc.open_stream(source).read_all().sort_by(ROW)
-                self._write(table)
+                self._write(pa.ipc.open_stream(source).read_all())
 
     def _write(self, table: pa.Table) -> None:
-        rows = table.column(ROW).to_numpy()
-        shards = self._shards_of(rows)
+        """Write the shards of a bucket, of which the answers of one at a time are in memory."""
+        shards = self._shards_of(table.column(ROW).to_numpy())
         for shard in np.unique(shards):
             self._storage.check_interrupted()
-            begin, end = np.searchsorted(shards, [shard, shard + 1])
-            own = pc.subtract(table.column(ROW).slice(begin, end - begin), pa.scalar(int(self._firsts[shard])))
-            part = table.slice(begin, end - begin).set_column(0, BESIDE[0], own)
+            part = table.filter(pa.array(shards == shard))
+            own = pc.subtract(part.column(ROW), pa.scalar(int(self._firsts[shard])))
+            part = part.set_column(0, BESIDE[0], own)
             path = self._plan.reused_path(int(shard))
             with writing(path), self._storage.open_output(path) as sink:
                 pq.write_table(part, sink)
@@ -96,10 +87,12 @@ class TakenAnswers:
         return self._streams[bucket][1]
 
 
-def taken_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, Taken]:
-    """Return the answers that rows of a shard, counted within it, have from earlier runs. Raises CorruptParquet or
-    TableNotRead."""
-    if plan.reused is None:
+def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:
+    """Return the answers that rows of a shard, counted within it, have from earlier runs, with their models' marks.
+
+    asked: RowKeys.name; where planning knew another check, none is taken. Raises CorruptParquet or TableNotRead.
+    """
+    if plan.reused is None or plan.reused.asked != asked:
         return {}
     path = plan.reused_path(shard)
     if storage.stat(path) is None:
@@ -107,8 +100,7 @@ def taken_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, Taken]:
     beside = [field.name for field in BESIDE]
     with closing(TableReading(storage, path)) as file:
         return {
-            row: Taken(replace(answer, reused=source), mark)
-            for (row, mark, source), answer in read_answers(file, beside)
+            row: (replace(answer, reused=source), mark) for (row, mark, source), answer in read_answers(file, beside)
         }
 
 

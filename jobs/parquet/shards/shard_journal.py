@@ -50,10 +50,11 @@ class Journalled:
 class ShardJournal:
     """The journal of one shard, as one execution reads and goes on with it."""
 
-    def __init__(self, folder: RunFolder, shard: int, model: ServedModel) -> None:
+    def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str) -> None:
+        """asked: RowKeys.name."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"{shard:05d}."
-        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint}".encode()
+        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._names: set[str] = set()
@@ -77,7 +78,7 @@ class ShardJournal:
 
     def _add(self, found: Journalled, path: str, file: TableReading) -> None:
         if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
-            _log.warning("the journal %s is passed over: it is of another plan or model", path)
+            _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
             for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
                 was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)

@@ -175,9 +175,10 @@ class ShardWork(RowsTask):
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
         self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
-        for row, taken in taken_answers(self._folder.storage, plan, self._number).items():
-            rows[row], self._marks[row] = taken.answer, as_keys(taken.mark)
-        self._journal = ShardJournal(self._folder, self._number, context.model)
+        found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
+        for row, (answer, mark) in found.items():
+            rows[row], self._marks[row] = answer, as_keys(mark)
+        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name)
         left = self._journal.read()
         for row, answer in left.answers.items():
             rows[row] = answer

@@ -9,6 +9,7 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.common.display import brief
@@ -124,9 +125,12 @@ class VerifyWork(RowsTask):
 
 
 def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the keys of those of a shard's rows that have one, without the run's own model. Raises PartDamaged."""
-    found, first = read_keys(storage, plan, shard)[0], plan.first_row(shard)
-    own = found ^ model_mark(plan.model.fingerprint)
+    """Return the keys of those of a shard's rows that have one, without the run's own model, where others have answered
+    some. Raises PartDamaged."""
+    (found, marks), first = read_keys(storage, plan, shard), plan.first_row(shard)
+    if np.array_equal(marks, mark := model_mark(plan.model.fingerprint)):
+        return {}
+    own = found ^ mark
     return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}
 
 

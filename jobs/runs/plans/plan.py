@@ -66,9 +66,15 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs. name: of the files that hold it. runs: see ReusedRun."""
+    """What planning has taken from earlier runs.
+
+    name: of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether answers of other models
+    were taken. runs: see ReusedRun.
+    """
 
     name: str
+    asked: str = ""
+    any_model: bool = False
     runs: tuple[dict[str, Any], ...] = ()
 
 

@@ -105,7 +105,7 @@ def test_what_is_asked_otherwise_is_computed(runs: Runs, old: Path, other: dict[
 
 
 def test_another_model_computes_all_unless_it_is_told_to_take_any(
-    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch, redis: Redis
 ) -> None:
     make = runs.context
     other = replace(make().model, fingerprint="another")
@@ -115,6 +115,10 @@ def test_another_model_computes_all_unless_it_is_told_to_take_any(
     runs.score(output=runs.output.parent / "own", answer=asked, sampling=GREEDY, reuse=[str(old)])
     assert len(asked.prompts) == 6
     runs.score(output=mixed, answer=(asked := Asked()), sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)
+    assert asked.prompts == [BAD]
+    client.run(mixed, connection=redis).retry(runs.output.parent / "retried")
+    runs.work()
+    runs.work(asked := Asked())
     assert asked.prompts == [BAD]
     runs.score(output=third, answer=(asked := Asked()), sampling=GREEDY, reuse=[str(mixed)])
     assert len(asked.prompts) == 6, "what another model has answered stays another's"

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,14 +107,15 @@ def test_a_function_that_checks_otherwise_now_asks_again(
         asked.append(request)
         return shout(request)
 
-    def run_with(source: str, **options: Any) -> list[Request]:
-        (tmp_path / "own_check.py").write_text(source)
+    def run_with(source: str, planned_with: str = "", **options: Any) -> list[Request]:
         asked.clear()
-        checks, make = Checks({"own_check.check"}), runs.context
-        with monkeypatch.context() as patched:
-            patched.setattr(runs, "context", lambda: replace(make(), checks=checks))
-            runs.score(answer=note, check={"function": "own_check.check"}, **options)
-        checks.close()
+        for text, does in (planned_with or source, runs.plan), (source, lambda **_: runs.work(note)):
+            (tmp_path / "own_check.py").write_text(text)
+            checks, make = Checks({"own_check.check"}), runs.context
+            with monkeypatch.context() as patched:
+                patched.setattr(runs, "context", partial(lambda own: replace(make(), checks=own), checks))
+                does(check={"function": "own_check.check"}, **options)
+            checks.close()
         return list(asked)
 
     first = "def check(row, completion):\n    return None\n"
@@ -121,6 +123,7 @@ def test_a_function_that_checks_otherwise_now_asks_again(
     assert run_with(first + "# the same\n", output=tmp_path / "same", reuse=[str(runs.output)]) == []
     other = first.replace("return None", "return None if completion else 'empty'")
     assert len(run_with(other, output=tmp_path / "other", reuse=[str(runs.output)])) == 2
+    assert len(run_with(other, first, output=tmp_path / "late", reuse=[str(runs.output)])) == 2
 
 
 @pytest.mark.parametrize("places", ["disk to store", "store to disk", "store to store"])
