@@ -109,9 +109,10 @@ def test_a_function_that_checks_otherwise_now_asks_again(
 
     def run_with(source: str, planned_with: str = "", **options: Any) -> list[Request]:
         asked.clear()
+        make = runs.context
         for text, does in (planned_with or source, runs.plan), (source, lambda **_: runs.work(note)):
             (tmp_path / "own_check.py").write_text(text)
-            checks, make = Checks({"own_check.check"}), runs.context
+            checks = Checks({"own_check.check"})
             with monkeypatch.context() as patched:
                 patched.setattr(runs, "context", partial(lambda own: replace(make(), checks=own), checks))
                 does(check={"function": "own_check.check"}, **options)
