@@ -54,7 +54,7 @@ def planned(site: Site) -> Site:
     return site
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_no_kill_point_strands_a_run(redis: Redis, site: Site, stride: int) -> None:
     stride = 13 if os.environ.get("SLOW_FILES_S") else stride
     step = 0
