@@ -26,12 +26,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario again and again")
     parser.add_argument("--count", type=int, default=20, help="faults in each turn of --only")
+    parser.add_argument("--secure", action="store_true", help="workers come over TLS, as ops/redis-users.acl's user")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     evidence = Path(gettempdir()) / f"tokenmill-faults-{options.seed}"
     started, longest_s = time.monotonic(), 0.0
     place = MEMORY if MEMORY.is_dir() else None
-    with TemporaryDirectory(prefix="f", dir=place) as folder, harness(Path(folder), options.seed, evidence) as faults:
+    with (
+        TemporaryDirectory(prefix="f", dir=place) as folder,
+        harness(Path(folder), options.seed, evidence, options.secure) as faults,
+    ):
         print(f"seed {options.seed}", flush=True)
         while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
             round_started = time.monotonic()

@@ -29,12 +29,12 @@ STUCK_S = 45.0
 class Harness:
     """One Redis, workers that come and go, and the ledger; `evidence` keeps logs and Redis of a finding."""
 
-    def __init__(self, folder: Path, seed: int, evidence: Path | None = None) -> None:
+    def __init__(self, folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False) -> None:
         self.rng = random.Random(seed)
         self.folder, self._evidence = folder, evidence
         for name in ("data", "marks", "logs", "redis"):
             (folder / name).mkdir()
-        self.server = DurableRedis(folder / "redis")
+        self.server = DurableRedis(folder / "redis", is_secure)
         self.redis = Redis.from_url(self.server.url)
         self.ledger = Ledger(self.redis, folder / "data", self.rng)
         self.mounts = Mounts()
@@ -73,7 +73,7 @@ class Harness:
         """Start a worker; return its name. plan: further fields of WorkerPlan."""
         self._numbers += 1
         name = f"w{self._numbers}"
-        made = WorkerPlan(name, url or self.server.url, self.folder, strike, LEASE_S, **plan)
+        made = WorkerPlan(name, url or self.server.worker_url, self.folder, strike, LEASE_S, **plan)
         process = FORK.Process(target=serve, args=(made,), daemon=True)
         process.start()
         self._live[name] = made, process
@@ -236,9 +236,9 @@ def _everything_in(redis: Redis) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def harness(folder: Path, seed: int, evidence: Path | None = None) -> Iterator[Harness]:
+def harness(folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False) -> Iterator[Harness]:
     """A harness that leaves no process and no mount behind."""
-    running = Harness(folder, seed, evidence)
+    running = Harness(folder, seed, evidence, is_secure)
     try:
         yield running
     finally:

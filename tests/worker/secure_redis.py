@@ -28,32 +28,40 @@ class SecureRedis:
 
     def url(self, user: str, password: str) -> str:
         """What `--url` takes."""
-        return f"rediss://{user}:{password}@localhost:{self.port}/0?ssl_ca_certs={self.ca}"
+        return secure_url(user, password, self.port, self.ca)
+
+
+def secure_url(user: str, password: str, port: int, ca: Path) -> str:
+    """Return the address of a server behind TLS."""
+    return f"rediss://{user}:{password}@localhost:{port}/0?ssl_ca_certs={ca}"
 
 
 @contextmanager
 def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
     """Start a server whose files lie in `folder`, and its terminator; stop both at the end."""
-    users = (ROOT / "ops" / "redis-users.acl").read_text()
-    users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
-    (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN_PASSWORD} ~* &* +@all\n")
+    users = write_users(folder, f"user admin on >{ADMIN_PASSWORD} ~* &* +@all")
     socket = socket_folder / "s"
     where = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
     process = subprocess.Popen(
-        [executable, *where, "--save", "", "--aclfile", str(folder / "users.acl")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [executable, *where, "--save", "", "--aclfile", users], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     admin = Redis(unix_socket_path=str(socket), username="admin", password=ADMIN_PASSWORD)
     try:
         wait_until_ready(f"unix://admin:{ADMIN_PASSWORD}@{socket}", process)
-        _make_certificate(folder)
-        with _terminator(folder, socket) as port:
+        with tls_before(folder, socket) as port:
             yield SecureRedis(port, folder / "ca.pem", admin, process)
     finally:
         admin.close()
         process.terminate()
         process.wait(timeout=10)
+
+
+def write_users(folder: Path, another: str) -> str:
+    """Write the users of ops/redis-users.acl and another one into a file; return its path."""
+    users = (ROOT / "ops" / "redis-users.acl").read_text()
+    users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
+    (folder / "users.acl").write_text(f"{users}{another}\n")
+    return str(folder / "users.acl")
 
 
 def _make_certificate(folder: Path) -> None:
@@ -75,8 +83,9 @@ def _make_certificate(folder: Path) -> None:
 
 
 @contextmanager
-def _terminator(folder: Path, socket: Path) -> Iterator[int]:
-    """Pass what arrives over TLS to the server's unix socket; yield the port."""
+def tls_before(folder: Path, socket: Path) -> Iterator[int]:
+    """Pass what arrives over TLS, whose CA is `folder`'s ca.pem, to a server's unix socket; yield the port."""
+    _make_certificate(folder)
     files = (str(folder / "server.pem"), str(folder / "server.key"), str(socket))
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.worker.tls_terminator", *files],

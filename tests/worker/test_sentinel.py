@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from redis.sentinel import MasterNotFoundError, Sentinel
 from rq import Queue
@@ -79,6 +81,9 @@ def test_a_failover_during_work_loses_no_job_that_the_replica_has(
     )
     workers.start("-c", "at_sentinel", "--with-scheduler", RQ_REDIS_URL="")
     wait_until(lambda: workers.redis.hlen("tokenmill:held:bulk"))
+    pq.write_table(pa.table({"prompt": [f"file:{gate}", *"abcdef"]}), tmp_path / "in.parquet")
+    queue.enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=2)
+    wait_until(lambda: any(workers.redis.scan_iter("rq:executions:*-00003")))  # the run's last shard is held
     assert workers.redis.wait(1, 10_000) == 1
     master.kill()
     gate.touch()
@@ -86,3 +91,8 @@ def test_a_failover_during_work_loses_no_job_that_the_replica_has(
     assert [text_of(workers.result(job)) for job in jobs] == [f"echo:file:{gate}"] * 20
     assert text_of(workers.result(late)) == "echo:late"
     assert [len(job.results()) for job in (*jobs, late)] == [1] * 21
+    wait_until((tmp_path / "out" / "_SUCCESS").exists)
+    assert pq.read_table(tmp_path / "out")["completion"].to_pylist() == [
+        f"echo:file:{gate}",
+        *map("echo:{}".format, "abcdef"),
+    ]
