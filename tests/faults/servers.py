@@ -17,7 +17,7 @@ class DurableRedis:
         """is_secure: workers come over TLS, as the user of ops/redis-users.acl."""
         self._folder, self._stack = folder, ExitStack()
         self.url = self.worker_url = f"unix://{folder / 's'}"
-        self._users = write_users(folder, "user default on nopass ~* &* +@all") if is_secure else ""
+        self._users = write_users(folder, "on nopass") if is_secure else ""
         self._process = self._launch()
         if is_secure:
             port = self._stack.enter_context(tls_before(folder, folder / "s"))

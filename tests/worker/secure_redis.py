@@ -39,7 +39,7 @@ def secure_url(user: str, password: str, port: int, ca: Path) -> str:
 @contextmanager
 def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
     """Start a server whose files lie in `folder`, and its terminator; stop both at the end."""
-    users = write_users(folder, f"user admin on >{ADMIN_PASSWORD} ~* &* +@all")
+    users = write_users(folder)
     socket = socket_folder / "s"
     where = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
     process = subprocess.Popen(
@@ -56,11 +56,11 @@ def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> 
         process.wait(timeout=10)
 
 
-def write_users(folder: Path, another: str) -> str:
-    """Write the users of ops/redis-users.acl and another one into a file; return its path."""
-    users = (ROOT / "ops" / "redis-users.acl").read_text()
+def write_users(folder: Path, default: str = "off") -> str:
+    """Write the users of ops/redis-users.acl and an admin into a file; return its path."""
+    users = (ROOT / "ops" / "redis-users.acl").read_text().replace("user default off", f"user default {default}")
     users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
-    (folder / "users.acl").write_text(f"{users}{another}\n")
+    (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN_PASSWORD} ~* &* +@all\n")
     return str(folder / "users.acl")
 
 
