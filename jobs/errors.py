@@ -236,9 +236,11 @@ class ConvertedInputGone(InputError):
 
 
 class NewRowsGone(InputError):
-    """Raised when the rows that a run of new ones has are gone: (path, the input's, the run's output)."""
+    """Raised when the rows that planning wrote for a run are gone: (path, the input's, the run's output)."""
 
-    message = "{0}, which holds the new rows of {1}, is gone: submit into another output, and --reuse {2} too"
+    message = (
+        "{0}, which holds the rows of {1} that this run has, is gone: submit into another output, and --reuse {2} too"
+    )
 
 
 class OutputError(RunError):

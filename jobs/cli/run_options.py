@@ -201,6 +201,11 @@ _OUTPUT = (
     _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
     _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
     _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
+    _option(
+        "--order",
+        "Compute rows that share a beginning together, in the whole run; parts keep that order.",
+        type=click.Choice(["prefix"]),
+    ),
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
     _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import OWN_KEYS, answer_fields
-from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
+from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
@@ -45,7 +46,7 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
     writer, (path,) = writers[plan.spec.single_file], paths
     with (
         storage.open_output(path) as sink,
-        closing(_part_rows(storage, plan)) as rows,
+        closing(_rows_in_order(storage, plan)) as rows,
         writer(sink, _schema(storage, plan)) as write,
     ):
         for batch in rows:
@@ -72,6 +73,18 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
             for batch in file.batches():
                 storage.check_interrupted()
                 yield batch
+
+
+def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of a run's parts in the input's order. Raises PartDamaged."""
+    if plan.spec.order is None:
+        yield from _part_rows(storage, plan)
+        return
+    with RowBuckets(plan.rows) as buckets, closing(_part_rows(storage, plan)) as rows:
+        for batch in rows:
+            buckets.add(batch.column(ROW_NUMBER).to_numpy(), batch)
+        for table in buckets.sorted():
+            yield from table.to_batches()
 
 
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:

@@ -20,6 +20,7 @@ from jobs.errors import (
 )
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.parquet.tables.row_values import NUMBER
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.spec import RunSpec
@@ -45,7 +46,8 @@ def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
         if column not in names:
             raise MissingColumn(column, path, ", ".join(map(repr, names)))
     if spec.keep is not None:
-        return [name for name in names if name in spec.keep or name == spec.filename_column]
+        ours = {spec.filename_column, ROW_NUMBER if spec.order else None}
+        return [name for name in names if name in spec.keep or name in ours]
     return [name for name in names if name not in (spec.drop or ())]
 
 

@@ -71,6 +71,17 @@ def check_no_others(folder: str, names: Iterable[str]) -> None:
             raise OutputHoldsForeignFiles(folder, name)
 
 
+def begin_folder(storage: Storage, folder: str) -> bool:
+    """Make a run's folder; return False where it has a plan. Raises OutputHoldsForeignFiles or OutputNotWritable."""
+    with writing(folder):
+        storage.make_folder(folder)
+        names = storage.names(folder)
+    if PLAN in names:  # another planner was first
+        return False
+    check_no_others(folder, names)
+    return True
+
+
 def write_text(storage: Storage, path: str, text: str) -> None:
     with storage.open_output(path) as sink:
         sink.write(text.encode())

@@ -2,8 +2,10 @@
 
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -103,16 +105,18 @@ class FolderReader:
 
     def failed(self, shards: list[int]) -> Iterator[FailedRow]:
         """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
+        firsts = [0, *accumulate(file.rows for file in self.plan.files)]
         for shard in shards:
             planned = self.plan.shards[shard]
             first = self.plan.first_row(shard) - planned.start
             kept = self._kept_rows(planned.file)
             for row, reason in failed_rows(self._storage, self.plan, shard):
-                file_row = row - first if kept is None else kept[row - first]
-                yield FailedRow(row, self.plan.files[planned.file].path, file_row, reason)
+                number = row if kept is None else kept[row - first]
+                file = bisect_right(firsts, number) - 1
+                yield FailedRow(row, self.plan.files[file].path, number - firsts[file], reason)
 
     def _kept_rows(self, file: int) -> Sequence[int] | None:
-        """Return which rows of an input file a run of new ones has; None where it has all."""
+        """Return which rows, counted over the whole input, a run has in the place of a file's; None for its own."""
         if self.plan.files[file].kept is None or self.plan.reused is None:
             return None
         with self._storage.open_input(os.path.join(self._folder, kept_name(file, self.plan.reused.name))) as source:

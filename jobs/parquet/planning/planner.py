@@ -11,7 +11,7 @@ import pyarrow as pa
 from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.errors import MissingColumn, OutputHoldsAnotherRun, RunOfAnotherModel
+from jobs.errors import ColumnConflict, MissingColumn, OutputHoldsAnotherRun, RunOfAnotherModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
@@ -21,10 +21,12 @@ from jobs.parquet.outputs.plan_file import create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
+from jobs.parquet.planning.ordering import in_order
 from jobs.parquet.planning.reusing import with_reused
 from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
+from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
@@ -113,6 +115,8 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         if column not in schema.names:
             raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
+    if spec.order is not None and ROW_NUMBER in schema.names:
+        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
     output_schema(schema, spec, path)
 
 
@@ -140,8 +144,8 @@ def _agreed_plan(
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     if plan is None:
         context.model.check_asked_for(submission.model)
-        plan = with_reused(context, storage, new_plan(context, spec, inputs), submission)
-        if not spec.only_new:
+        plan = with_reused(context, storage, in_order(context, storage, new_plan(context, spec, inputs)), submission)
+        if not spec.only_new and spec.order is None:
             plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
         if create_plan(storage, plan, context.execution_id):
             return plan

@@ -12,10 +12,10 @@ from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
-from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import answer_fields, embedding_size
-from jobs.parquet.outputs.plan_file import check_no_others
+from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
@@ -23,7 +23,6 @@ from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.reuse.taken_answers import TakenAnswers
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan, Reused
 from jobs.runs.redis_state.end_calls import Submission
 
@@ -39,11 +38,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         if spec.only_new:
             raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
         return plan
-    with writing(spec.output):
-        storage.make_folder(spec.output)
-        if PLAN in (names := storage.names(spec.output)):  # another planner was first
-            return plan
-        check_no_others(spec.output, names)
+    if not begin_folder(storage, spec.output):
+        return plan
     old = OldRuns(storage, submission.reuse)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
     reused = Reused(context.execution_id)

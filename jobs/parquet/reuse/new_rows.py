@@ -30,7 +30,6 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
     readable: the plan of all rows, whose inputs can be read. is_kept: of each of them. Raises InputError, DiskFull or
     OutputNotWritable.
     """
-    assert plan.reused is not None
     files, groups, start = list[PlannedFile](), list[list[int]](), 0
     rows_of = Counter[int]()
     for shard in readable.shards:
@@ -42,14 +41,17 @@ def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray
         groups.append([])
         if len(kept):
             groups[-1] = _write(storage, readable.rows_path(file), plan.rows_path(files[-1]), kept)
-            _write_kept(storage, os.path.join(plan.spec.output, kept_name(number, plan.reused.name)), kept)
+            write_kept(storage, plan, number, start + kept)
         start += rows
     before: Places = np.cumsum(is_kept) - is_kept
     repeated = tuple(int(before[row]) for row in plan.repeated if row < len(is_kept) and is_kept[row])
     return replace(plan, files=tuple(files), shards=cut_shards(groups, plan.spec.rows_per_shard), repeated=repeated)
 
 
-def _write_kept(storage: Storage, path: str, kept: Places) -> None:
+def write_kept(storage: Storage, plan: Plan, file: int, kept: Places) -> None:
+    """Write which rows, counted over the whole input, a run has in the place of a file's."""
+    assert plan.reused is not None
+    path = os.path.join(plan.spec.output, kept_name(file, plan.reused.name))
     with writing(path):
         storage.make_folder(os.path.dirname(path))
         with storage.open_output(path) as sink:

@@ -12,6 +12,9 @@ from jobs.runs.plans.spec import RunSpec
 #: column of a file: a header or key of this name is refused.
 PROBLEM = "\0problem"
 
+#: Of a run in an order of its own: which row of the whole input, from 0, a row is.
+ROW_NUMBER = "row_number"
+
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
 
 
@@ -51,7 +54,8 @@ ALL_COLUMNS = ColumnChoice()
 def kept(spec: RunSpec, added: Collection[str]) -> ColumnChoice:
     """Return what parts hold of a file. added: columns that are in none, which come behind the files' own."""
     if spec.keep is not None:
-        return ColumnChoice(tuple(name for name in spec.keep if name not in added))
+        numbers = (ROW_NUMBER,) if spec.order else ()
+        return ColumnChoice((*(name for name in spec.keep if name not in added), *numbers))
     return ColumnChoice(without=tuple(name for name in spec.drop or () if name not in added))
 
 

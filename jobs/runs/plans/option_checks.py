@@ -74,6 +74,15 @@ def reused(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"only_new": truth("only_new", options.get("only_new")), "reused_column": column}
 
 
+def order(options: Mapping[str, Any]) -> str | None:
+    """Return by what a run's rows are sorted; None for the input's order. Raises InvalidValue or InvalidJob."""
+    if options.get("order") is None:
+        return None
+    if options.get("only_new"):
+        raise InvalidJob("order sorts the rows of a whole run, and only_new leaves some out: give one of them")
+    return one_of("order", options["order"], ["prefix"])
+
+
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 

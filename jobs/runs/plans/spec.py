@@ -79,6 +79,7 @@ class RunSpec:
     model_alias: list[str] | None = None
     only_new: bool = False
     reused_column: str | None = None
+    order: str | None = None
     logprob_type: str = checks.LOGPROB_TYPES[0]
 
     @classmethod
@@ -135,6 +136,7 @@ class RunSpec:
             **embedding_options.embedding_values(task, given),
             model_alias=checks.model_alias(get("model_alias"), is_batch),
             **checks.reused(given),
+            order=checks.order(given),
             logprob_type=checks.one_of("logprob_type", get("logprob_type"), checks.LOGPROB_TYPES),
             labels=None if get("labels") is None else parse_labels(get("labels")),
             calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),

@@ -1,0 +1,70 @@
+"""Rows in another order than they come in: sorted on this machine's disk, some neighbours at a time in memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+#: Rows that are sorted at once, and so many files for that at most.
+BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
+
+#: Rows and bytes that are handed to the files at once.
+BATCH_ROWS, BATCH_BYTES = 1 << 16, 1 << 25
+
+_PLACE = pa.field("\0place", pa.int64())
+
+
+class RowBuckets:
+    """Takes rows in any order, and yields them by their places. Used in a `with` block."""
+
+    def __init__(self, rows: int) -> None:
+        """rows: places are below."""
+        self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
+        self._waiting = list[pa.RecordBatch]()
+        self._streams: dict[int, tuple[str, Any]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RowBuckets:
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
+        """Take rows, each with its place."""
+        schema = batch.schema.append(_PLACE)
+        self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
+        if (
+            sum(each.num_rows for each in self._waiting) > BATCH_ROWS
+            or sum(each.nbytes for each in self._waiting) > BATCH_BYTES
+        ):
+            self._flush()
+
+    def sorted(self) -> Iterator[pa.Table]:
+        """Yield all rows by their places, a bucket at a time."""
+        self._flush()
+        for _, (path, stream) in sorted(self._streams.items()):
+            stream.close()
+            with pa.memory_map(path) as source:
+                table = pa.ipc.open_stream(source).read_all()
+                yield table.take(np.argsort(table[_PLACE.name].to_numpy())).drop_columns([_PLACE.name])
+            os.remove(path)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        table, self._waiting = pa.Table.from_batches(self._waiting), []
+        buckets = table[_PLACE.name].to_numpy() // self._size
+        for bucket in map(int, np.unique(buckets)):
+            if bucket not in self._streams:
+                path = os.path.join(self._folder, str(bucket))
+                self._streams[bucket] = path, self._stack.enter_context(pa.ipc.new_stream(path, table.schema))
+            self._streams[bucket][1].write_table(table.filter(pa.array(buckets == bucket)))
