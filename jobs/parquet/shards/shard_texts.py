@@ -12,7 +12,7 @@ from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.columns import ColumnChoice, split_problems, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.plan import Plan, Shard
 
 #: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
 ROW_BYTES = 300
@@ -85,12 +85,29 @@ class ShardTexts:
 
 
 def shard_batches(
-    context: JobContext, storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
-) -> Iterator[tuple[int, Iterator[pa.RecordBatch]]]:
-    """Yield shards, which ascend, with what their rows hold of the columns that a source reads."""
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader
+) -> Iterator[tuple[pa.RecordBatch, list[str | None]]]:
+    """Yield the rows of a shard with the columns that are in no file, and why lines are no rows, if any are none."""
+    for batch in reader.read(shard, context.check_interrupted):
+        batch, problems = split_problems(batch)
+        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values), problems
+
+
+def shard_rows(
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
+) -> Iterator[Row | RowProblem]:
+    """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
+    for batch, problems in shard_batches(context, plan, shard, reader):
+        for row in source.rows(batch, problems):
+            context.check_interrupted()
+            yield row
+
+
+def shard_readers(
+    storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
+) -> Iterator[tuple[int, RowReader]]:
+    """Yield shards, which ascend, with readers that come to them: of the columns that a source reads."""
     reader, file = None, -1
-    added = {column.name for column in plan.added_columns}
-    choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
     try:
         for number in shards:
             shard = plan.shards[number]
@@ -98,8 +115,8 @@ def shard_batches(
                 if reader is not None:
                     reader.close()
                 file = shard.file
-                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, choice)
-            yield number, reader.read(shard, context.check_interrupted)
+                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, ColumnChoice(source.columns))
+            yield number, reader
     finally:
         if reader is not None:
             reader.close()
@@ -111,11 +128,8 @@ def rendered_shards(
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     shards = [shard for shard in shards if plan.shards[shard].rows]
-    for number, batches in shard_batches(context, storage, plan, source, shards):
-        planned = plan.files[plan.shards[number].file]
-        texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
-        for batch in batches:
-            batch, problems = split_problems(batch)
-            batch = with_added_values(batch, plan.added_columns, planned.values)
-            texts.add(source.rows(batch, problems))
+    for number, reader in shard_readers(storage, plan, source, shards):
+        shard = plan.shards[number]
+        texts = ShardTexts(plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit))
+        texts.add(shard_rows(context, plan, shard, reader, source))
         yield plan.first_row(number), texts.gathered()

@@ -1,12 +1,11 @@
 """Columns of a table: their types, the ones that are kept, and the ones that are added."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.runs.plans.partitions import AddedColumn
-from jobs.runs.plans.spec import RunSpec
 
 #: Why a line of a file is no row: it goes with the rows in this column until they are answered or written. No
 #: column of a file: a header or key of this name is refused.
@@ -33,10 +32,10 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 class ColumnChoice(NamedTuple):
-    """Columns by name, or (`names` is None) all of a file but some."""
+    """Columns by name, or (`names` is None) all of a file but some. What the file has not is passed over."""
 
-    names: tuple[str, ...] | None = None
-    without: tuple[str, ...] = ()
+    names: Sequence[str] | None = None
+    without: Sequence[str] = ()
 
     def of(self, found: Sequence[str]) -> list[str] | None:
         """Return those of a file's columns that are chosen; None for all."""
@@ -46,14 +45,6 @@ class ColumnChoice(NamedTuple):
 
 
 ALL_COLUMNS = ColumnChoice()
-
-
-def kept(spec: RunSpec, added: Collection[str]) -> ColumnChoice:
-    """Return what parts hold of a file. added: columns that are in none, which come behind the files' own."""
-    if spec.keep is not None:
-        return ColumnChoice(tuple(name for name in spec.keep if name not in added))
-    return ColumnChoice(without=tuple(name for name in spec.drop or () if name not in added))
-
 
 _TYPES = {"int64": pa.int64(), "string": pa.string()}
 
