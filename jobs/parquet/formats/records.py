@@ -3,12 +3,12 @@
 import csv
 import json
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief
-from jobs.errors import CorruptTable
+from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
 from jobs.runs.plans.formats import HEADED, OPENAI_BATCH, TSV
 
@@ -33,7 +33,7 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 class Record(NamedTuple):
     """A row of a file. line: its first, counted from 1. size: bytes of its text.
 
-    value: an object, or a list of fields, "" where one is empty; None where `problem` says why there is none.
+    value: by columns, of CSV texts; None where `problem` says why there is none.
     """
 
     line: int
@@ -114,66 +114,63 @@ def _in_batch(record: Record) -> Record:
     return record._replace(value={"custom_id": custom_id(record.value), "request": record.value})
 
 
-class _TooLong(Exception):
-    """Raised where a row of CSV goes on and on: a quote may not be closed."""
+def _csv_records(lines: Iterator[_Line], delimiter: str) -> Iterator[Record]:
+    """Yield rows, whose values are lists. One that does not end costs its first line: the others are read again."""
+    again = deque[_Line]()
+    while (line := again.popleft() if again else next(lines, None)) is not None:
+        taken, size = [line], line.size
+        found = _TOO_LONG if line.text is None else _fields(taken, delimiter)
+        while found is None:
+            following = again.popleft() if again else next(lines, None)
+            if following is None:
+                found = "begins a quote that is not closed"
+            else:
+                taken.append(following)
+                size += following.size
+                if following.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+                    found = f"begins a row that {_TOO_LONG}, or close its quote"
+                elif following.text.count(b'"') % 2:
+                    found = _fields(taken, delimiter)
+                    continue
+            if found is not None:
+                again.extendleft(reversed(taken[1:]))
+                size = line.size
+        if isinstance(found, str):
+            yield Record(line.number, size, None, found)
+        elif found:
+            yield Record(line.number, size, found)
 
 
-class _Feed:
-    """The lines that the csv module takes for one row after the other."""
-
-    def __init__(self, lines: Iterable[_Line]) -> None:
-        self._lines, self._again = iter(lines), deque[_Line]()
-        self.taken: list[_Line] = []
-
-    def begin(self) -> None:
-        """Begin a row with the next line."""
-        self.taken, self.size, self.is_utf8, self.is_over = [], 0, True, False
-
-    def end_behind_first(self) -> None:
-        """End a row with its first line: the others are read again."""
-        self._again.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
-        self.size = self.taken[0].size
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._again.popleft() if self._again else next(self._lines, None)
-        if line is None:
-            self.is_over = True
-            raise StopIteration
-        self.taken.append(line)
-        self.size += line.size
-        if line.text is None or self.size > MAX_LINE_BYTES + 1 or len(self.taken) > MAX_LINES:
-            raise _TooLong
-        try:
-            return line.text.decode() + "\n"
-        except UnicodeDecodeError:
-            self.is_utf8 = False
-            return line.text.decode(errors="replace") + "\n"
+def _fields(lines: Iterable[_Line], delimiter: str) -> list[str] | str | None:
+    """Return a row's fields, or why it is none; None where its quote is still open."""
+    text = b"\n".join(line.text or b"" for line in lines)
+    try:
+        (found,) = csv.reader([f"{text.decode(errors='replace')}\n"], delimiter=delimiter, strict=True)
+        text.decode()
+    except UnicodeDecodeError:
+        return "is not UTF-8"
+    except csv.Error as error:
+        return None if "unexpected end of data" in str(error) else f"is not CSV: {str(error)[:200]}"
+    return found
 
 
-def _csv_records(lines: Iterable[_Line], delimiter: str) -> Iterator[Record]:
-    feed = _Feed(lines)
-    reader = csv.reader(feed, delimiter=delimiter, strict=True)
-    while True:
-        feed.begin()
-        value: list[str] | None = None
-        problem = None
-        try:
-            value = next(reader)
-        except StopIteration:
-            return
-        except _TooLong:
-            problem = _TOO_LONG if len(feed.taken) == 1 else f"begins a row that {_TOO_LONG}, or close its quote"
-            feed.end_behind_first()
-        except csv.Error as error:
-            problem = f"is not CSV: {str(error)[:200]}"
-            if feed.is_over:
-                problem = "begins a quote that is not closed"
-                feed.end_behind_first()
-        if value and not feed.is_utf8:
-            value, problem = None, "is not UTF-8"
-        if value or problem:
-            yield Record(feed.taken[0].number, feed.size, value, problem)
+def csv_rows(path: str, found: Iterator[Record]) -> tuple[list[str], Iterator[Record]]:
+    """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
+    header = next(found, None)
+    if header is None:
+        raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
+    if header.problem is not None:
+        raise CorruptTable(path, "CSV", f"line {header.line} {header.problem}")
+    names: list[str] = header.value
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
+    return names, (_named(row, names) for row in found)
+
+
+def _named(row: Record, names: Sequence[str]) -> Record:
+    if row.value is None:
+        return row
+    if len(row.value) != len(names):
+        problem = f"has {len(row.value)} fields, and the header {len(names)}"
+        return row._replace(value=None, problem=problem)
+    return row._replace(value=dict(zip(names, row.value, strict=True)))
