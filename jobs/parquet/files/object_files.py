@@ -5,6 +5,7 @@ A store has no folders, links or renames. What takes their place: an object is p
 sends it.
 """
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ from obstore import exceptions
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
+from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.object_requests import Requests, opened_store
-from jobs.parquet.files.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
+from jobs.parquet.files.object_streams import ObjectSink, ObjectWriter
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
@@ -58,6 +60,12 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 
 #: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
+
+#: Read at once.
+BLOCK_BYTES = 1 << 18
+
+#: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
+CHUNK_BYTES = 8 << 20
 
 #: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
@@ -142,16 +150,12 @@ class ObjectFiles:
             found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
             return found
 
-        return pa.PythonFile(ObjectReader(fetch, found["size"]), mode="r")
+        return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
-        writer = ObjectWriter(
-            lambda contents: self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False)),
-            lambda: obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY),
-            lambda request: self._make_once(path, request),
-        )
-        return ObjectSink(writer, "w")
+        upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
+        return ObjectSink(ObjectWriter(upload, lambda request: self._make_once(path, request)), "w")
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
