@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 import pyarrow as pa
@@ -21,11 +21,13 @@ from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
 from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
-from jobs.parquet.files.object_requests import Requests, opened_store
+from jobs.parquet.files.object_requests import make_request, opened_store
 from jobs.parquet.files.object_streams import ObjectSink, ObjectWriter
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
+
+T = TypeVar("T")
 
 _TASK = "jobs.parquet.files.listing_child:list_prefix"
 
@@ -82,7 +84,7 @@ class ObjectFiles:
     ) -> None:
         """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
-        self._check_interrupted, self._make = check_interrupted, Requests(check_interrupted, timeout_s).make
+        self._check_interrupted = check_interrupted
 
     def resolve(self, path: str) -> str:
         path = run_path(path)
@@ -155,7 +157,7 @@ class ObjectFiles:
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
-        return ObjectSink(ObjectWriter(upload, lambda request: self._make_once(path, request)), "w")
+        return ObjectSink(ObjectWriter(path, upload, self._check_interrupted), "w")
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
@@ -205,10 +207,8 @@ class ObjectFiles:
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
-    def _make_once(self, path: str, request: Callable[[], Any]) -> None:
-        """Make a request that cannot be made again: obstore alone tries its parts again."""
-        self._check_interrupted()
-        Requests(never_interrupted, 0.0).make(path, request)
+    def _make(self, path: str, request: Callable[[], T]) -> T:
+        return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str) -> tuple[Any, str]:
         """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""

@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow as pa
 from obstore.exceptions import BaseError
 
+from jobs.parquet.files.object_requests import make_request
+
 
 class ObjectSink(pa.PythonFile):  # type: ignore[misc]
     """An object that is written. It is there, whole, once it was closed; never where its body raises."""
@@ -21,16 +23,16 @@ class ObjectSink(pa.PythonFile):  # type: ignore[misc]
 
 
 class ObjectWriter:
-    """What pyarrow needs of a Python file that it writes. once: makes a request of obstore's, and names what fails."""
+    """What pyarrow needs of a Python file that it writes; of its requests obstore alone makes some again."""
 
     closed = False
 
-    def __init__(self, upload: Any, once: Callable[[Callable[[], Any]], None]) -> None:
-        """upload: obstore's writer, which puts an object of one chunk in one request."""
-        self._upload, self._once = upload, once
+    def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
+        """upload: obstore's writer, which puts an object of one chunk in one request. path: for the errors."""
+        self._path, self._upload, self._check_interrupted = path, upload, check_interrupted
 
     def write(self, data: Any) -> int:
-        self._once(lambda: self._upload.write(bytes(data)))
+        make_request(self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted)
         return len(data)
 
     def flush(self) -> None:
@@ -39,7 +41,7 @@ class ObjectWriter:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._once(self._upload.close)
+            make_request(self._path, self._upload.close, self._check_interrupted)
 
     def abort(self, *raised: Any) -> None:
         """Leave nothing in the store."""

@@ -29,7 +29,8 @@ from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: Rows and bytes that are Python's at a time, and those after which a row group ends.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import OWN_KEYS, answer_fields
+from jobs.parquet.outputs.part import answer_fields, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
@@ -48,7 +48,7 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
         if plan.spec.single_file == OPENAI_BATCH:
             _write_batch_lines(plan.run, sinks, batches)
         else:
-            writers[plan.spec.single_file](*sinks, _schema(storage, plan), batches)
+            writers[plan.spec.single_file](sinks[0], _schema(storage, plan), batches)
 
 
 def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
@@ -74,11 +74,9 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
 
 
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:
-    """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
+    """Return the columns that all parts have."""
     with open_part(storage, plan, 0) as file:
-        schema = file.schema
-    kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
-    return schema.with_metadata(kept or None)
+        return without_own_keys(file.schema)
 
 
 @contextmanager

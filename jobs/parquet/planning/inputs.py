@@ -14,11 +14,11 @@ from jobs.context import JobContext
 from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
 from jobs.parquet.files.fingerprint import check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import Scanned, scan
+from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.tables.columns import with_added_fields
-from jobs.parquet.tables.table_reading import Contents, look_at
+from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
 from jobs.runs.plans.plan import Plan, PlannedFile
@@ -119,14 +119,14 @@ class _Look:
         if stat is None:
             raise InputNotFound(path)
         fingerprint = file_fingerprint(self._storage, path, self.format)
-        found: Contents | Scanned
         if self.format == PARQUET:
             found = look_at(self._storage, path, limit)
         else:
             found = scan(self._storage, path, self.format, most, limit)
+        if self.format in LINES:
             self._take_kinds(path, found.kinds)
             self.names.append(found.names)
-        if self.format not in LINES:
+        else:
             self._check_schema(path, found.schema)
         if self._storage.stat(path) != stat:
             raise InputBeingWritten(path)

@@ -23,13 +23,12 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
 from jobs.parquet.planning.reusing import with_reused
-from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
+from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.run_index import list_in_index
@@ -136,12 +135,21 @@ def _planned(
     context.model.check_asked_for(submission.model)
     plan = with_reused(context, storage, new_plan(context, spec, inputs), submission)
     if not spec.only_new:
-        plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
+        plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
     if create_plan(storage, plan, context.execution_id):
         return plan
     if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
         remove_converted(storage, plan)
     return load_plan(storage, os.path.join(spec.output, PLAN))
+
+
+def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
+    """Return what a shard's rows take, each as many bytes as others of its row group."""
+    num_bytes, start = 0.0, -shard.skip
+    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
+        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
+        start += rows
+    return round(num_bytes)
 
 
 def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
@@ -173,7 +181,7 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
 def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
-    stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, times=(now, now), model=model)
+    stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
     temporary, spec = folder.temporary_part(0), folder.plan.spec
     schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
     folder.make_parts_folder()

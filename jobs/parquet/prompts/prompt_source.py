@@ -50,9 +50,8 @@ class Row(NamedTuple):
 
 
 class PromptSource(abc.ABC):
-    """Renders rows to prompts: texts, or the JSON of a chat's messages."""
+    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: of the input, that are read."""
 
-    #: The input columns that are read.
     columns: tuple[str, ...]
 
     @abc.abstractmethod
@@ -73,53 +72,65 @@ class ValuesSource(PromptSource):
 
     def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
         for values in python_rows(self.columns, rows):
-            if isinstance(values, RowProblem):
-                yield values
-                continue
             try:
-                yield self.render(values)
+                yield values if isinstance(values, RowProblem) else self.render(values)
             except RowProblem as problem:
                 yield problem
 
 
-class PromptColumn(ValuesSource):
-    """A column of texts."""
+class ColumnSource(ValuesSource):
+    """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
-    def __init__(self, column: str) -> None:
+    def __init__(
+        self, column: str, of: Callable[[Any], str], fits: Callable[[pa.DataType], bool], expected: str
+    ) -> None:
         self.columns = (column,)
+        self._of, self._fits, self._expected = of, fits, expected
 
     def check(self, schema: pa.Schema) -> None:
         (column,) = self.columns
-        if not is_text(schema.field(column).type):
-            raise WrongColumnType(column, schema.field(column).type, "text")
+        if not self._fits(kind := schema.field(column).type):
+            raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str:
-        (text,) = values.values()
-        return checked_text(text, "prompt")
+        (value,) = values.values()
+        return self._of(value)
 
 
-class MessagesColumn(ValuesSource):
-    """A column of chats: lists of structs with role and content, or the same as JSON text."""
+def prompt_column(column: str) -> ColumnSource:
+    """Return the source of a column of texts."""
+    return ColumnSource(column, lambda text: checked_text(text, "prompt"), is_text, "text")
 
-    def __init__(self, column: str) -> None:
-        self.columns = (column,)
 
-    def check(self, schema: pa.Schema) -> None:
-        (column,) = self.columns
-        kind = schema.field(column).type
-        if not (is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))):
-            raise WrongColumnType(column, kind, "a list of structs with role and content, or their JSON")
+def batch_lines() -> ColumnSource:
+    """Return the source of a batch file's lines: each is its own JSON."""
+    return ColumnSource("request", _line, is_text, "JSON")
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        (messages,) = values.values()
-        if messages is None:
-            raise RowProblem("messages are null")
-        if isinstance(messages, str):
-            try:
-                messages = json.loads(messages)
-            except (ValueError, RecursionError) as error:
-                raise RowProblem(f"messages are not JSON: {error}") from None
-        return checked_chat(messages)
+
+def _line(text: Any) -> str:
+    if text is None:
+        raise RowProblem("there is no request")
+    return str(text)
+
+
+def messages_column(column: str) -> ColumnSource:
+    """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
+    return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
+
+
+def _may_be_chat(kind: pa.DataType) -> bool:
+    return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
+
+
+def _chat(messages: Any) -> str:
+    if messages is None:
+        raise RowProblem("messages are null")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise RowProblem(f"messages are not JSON: {error}") from None
+    return checked_chat(messages)
 
 
 class TemplateSource(ValuesSource):
@@ -191,21 +202,6 @@ def checked_chat(messages: Any) -> str:
         return json.dumps(normal_messages(messages))
     except UnusableMessages as problem:
         raise RowProblem(str(problem)) from None
-
-
-class BatchLine(ValuesSource):
-    """Lines of a batch file: each is its own JSON."""
-
-    columns = ("request",)
-
-    def check(self, schema: pa.Schema) -> None:
-        """Accept any schema: any line may be read."""
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        (text,) = values.values()
-        if not isinstance(text, str):
-            raise RowProblem("there is no request")
-        return text
 
 
 class RowSource:

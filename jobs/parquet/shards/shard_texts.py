@@ -1,6 +1,7 @@
 """The rows of a shard, rendered ahead of the engine."""
 
 from collections.abc import Iterable, Iterator, Set
+from contextlib import ExitStack, closing
 
 import pyarrow as pa
 
@@ -17,9 +18,6 @@ from jobs.runs.plans.plan import Plan, Shard
 #: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
 ROW_BYTES = 300
 
-#: Bytes that are counted together: the count is shared by threads.
-GRAIN_BYTES = 1 << 20
-
 
 class ShardTexts:
     """Gathers a shard's rendered rows. held: where their bytes are counted, until `let_go` or `close`."""
@@ -34,33 +32,25 @@ class ShardTexts:
         """path, columns, remedy: where the rows come from and what helps, for the error."""
         self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
         self._known: dict[Row, Row] = {}
-        self._bytes = self._gone = 0
+        self._bytes = 0
         self.rows: list[Row | RowProblem] = []
 
     def add(self, rows: Iterable[Row | RowProblem]) -> None:
         """Take more rows. Raises ShardTooLarge for prompts beyond a shard's bytes, NoRoomYet beside those of others."""
-        new = 0
         for row in rows:
+            num_bytes = ROW_BYTES
             if isinstance(row, Row):
                 known = self._known.setdefault(row, row)
-                if known is row:
-                    new += row.num_bytes
+                num_bytes += row.num_bytes if known is row else 0
                 row = known
             self.rows.append(row)
-            new += ROW_BYTES
-            if new > GRAIN_BYTES:
-                self._count(new)
-                new = 0
-        self._count(new)
-
-    def _count(self, num_bytes: int) -> None:
-        if self._bytes + num_bytes > self._held.limit:
-            columns = ", ".join(map(repr, self._columns))
-            found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
-            found = f"{found} take {self._bytes + num_bytes} bytes"
-            raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
-        self._held.hold(num_bytes, self._bytes)
-        self._bytes += num_bytes
+            if self._bytes + num_bytes > self._held.limit:
+                columns = ", ".join(map(repr, self._columns))
+                found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
+                found = f"{found} take {self._bytes + num_bytes} bytes"
+                raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
+            self._held.hold(num_bytes, self._bytes)
+            self._bytes += num_bytes
 
     def gathered(self) -> list[Row | RowProblem]:
         """Return the rows, once all are there: they are the caller's from here on."""
@@ -69,10 +59,7 @@ class ShardTexts:
 
     def let_go(self, row: Row) -> None:
         """Count a row no more that was handed out."""
-        self._gone += row.num_bytes
-        if self._gone > GRAIN_BYTES:
-            self._release(self._gone)
-            self._gone = 0
+        self._release(row.num_bytes)
 
     def close(self) -> None:
         """Count nothing any more; may be called more than once."""
@@ -103,33 +90,22 @@ def shard_rows(
             yield row
 
 
-def shard_readers(
-    storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
-) -> Iterator[tuple[int, RowReader]]:
-    """Yield shards, which ascend, with readers that come to them: of the columns that a source reads."""
-    reader, file = None, -1
-    try:
-        for number in shards:
-            shard = plan.shards[number]
-            if reader is None or shard.file != file or not reader.reaches(shard):
-                if reader is not None:
-                    reader.close()
-                file = shard.file
-                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, ColumnChoice(source.columns))
-            yield number, reader
-    finally:
-        if reader is not None:
-            reader.close()
-
-
 def rendered_shards(
     context: JobContext, storage: Storage, plan: Plan, source: RowSource, only: Set[int] | None = None
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
-    shards = [shard for shard in shards if plan.shards[shard].rows]
-    for number, reader in shard_readers(storage, plan, source, shards):
-        shard = plan.shards[number]
-        texts = ShardTexts(plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit))
-        texts.add(shard_rows(context, plan, shard, reader, source))
-        yield plan.first_row(number), texts.gathered()
+    reader, file = None, -1
+    with ExitStack() as readers:
+        for number in shards:
+            shard = plan.shards[number]
+            if not shard.rows:
+                continue
+            planned = plan.files[shard.file]
+            if reader is None or shard.file != file or not reader.reaches(shard):
+                readers.close()
+                choice, file = ColumnChoice(source.columns), shard.file
+                reader = readers.enter_context(closing(RowReader(storage, plan.rows_path(planned), shard, choice)))
+            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
+            texts.add(shard_rows(context, plan, shard, reader, source))
+            yield plan.first_row(number), texts.gathered()

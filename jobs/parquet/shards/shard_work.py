@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
-from jobs.parquet.files.filesystem import FileStat
-from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
+from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
@@ -71,15 +69,13 @@ class ShardWork(RowsTask):
 
     def progress(self) -> dict[str, Any]:
         """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
-        rows = self._shard.rows
-        if self._requests is None:
-            return {"rows": rows, "rows_done": rows, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
+        rows, asked = self._shard.rows, self._requests
         return {
             "rows": rows,
-            "rows_done": self._requests.rows_done,
-            "rows_open": self._requests.rows_open,
-            "prompt_tokens": self._requests.prompt_tokens,
-            "tokens": self._requests.generated_tokens,
+            "rows_done": asked.rows_done if asked else rows,
+            "rows_open": asked.rows_open if asked else 0,
+            "prompt_tokens": asked.prompt_tokens if asked else 0,
+            "tokens": asked.generated_tokens if asked else 0,
         }
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
@@ -130,17 +126,19 @@ class ShardWork(RowsTask):
     def _write(self, requests: ShardRequests) -> PartStats:
         """Write the part beside its place."""
         answers = requests.answers()
-        stats = part_stats(
-            self._folder.plan.run,
-            self._number,
-            answers,
-            generated_tokens=requests.generated_tokens,
-            times=(self._started_at, self._clock()),
-            model=self._context.model,
-            worker=self._context.worker_name,
-        )
-        stats = replace(stats, rows_resumed=requests.rows_resumed, tokens_resumed=requests.tokens_resumed)
         plan, spec = self._folder.plan, self._folder.plan.spec
+        stats = part_stats(
+            answers,
+            self._context.model,
+            run=plan.run,
+            shard=self._number,
+            generated_tokens=requests.generated_tokens,
+            started_at=self._started_at,
+            ended_at=self._clock(),
+            worker=self._context.worker_name,
+            rows_resumed=requests.rows_resumed,
+            tokens_resumed=requests.tokens_resumed,
+        )
         self._folder.make_parts_folder()
         kept = ColumnChoice(None if spec.keep is None else tuple(spec.keep), tuple(spec.drop or ()))
         with self._reader(kept) as reader:
@@ -198,18 +196,14 @@ class ShardWork(RowsTask):
         key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
         def open_reader() -> RowReader:
-            make_room = self._files.close_idle
-            held = self._context.shard_bytes
+            held, make_room = self._context.shard_bytes, self._files.close_idle
             return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
-
-        def fingerprint(state: FileStat) -> str:
-            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
 
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.
         with (
-            unchanged(storage, plan, file, fingerprint),
+            unchanged(storage, plan, file),
             self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, plan, file, fingerprint),
+            unchanged(storage, plan, file),
         ):
             yield reader
