@@ -24,7 +24,7 @@ from jobs.parquet.formats.kinds import (
     merged_texts,
     text_array,
 )
-from jobs.parquet.formats.records import Record, csv_rows, records
+from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
@@ -119,12 +119,13 @@ class _TextTable:
 
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
         self._path, self._format, self._rows = path, file_format, 0
-        self._records = records(path, file_format, stream)
         self.kinds: dict[str, Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
         if file_format in HEADED:
-            names, self._records = csv_rows(path, self._records)
+            names, self._records = csv_records(path, file_format, stream)
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
+        else:
+            self._records = records(path, file_format, stream)
 
     @property
     def schema(self) -> pa.Schema:
@@ -148,10 +149,10 @@ class _TextTable:
         if self._format == OPENAI_BATCH:
             return b"".join(self._name(each.value) for each in part)
         if self._format in HEADED:
+            rows = [each.value for each in part if each.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
-                    texts = (each.value[name] for each in part if each.value is not None)
-                    self.kinds[name] = merged_texts(known, kind_of_texts(texts))
+                    self.kinds[name] = merged_texts(known, kind_of_texts([row[name] for row in rows]))
             return b""
         for each in part:
             for name, value in (each.value or {}).items():
@@ -176,11 +177,9 @@ class _TextTable:
         """Return rows with their problems. Raises CorruptTable where they are not as they were looked at."""
         problems = [each.problem and f"line {each.line} {each.problem}" for each in part]
         make = text_array if self._format in HEADED else json_array
+        rows = [each.value or {} for each in part]
         try:
-            arrays = [
-                make([None if each.value is None else each.value.get(name) for each in part], kind)
-                for name, kind in self.kinds.items()
-            ]
+            arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
         return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)

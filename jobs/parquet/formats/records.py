@@ -4,13 +4,13 @@ import csv
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
-from jobs.runs.plans.formats import HEADED, OPENAI_BATCH, TSV
+from jobs.runs.plans.formats import OPENAI_BATCH, TSV
 
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
@@ -51,11 +51,8 @@ class _Line(NamedTuple):
 
 
 def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
-    """Yield the records of a file of text; blank lines are none. Raises CorruptTable for text in UTF-16."""
-    lines = _lines(path, stream)
-    if file_format in HEADED:
-        return _csv_records(lines, "\t" if file_format == TSV else ",")
-    found = (_json_record(line) for line in lines if line.text is None or line.text.strip())
+    """Yield the records of a file of JSON lines; blank ones are none. Raises CorruptTable for text in UTF-16."""
+    found = (_json_record(line) for line in _lines(path, stream) if line.text is None or line.text.strip())
     return map(_in_batch, found) if file_format == OPENAI_BATCH else found
 
 
@@ -114,12 +111,15 @@ def _in_batch(record: Record) -> Record:
     return record._replace(value={"custom_id": custom_id(record.value), "request": record.value})
 
 
-def _csv_records(lines: Iterator[_Line], delimiter: str) -> Iterator[Record]:
-    """Yield rows, whose values are lists. One that does not end costs its first line: the others are read again."""
+def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
+    """Yield number and size of each row, and its fields or why it is none.
+
+    A row that does not end costs its first line: the others are read again.
+    """
     again = deque[_Line]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
         taken, size = [line], line.size
-        found = _TOO_LONG if line.text is None else _fields(taken, delimiter)
+        found = _TOO_LONG if line.text is None else _fields(line.text, delimiter)
         while found is None:
             following = again.popleft() if again else next(lines, None)
             if following is None:
@@ -130,21 +130,20 @@ def _csv_records(lines: Iterator[_Line], delimiter: str) -> Iterator[Record]:
                 if following.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
                     found = f"begins a row that {_TOO_LONG}, or close its quote"
                 elif following.text.count(b'"') % 2:
-                    found = _fields(taken, delimiter)
+                    found = _fields(b"\n".join(each.text or b"" for each in taken), delimiter)
                     continue
             if found is not None:
                 again.extendleft(reversed(taken[1:]))
                 size = line.size
-        if isinstance(found, str):
-            yield Record(line.number, size, None, found)
-        elif found:
-            yield Record(line.number, size, found)
+        if found:
+            yield line.number, size, found
 
 
-def _fields(lines: Iterable[_Line], delimiter: str) -> list[str] | str | None:
+def _fields(text: bytes, delimiter: str) -> list[str] | str | None:
     """Return a row's fields, or why it is none; None where its quote is still open."""
-    text = b"\n".join(line.text or b"" for line in lines)
     try:
+        if text and b'"' not in text and b"\r" not in text:
+            return text.decode().split(delimiter)
         (found,) = csv.reader([f"{text.decode(errors='replace')}\n"], delimiter=delimiter, strict=True)
         text.decode()
     except UnicodeDecodeError:
@@ -154,23 +153,22 @@ def _fields(lines: Iterable[_Line], delimiter: str) -> list[str] | str | None:
     return found
 
 
-def csv_rows(path: str, found: Iterator[Record]) -> tuple[list[str], Iterator[Record]]:
+def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:
     """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
-    header = next(found, None)
-    if header is None:
+    found = _csv_rows(_lines(path, stream), "\t" if file_format == TSV else ",")
+    number, _, names = next(found, (1, 0, None))
+    if names is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
-    if header.problem is not None:
-        raise CorruptTable(path, "CSV", f"line {header.line} {header.problem}")
-    names: list[str] = header.value
+    if isinstance(names, str):
+        raise CorruptTable(path, "CSV", f"line {number} {names}")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
-    return names, (_named(row, names) for row in found)
+    return names, (_csv_record(names, *row) for row in found)
 
 
-def _named(row: Record, names: Sequence[str]) -> Record:
-    if row.value is None:
-        return row
-    if len(row.value) != len(names):
-        problem = f"has {len(row.value)} fields, and the header {len(names)}"
-        return row._replace(value=None, problem=problem)
-    return row._replace(value=dict(zip(names, row.value, strict=True)))
+def _csv_record(names: Sequence[str], number: int, size: int, found: list[str] | str) -> Record:
+    if isinstance(found, str):
+        return Record(number, size, None, found)
+    if len(found) != len(names):
+        return Record(number, size, None, f"has {len(found)} fields, and the header {len(names)}")
+    return Record(number, size, dict(zip(names, found, strict=True)))
