@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,27 +28,16 @@ from jobs.runs.plans.spec import RunSpec
 MAX_REPEATED = 100_000
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What planning knows of a run's input.
+class Inputs(NamedTuple):
+    """What planning knows of a run's input. of_plan: fields of its plan.
 
-    groups: for each file, rows and unpacked bytes of each of its row groups. file_schema: of every one of the files.
-    added_columns: what comes behind its columns, of the names of folders and files. input_format, columns, repeated: as
-    in the plan.
+    groups: for each file, rows and unpacked bytes of each of its row groups. schema: all columns that a template may
+    name, in the order in which the output has them.
     """
 
-    files: tuple[PlannedFile, ...]
+    of_plan: dict[str, Any]
     groups: list[list[tuple[int, int]]]
-    file_schema: pa.Schema
-    added_columns: tuple[AddedColumn, ...]
-    input_format: str = PARQUET
-    columns: tuple[tuple[str, Kind], ...] = ()
-    repeated: tuple[int, ...] = ()
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return all columns that a template may name, in the order in which the output has them."""
-        return with_added_fields(self.file_schema, self.added_columns)
+    schema: pa.Schema
 
 
 def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Inputs:
@@ -66,15 +55,14 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
             break
     schema = look.schema
     columns, rows = _added_columns(found, schema.names, spec.filename_column)
-    return Inputs(
-        files=tuple(replace(file, values=tuple(values)) for file, values in zip(look.files, rows, strict=False)),
-        groups=look.groups,
-        file_schema=schema,
-        added_columns=tuple(columns),
-        input_format=look.format,
-        columns=tuple(look.kinds.items()),
-        repeated=repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
-    )
+    of_plan = {
+        "files": tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
+        "added_columns": tuple(columns),
+        "input_format": look.format,
+        "columns": tuple(look.kinds.items()),
+        "repeated": repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
+    }
+    return Inputs(of_plan, look.groups, with_added_fields(schema, columns))
 
 
 def read_columns(

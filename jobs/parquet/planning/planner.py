@@ -72,11 +72,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
-    plan = find_plan(storage, spec.output) or _planned(context, storage, found, spec, submission)
-    if plan.run != spec.run:
-        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
-    _check_same_model(plan, context.model, submission.model)
-    check_as_planned(storage, plan, found)
+    plan = _agreed_plan(context, storage, found, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
@@ -125,22 +121,29 @@ def _convert(context: JobContext, folder: RunFolder, missing: list[int]) -> int:
     return num_bytes
 
 
-def _planned(
+def _agreed_plan(
     context: JobContext, storage: Storage, found: Sequence[FoundFile], spec: RunSpec, submission: Submission
 ) -> Plan:
-    """Write the plan of a new run; return it, or that of another planner who was first."""
-    inputs = read_inputs(context, storage, spec, found)
-    check_columns(spec, inputs.schema, found[0].path)
-    check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
-    context.model.check_asked_for(submission.model)
-    plan = with_reused(context, storage, new_plan(context, spec, inputs), submission)
-    if not spec.only_new:
-        plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
-    if create_plan(storage, plan, context.execution_id):
-        return plan
-    if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
-        remove_converted(storage, plan)
-    return load_plan(storage, os.path.join(spec.output, PLAN))
+    """Write the plan of a new run; or return the one that is there, where the files found are those planned."""
+    plan = find_plan(storage, spec.output)
+    if plan is None:
+        inputs = read_inputs(context, storage, spec, found)
+        check_columns(spec, inputs.schema, found[0].path)
+        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
+        context.model.check_asked_for(submission.model)
+        plan = with_reused(context, storage, new_plan(context, spec, inputs), submission)
+        if not spec.only_new:
+            plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
+        if create_plan(storage, plan, context.execution_id):
+            return plan
+        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
+            remove_converted(storage, plan)
+        plan = load_plan(storage, os.path.join(spec.output, PLAN))
+    if plan.run != spec.run:
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+    _check_same_model(plan, context.model, submission.model)
+    check_as_planned(storage, plan, found)
+    return plan
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
@@ -160,12 +163,8 @@ def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         seed=secrets.randbits(63) if seed is None else seed,
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
         version=code_version(),
-        files=inputs.files,
         shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
-        added_columns=inputs.added_columns,
-        input_format=inputs.input_format,
-        columns=inputs.columns,
-        repeated=inputs.repeated,
+        **inputs.of_plan,
     )
 
 

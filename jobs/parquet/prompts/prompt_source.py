@@ -58,27 +58,16 @@ class PromptSource(abc.ABC):
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType when a column of the schema can never be rendered."""
 
-    @abc.abstractmethod
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        """Yield each row's prompt, or why it has none."""
-
-
-class ValuesSource(PromptSource):
-    """Renders row by row, in this process."""
+    def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
+        """Yield what the prompt of each row is made of, or its RowProblem."""
+        return python_rows(self.columns, rows)
 
     @abc.abstractmethod
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return the prompt of one row. Raises RowProblem."""
-
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        for values in python_rows(self.columns, rows):
-            try:
-                yield values if isinstance(values, RowProblem) else self.render(values)
-            except RowProblem as problem:
-                yield problem
+    def render(self, values: Any) -> str:
+        """Return the prompt of one row, of what `read` gave. Raises RowProblem."""
 
 
-class ColumnSource(ValuesSource):
+class ColumnSource(PromptSource):
     """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
     def __init__(
@@ -133,7 +122,7 @@ def _chat(messages: Any) -> str:
     return checked_chat(messages)
 
 
-class TemplateSource(ValuesSource):
+class TemplateSource(PromptSource):
     """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -232,21 +221,19 @@ class RowSource:
         such."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
-            prompts = self._prompts.rendered(part)
-            if not self._read and not problems:
-                for prompt in prompts:
-                    yield Row(prompt) if isinstance(prompt, str) else prompt
-                continue
-            for number, each in enumerate(zip(prompts, python_rows(self._read, part), strict=True), start):
+            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
+            for number, each in enumerate(pairs, start):
                 problem = problems[number] if problems else None
-                yield RowProblem(problem) if problem is not None else self._row(*each)
+                yield self._row(*each) if problem is None else RowProblem(problem)
 
-    def _row(self, prompt: str | RowProblem, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
-        if isinstance(prompt, RowProblem):
-            return prompt
-        if isinstance(values, RowProblem):
-            return values
+    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
+        """Return a row. given: what its prompt is made of."""
+        for each in (given, values):
+            if isinstance(each, RowProblem):
+                return each
+        assert isinstance(values, Mapping)
         try:
+            prompt = self._prompts.render(given)
             sampling = "" if self._sampling is None else self._sampling.of(values)
         except RowProblem as problem:
             return problem
