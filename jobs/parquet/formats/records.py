@@ -1,6 +1,7 @@
 """The rows of CSV and JSONL files, one by one: each is a record, or a problem that costs it alone."""
 
 import csv
+import io
 import json
 import re
 from collections import Counter, deque
@@ -57,27 +58,23 @@ def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
 
 
 def _lines(path: str, stream: Any) -> Iterator[_Line]:
-    number, rest, dropped = 1, b"", 0
-    while chunk := stream.read(CHUNK_BYTES):
-        if number == 1 and not rest and not dropped:
-            if chunk.startswith(_UTF16_MARKS):
-                raise CorruptTable(path, "text", "it is UTF-16, expected UTF-8")
-            chunk = chunk.removeprefix(_UTF8_MARK)
-        first, *others = chunk.split(b"\n")
-        for following in others:
-            yield _line(number, rest + first, dropped)
-            number, rest, dropped, first = number + 1, b"", 0, following
-        rest += first
-        if dropped or len(rest) > MAX_LINE_BYTES:
-            rest, dropped = b"", dropped + len(rest)
-    if rest or dropped:
-        yield _line(number, rest, dropped)
-
-
-def _line(number: int, text: bytes, dropped: int) -> _Line:
-    """dropped: bytes before the text that were too many to hold."""
-    size = len(text) + dropped
-    return _Line(number, size + 1, text if size <= MAX_LINE_BYTES else None)
+    file = io.BufferedReader(stream, CHUNK_BYTES)
+    head = file.peek(CHUNK_BYTES)
+    if head.startswith(_UTF16_MARKS):
+        raise CorruptTable(path, "text", "it is UTF-16, expected UTF-8")
+    if head.startswith(_UTF8_MARK):
+        file.read(len(_UTF8_MARK))
+    number = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(text) <= MAX_LINE_BYTES or text.endswith(b"\n"):
+            yield _Line(number, len(text), text.removesuffix(b"\n"))
+            continue
+        size = len(text)
+        while text and not text.endswith(b"\n"):
+            text = file.readline(CHUNK_BYTES)
+            size += len(text)
+        yield _Line(number, size, None)
 
 
 def _json_record(line: _Line) -> Record:
@@ -118,25 +115,31 @@ def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int
     """
     again = deque[_Line]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
-        taken, size = [line], line.size
-        found = _TOO_LONG if line.text is None else _fields(line.text, delimiter)
-        while found is None:
-            following = again.popleft() if again else next(lines, None)
-            if following is None:
-                found = "begins a quote that is not closed"
-            else:
-                taken.append(following)
-                size += following.size
-                if following.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
-                    found = f"begins a row that {_TOO_LONG}, or close its quote"
-                elif following.text.count(b'"') % 2:
-                    found = _fields(b"\n".join(each.text or b"" for each in taken), delimiter)
-                    continue
-            if found is not None:
-                again.extendleft(reversed(taken[1:]))
-                size = line.size
+        size, found = line.size, _TOO_LONG if line.text is None else _fields(line.text, delimiter)
+        if found is None:
+            size, found = _of_lines(line, again, lines, delimiter)
         if found:
             yield line.number, size, found
+
+
+def _of_lines(
+    first: _Line, again: deque[_Line], lines: Iterator[_Line], delimiter: str
+) -> tuple[int, list[str] | str | None]:
+    """Return size and fields of a row whose first line leaves a quote open, or why it is none."""
+    taken, size = [first], first.size
+    problem = "begins a quote that is not closed"
+    while (line := again.popleft() if again else next(lines, None)) is not None:
+        taken.append(line)
+        size += line.size
+        if line.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+            problem = f"begins a row that {_TOO_LONG}, or close its quote"
+            break
+        if line.text.count(b'"') % 2:
+            found = _fields(b"\n".join(each.text or b"" for each in taken), delimiter)
+            if found is not None:
+                return size, found
+    again.extendleft(reversed(taken[1:]))
+    return first.size, problem
 
 
 def _fields(text: bytes, delimiter: str) -> list[str] | str | None:
