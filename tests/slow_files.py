@@ -17,10 +17,10 @@ def slow_down() -> None:
     for name in (name for name in vars(LocalFiles) if not name.startswith("_")):
         setattr(LocalFiles, name, slow(getattr(LocalFiles, name), seconds))
     try:
-        from jobs.parquet.files.object_requests import Requests
+        from jobs.parquet.files.object_files import ObjectFiles
     except ImportError:  # obstore is not installed
         return
-    Requests.make = slow(Requests.make, seconds)  # type: ignore[method-assign]
+    ObjectFiles._make = slow(ObjectFiles._make, seconds)  # type: ignore[method-assign]
 
 
 def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the shards of one process share: plans, fingerprints, open readers, and the memory that they take."""
+"""What the shards of one process share: plans, open readers, and the memory that they take."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -77,15 +77,6 @@ class SharedFiles:
         for kind in kinds:
             kind.close_idle(wait=False)
 
-    def fingerprint(self, path: str, state: Hashable, load: Callable[[], str]) -> str:
-        """Return what `load` gave for a file that is open, in the same state of it."""
-        with self._lock:
-            file = self._files[path]
-        with file.parsing:
-            if state not in file.fingerprints:
-                file.fingerprints[state] = load()
-            return file.fingerprints[state]
-
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
@@ -144,14 +135,9 @@ class _Kind:
 
 @dataclass
 class _OpenFile:
-    """A file of which shards are open: how many, its fingerprint by its state, its readers.
-
-    parsing: held while it is read for a fingerprint.
-    """
+    """A file of which shards are open: how many, and its readers."""
 
     users: int = 0
-    parsing: threading.Lock = field(default_factory=threading.Lock)
-    fingerprints: dict[Hashable, str] = field(default_factory=dict)
     kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.context.answers import Answer
+from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
@@ -67,9 +67,9 @@ class Ask(abc.ABC):
     def begin(self, row: Row, number: int) -> Asked:
         """Begin to ask a row, which has this number in the run. Raises RowProblem."""
 
-    @abc.abstractmethod
     def failed(self, reason: str) -> Answer:
         """Return what a row has that cannot be asked."""
+        return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
         """Return what tells a row's answer, given a model: see RowKeys."""
@@ -100,6 +100,12 @@ def request_of(
     if is_chat:
         return Request(None, json.loads(row.prompt), values, options, kind)
     return Request(row.prompt, None, values, kind=kind)
+
+
+def no_answer(completion: Completion, n: int = 1) -> Answer:
+    """Return what a row has of a completion that failed. n: completions of each row."""
+    reason = completion.error or "the engine gave no reason"
+    return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 
 
 def row_seed(run_seed: int, row: int) -> int:

@@ -54,9 +54,6 @@ class BatchLines(Ask):
         self.inspects = self.inspects or line.inspects
         return line
 
-    def failed(self, reason: str) -> Answer:
-        return failed_answer(reason)
-
 
 class _Line(Asked):
     """A line under way."""

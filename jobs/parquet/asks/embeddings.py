@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from jobs.context.answers import Answer, failed_answer
-from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, request_of
+from jobs.context.answers import Answer
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, no_answer, request_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.embedding_task import pooling_values
 from jobs.runs.plans.spec import RunSpec
@@ -27,13 +27,10 @@ class Embeddings(Ask):
     def begin(self, row: Row, number: int) -> AskedOnce:
         return AskedOnce(request_of(row, False, self._values, kind="embed"), self._answer)
 
-    def failed(self, reason: str) -> Answer:
-        return failed_answer(reason)
-
     def _answer(self, completions: Sequence[Completion]) -> Answer:
         (completion,) = completions
-        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         if completion.embedding is None:
-            return failed_answer(completion.error or "the engine gave no reason", 1, prompt, cached)
+            return no_answer(completion)
         columns = {"embedding": array("f", completion.embedding)}
+        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)

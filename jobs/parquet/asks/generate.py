@@ -10,7 +10,7 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, request_of, row_seed
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
 from jobs.parquet.asks.logprobs import logprobs_type, logprobs_value
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.attempts import Attempted, Attempts, num_generated
@@ -66,8 +66,7 @@ class Generated:
         prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
-            reason = failed.error or "the engine gave no reason"
-            return replace(failed_answer(reason, self._n, prompt, cached), attempts=1)
+            return replace(no_answer(failed, self._n), attempts=1)
         columns = self._logprobs(samples)
         parts = [_texts_of(each, self._chat.has_tools) for each in samples]
         if self._n == 1:

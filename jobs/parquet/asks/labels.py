@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
-from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, request_of
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, no_answer, request_of
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.labels import COLUMNS, CONTENT_FREE, classify, scoring_of
@@ -55,7 +55,7 @@ class Scored:
         (completion,) = completions
         prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         if completion.loglikelihoods is None:
-            return failed_answer(completion.error or "the engine gave no reason", 1, prompt, cached)
+            return no_answer(completion)
         found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], prior)
         if found is None:
             return failed_answer("a label has no finite log-likelihood", 1, prompt, cached)
@@ -87,9 +87,6 @@ class Labels(Ask):
 
     def begin(self, row: Row, number: int) -> AskedOnce:
         return AskedOnce(self._prompt.request(row), self._answer)
-
-    def failed(self, reason: str) -> Answer:
-        return failed_answer(reason)
 
     def _answer(self, completions: Sequence[Completion]) -> Answer:
         found = self._prompt.answer(completions, self._prior)

@@ -34,8 +34,11 @@ def entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterato
     folder = os.open(root, _SEARCH | os.O_DIRECTORY)
     try:
         for name in filter(None, path[len(root) :].split("/")):
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
             with links_refused(name, folder, path):
-                inner = _enter(name, folder, create)
+                inner = os.open(name, _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
         yield folder
@@ -49,26 +52,7 @@ def links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        if is_link(name, folder):
-            raise PathSwapped(path, f"{name!r} is a link now") from None
+        with suppress(OSError):
+            if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise PathSwapped(path, f"{name!r} is a link now") from None
         raise
-
-
-def is_link(name: str, folder: int) -> bool:
-    """Whether a name in an entered folder is a link."""
-    try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
-
-
-def _enter(name: str, folder: int, create: bool) -> int:
-    flags = _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW
-    try:
-        return os.open(name, flags, dir_fd=folder)
-    except FileNotFoundError:
-        if not create:
-            raise
-    with suppress(FileExistsError):  # another planner of the run
-        os.mkdir(name, dir_fd=folder)
-    return os.open(name, flags, dir_fd=folder)

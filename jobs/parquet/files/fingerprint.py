@@ -1,11 +1,10 @@
 """What tells an input file from another one, and whether it is still the planned one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
 from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
-from jobs.parquet.files.filesystem import FileStat
 from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
@@ -17,9 +16,6 @@ NUM_SAMPLES = 4
 _CHUNK_BYTES = 1 << 20
 
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
-
-#: Gives the fingerprint of one file in a state of it.
-Fingerprint = Callable[[FileStat], str]
 
 
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
@@ -52,9 +48,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 
 
 @contextmanager
-def unchanged(
-    storage: Storage, plan: Plan, file: PlannedFile, fingerprint: Fingerprint | None = None
-) -> Iterator[None]:
+def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
     """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
     there."""
     if (path := plan.rows_path(file)) != file.path:
@@ -62,16 +56,14 @@ def unchanged(
             raise ConvertedInputGone(path, file.path)
         yield
         return
-    check_unchanged(storage, file, fingerprint)
+    check_unchanged(storage, file)
     try:
         yield
     finally:  # a file that was replaced meanwhile explains whatever else went wrong
-        check_unchanged(storage, file, fingerprint)
+        check_unchanged(storage, file)
 
 
-def check_unchanged(
-    storage: Storage, file: PlannedFile, fingerprint: Fingerprint | None = None, input_format: str = PARQUET
-) -> None:
+def check_unchanged(storage: Storage, file: PlannedFile, input_format: str = PARQUET) -> None:
     """Raise InputChanged for another file than planned; its fingerprint decides where time or ETag alone differ."""
     stat = storage.stat(file.path)
     if stat is None:
@@ -80,6 +72,5 @@ def check_unchanged(
         raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
     if (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag):
         return
-    found = fingerprint(stat) if fingerprint else file_fingerprint(storage, file.path, input_format)
-    if found != file.fingerprint:
+    if file_fingerprint(storage, file.path, input_format) != file.fingerprint:
         raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")

@@ -5,11 +5,12 @@ A store has no folders, links or renames. What takes their place: an object is p
 sends it.
 """
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 import pyarrow as pa
@@ -18,12 +19,15 @@ from obstore import exceptions
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
+from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
-from jobs.parquet.files.object_requests import Requests, opened_store
-from jobs.parquet.files.object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
+from jobs.parquet.files.object_requests import make_request, opened_store
+from jobs.parquet.files.object_streams import ObjectSink, ObjectWriter
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
+
+T = TypeVar("T")
 
 _TASK = "jobs.parquet.files.listing_child:list_prefix"
 
@@ -59,6 +63,12 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 #: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
 
+#: Read at once.
+BLOCK_BYTES = 1 << 18
+
+#: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
+CHUNK_BYTES = 8 << 20
+
 #: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
 
@@ -74,7 +84,7 @@ class ObjectFiles:
     ) -> None:
         """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
-        self._check_interrupted, self._make = check_interrupted, Requests(check_interrupted, timeout_s).make
+        self._check_interrupted = check_interrupted
 
     def resolve(self, path: str) -> str:
         path = run_path(path)
@@ -142,16 +152,12 @@ class ObjectFiles:
             found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
             return found
 
-        return pa.PythonFile(ObjectReader(fetch, found["size"]), mode="r")
+        return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
-        writer = ObjectWriter(
-            lambda contents: self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False)),
-            lambda: obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY),
-            lambda request: self._make_once(path, request),
-        )
-        return ObjectSink(writer, "w")
+        upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
+        return ObjectSink(ObjectWriter(path, upload, self._check_interrupted), "w")
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
@@ -201,10 +207,8 @@ class ObjectFiles:
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
-    def _make_once(self, path: str, request: Callable[[], Any]) -> None:
-        """Make a request that cannot be made again: obstore alone tries its parts again."""
-        self._check_interrupted()
-        Requests(never_interrupted, 0.0).make(path, request)
+    def _make(self, path: str, request: Callable[[], T]) -> T:
+        return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str) -> tuple[Any, str]:
         """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""

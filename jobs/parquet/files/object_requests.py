@@ -19,6 +19,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from jobs.context import never_interrupted
 from jobs.errors import PathSwapped
 from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnreachable
 
@@ -94,60 +95,50 @@ def _without_redirects() -> dict[str, str]:
     return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": ",".join(filter(None, hosts))}
 
 
-class Requests:
-    """Makes requests that bear being asked twice, each until it is answered, at most for a share of `timeout_s`."""
+def make_request(
+    path: str, request: Callable[[], T], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 0
+) -> T:
+    """Return what a request does; it is made again until it is answered, at most for a share of `timeout_s`.
 
-    def __init__(
-        self,
-        check_interrupted: Callable[[], None],
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.check_interrupted, self.timeout_s = check_interrupted, timeout_s
-        self._clock, self._wait = clock, wait
+    path: for the errors. Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was
+    looked at, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
+    """
+    begun, wait_s = time.monotonic(), FIRST_WAIT_S
+    while True:
+        check_interrupted()
+        try:
+            return request()
+        except (BaseError, FileNotFoundError, ValueError) as error:
+            reason = _reason_to_try_again(path, error)
+            seconds = time.monotonic() - begun
+            if seconds + wait_s > timeout_s * _SHARE:
+                raise StoreUnreachable(path, seconds, reason) from None
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
 
-    def make(self, path: str, request: Callable[[], T]) -> T:
-        """Return what a request does. path: for the errors.
 
-        Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked
-        at, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
-        """
-        begun, wait_s = self._clock(), FIRST_WAIT_S
-        while True:
-            self.check_interrupted()
-            try:
-                return request()
-            except (BaseError, FileNotFoundError, ValueError) as error:
-                reason = self._reason_to_try_again(path, error)
-                seconds = self._clock() - begun
-                if seconds + wait_s > self.timeout_s * _SHARE:
-                    raise StoreUnreachable(path, seconds, reason) from None
-            self._wait(wait_s)
-            wait_s = min(2 * wait_s, MAX_WAIT_S)
-
-    def _reason_to_try_again(self, path: str, error: Exception) -> str:
-        """Return why the store has not served; raise an error of ours where another try would end alike."""
-        text = str(error)
-        code, status = _found(_CODE, text), _found(_STATUS, text)
-        first = text.split("\n")[0]
-        before = _BEFORE_A_REPLY.match(first)
-        reason = (code or (before[0] if before else first))[:_REASON_CHARS]
-        if _NOWHERE in text:
-            raise StoreRefused(path, "it sends requests on to another host, which is not followed")
-        if code in _NO_BUCKET:
-            raise BucketNotFound(path, reason) from None
-        if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-        if isinstance(error, AlreadyExistsError):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        if isinstance(error, PreconditionError):
-            raise PathSwapped(path, "another object came in its place") from None
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError | ValueError):
-            raise StoreRefused(path, reason) from None
-        if status.startswith("4") and status not in _TRY_AGAIN:
-            raise StoreRefused(path, reason) from None
-        return reason
+def _reason_to_try_again(path: str, error: Exception) -> str:
+    """Return why the store has not served; raise an error of ours where another try would end alike."""
+    text = str(error)
+    code, status = _found(_CODE, text), _found(_STATUS, text)
+    first = text.split("\n")[0]
+    before = _BEFORE_A_REPLY.match(first)
+    reason = (code or (before[0] if before else first))[:_REASON_CHARS]
+    if _NOWHERE in text:
+        raise StoreRefused(path, "it sends requests on to another host, which is not followed")
+    if code in _NO_BUCKET:
+        raise BucketNotFound(path, reason) from None
+    if isinstance(error, FileNotFoundError):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+    if isinstance(error, AlreadyExistsError):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+    if isinstance(error, PreconditionError):
+        raise PathSwapped(path, "another object came in its place") from None
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError | ValueError):
+        raise StoreRefused(path, reason) from None
+    if status.startswith("4") and status not in _TRY_AGAIN:
+        raise StoreRefused(path, reason) from None
+    return reason
 
 
 def _found(pattern: re.Pattern[str], text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -31,7 +30,6 @@ except ImportError:  # obstore is not installed: the extra `cloud` brings it
     ObjectFiles = None  # type: ignore[assignment,misc]
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SIZE_ASKED = re.compile(r"of size (\d+)")  # pyarrow's error has no other place for it
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE = {
     errno.EACCES,
@@ -153,16 +151,12 @@ def glob_chars(pattern: str) -> set[str]:
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a
-    file_format is given, CorruptTable.
-
-    A lack of memory passes as it is, unless the file asks for more than this machine has in all.
+    file_format is given, CorruptTable. A lack of memory passes as it is.
     """
     try:
         yield
-    except pa.ArrowMemoryError as error:
-        if not _is_absurd(error):
-            raise
-        raise _corrupt(path, file_format, error) from error
+    except pa.ArrowMemoryError:
+        raise
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise _corrupt(path, file_format, error) from error
     except OSError as error:
@@ -191,12 +185,6 @@ def writing(path: str) -> Iterator[None]:
         if error.errno in _NOT_WRITABLE:
             raise OutputNotWritable(path, reason) from error
         raise
-
-
-def _is_absurd(error: pa.ArrowMemoryError) -> bool:
-    """Whether pyarrow tried to take more than all the machine's memory: a size that a broken file names."""
-    size = _SIZE_ASKED.search(str(error))
-    return size is not None and int(size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,16 +8,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-
-import pyarrow as pa
+from dataclasses import replace
 
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import NewRowsGone
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.formats.kinds import Kind
-from jobs.parquet.tables.table_reading import asked_again, open_table, read_schema
+from jobs.parquet.tables.table_reading import Contents, asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import JOURNAL, REUSED, temporary_name
 from jobs.runs.plans.plan import Plan, PlannedFile
@@ -28,33 +25,20 @@ CHILD_SHARE = 3 / 4
 _TASKS = "jobs.parquet.formats.converter"
 
 
-@dataclass
-class Scanned:
-    """What a file holds. kinds: of a text file's columns. groups: rows and bytes of each, as it is written.
-
-    names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
-    """
-
-    kinds: dict[str, Kind]
-    schema: pa.Schema
-    groups: list[tuple[int, int]]
-    names: bytearray = field(default_factory=bytearray)
-
-
 def scan(
     storage: Storage, path: str, input_format: str, rows: int | None = None, limit: int = DEFAULT_BYTES
-) -> Scanned:
+) -> Contents:
     """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch, TableNotRead,
     InputNotFound."""
 
-    def ask() -> Scanned:
+    def ask() -> Contents:
         names = bytearray()
         with open_table(storage, path, limit, input_format, CHILD_SHARE) as ask_child:
             for message, body in ask_child(f"{_TASKS}:scan", {"rows": rows}):
                 if "names" in message:
                     names += body
         groups = [(rows, size) for rows, size in message["groups"]]
-        return Scanned(dict(message["kinds"]), read_schema(body), groups, names)
+        return Contents(read_schema(body), groups, kinds=dict(message["kinds"]), names=names)
 
     return asked_again(path, ask)
 

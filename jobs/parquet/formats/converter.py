@@ -4,17 +4,15 @@ Text says what a column holds only when all of it was read: there are two passes
 """
 
 import io
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.common.display import brief
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.parquet.formats.kinds import (
     Kind,
@@ -26,10 +24,13 @@ from jobs.parquet.formats.kinds import (
     merged_texts,
     text_array,
 )
-from jobs.parquet.formats.records import Record, records
+from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: Rows and bytes that are Python's at a time, and those after which a row group ends.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
@@ -52,15 +53,13 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 @with_file
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
-    """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, slice by slice."""
-    groups: list[list[int]] = []
+    """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, group by group."""
+    groups = []
     with _opened(question, source) as table:
-        for rows, size, part in table.slices(question["rows"]):
-            if names := table.look(part):
+        for rows, size, found in _groups(table.slices(question["rows"]), table.look):
+            if names := b"".join(found):
                 yield {"names": True}, names
-            if not groups or _is_full(*groups[-1]):
-                groups.append([0, 0])
-            groups[-1] = [groups[-1][0] + rows, groups[-1][1] + size]
+            groups.append((rows, size))
         yield {"kinds": list(table.kinds.items()), "groups": groups}, serialized(table.schema)
 
 
@@ -71,22 +70,25 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
     with _opened(question, source) as table:
         table.kinds = dict(question["kinds"])
-        schema, group, size = table.schema, list[pa.RecordBatch](), [0, 0]
+        schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
-            for rows, num_bytes, part in table.slices(question["rows"]):
-                if _is_full(*size):
-                    writer.write_table(pa.Table.from_batches(group, schema))
-                    yield {}, _taken(sink)
-                    group, size = [], [0, 0]
-                group.append(table.batch(part, schema))
-                size = [size[0] + rows, size[1] + num_bytes]
-            if group:
-                writer.write_table(pa.Table.from_batches(group, schema))
+            for _, _, batches in _groups(table.slices(question["rows"]), lambda part: table.batch(part, schema)):
+                writer.write_table(pa.Table.from_batches(batches, schema))
+                yield {}, _taken(sink)
     yield {}, _taken(sink)
 
 
-def _is_full(rows: int, num_bytes: int) -> bool:
-    return rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES
+def _groups(slices: Iterable[tuple[int, int, S]], take: Callable[[S], T]) -> Iterator[tuple[int, int, list[T]]]:
+    """Yield rows and bytes of each row group, and what `take` gave for its slices."""
+    rows, size, taken = 0, 0, list[T]()
+    for part_rows, part_size, part in slices:
+        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+            yield rows, size, taken
+            rows, size, taken = 0, 0, []
+        taken.append(take(part))
+        rows, size = rows + part_rows, size + part_size
+    if taken:
+        yield rows, size, taken
 
 
 def _taken(sink: io.BytesIO) -> bytes:
@@ -117,23 +119,13 @@ class _TextTable:
 
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
         self._path, self._format, self._rows = path, file_format, 0
-        self._records = records(path, file_format, stream)
-        self.kinds: dict[str, Kind] = {}
-        if file_format == OPENAI_BATCH:
-            self.kinds = dict(_BATCH_KINDS)
+        self.kinds: dict[str, Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
         if file_format in HEADED:
-            self.kinds = dict.fromkeys(self._header(), "null")
-
-    def _header(self) -> list[str]:
-        header = next(self._records, None)
-        if header is None:
-            raise CorruptTable(self._path, "CSV", "it is empty: its first line must name the columns")
-        if header.problem is not None:
-            raise CorruptTable(self._path, "CSV", f"line {header.line} {header.problem}")
-        if twice := [name for name, count in Counter(header.value).items() if count > 1]:
-            raise SchemaMismatch(self._path, f"it has two columns named {brief(twice[0])}")
-        self._check_names(header.value)
-        return list(header.value)
+            names, self._records = csv_records(path, file_format, stream)
+            self.kinds = dict.fromkeys(names, "null")
+            self._check_names()
+        else:
+            self._records = records(path, file_format, stream)
 
     @property
     def schema(self) -> pa.Schema:
@@ -157,18 +149,17 @@ class _TextTable:
         if self._format == OPENAI_BATCH:
             return b"".join(self._name(each.value) for each in part)
         if self._format in HEADED:
-            sound = (each.value for each in part if each.value and len(each.value) == len(self.kinds))
-            columns: Iterable[Any] = zip(*sound, strict=True)
-            for name, column in zip(self.kinds, columns, strict=False):  # none where no row is sound
-                if self.kinds[name] != "text":
-                    self.kinds[name] = merged_texts(self.kinds[name], kind_of_texts(column))
+            rows = [each.value for each in part if each.value is not None]
+            for name, known in self.kinds.items():
+                if known != "text":
+                    self.kinds[name] = merged_texts(known, kind_of_texts([row[name] for row in rows]))
             return b""
         for each in part:
             for name, value in (each.value or {}).items():
                 known = self.kinds.get(name, "null")
                 if known != "json" and not (known == "text" and isinstance(value, str)):
                     self.kinds[name] = merged(known, kind_of(value))
-        self._check_names(self.kinds)
+        self._check_names()
         return b""
 
     def _name(self, value: Any) -> bytes:
@@ -176,37 +167,22 @@ class _TextTable:
         own = f"row {self._rows} of {self._path}" if name is None else f"name {name}"
         return blake2b(own.encode(), digest_size=NAME_BYTES).digest()
 
-    def _check_names(self, names: Iterable[str]) -> None:
-        if PROBLEM in (names := list(names)):
+    def _check_names(self) -> None:
+        if PROBLEM in self.kinds:
             raise SchemaMismatch(self._path, f"a column is named {PROBLEM!r}")
-        if len(names) > MAX_COLUMNS:
+        if len(self.kinds) > MAX_COLUMNS:
             raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
         """Return rows with their problems. Raises CorruptTable where they are not as they were looked at."""
-        if self._format in HEADED:
-            part = list(map(self._checked, part))
-        values = [each.value for each in part]
         problems = [each.problem and f"line {each.line} {each.problem}" for each in part]
+        make = text_array if self._format in HEADED else json_array
+        rows = [each.value or {} for each in part]
         try:
-            if self._format in HEADED:
-                columns = [[row and row[place] for row in values] for place in range(len(self.kinds))]
-                arrays = [text_array(*each) for each in zip(columns, self.kinds.values(), strict=True)]
-            else:
-                arrays = [
-                    json_array([row.get(name) if row else None for row in values], kind)
-                    for name, kind in self.kinds.items()
-                ]
+            arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
         return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
-
-    def _checked(self, row: Record) -> Record:
-        """Return a row of CSV, or why it is none."""
-        if row.value is None or len(row.value) == len(self.kinds):
-            return row
-        problem = f"has {len(row.value)} fields, and the header {len(self.kinds)}"
-        return row._replace(value=None, problem=problem)
 
 
 class _ArrowTable:
@@ -223,14 +199,14 @@ class _ArrowTable:
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         """Yield rows, with how many they are and their bytes."""
-        left = most
         for batch in self._batches():
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
-            for start in range(0, batch.num_rows if left is None else min(left, batch.num_rows), rows):
-                part = batch.slice(start, rows if left is None else min(rows, left - start))
+            batch = batch.slice(0, most)
+            for start in range(0, batch.num_rows, rows):
+                part = batch.slice(start, rows)
                 yield part.num_rows, part.nbytes, part
-            if left is not None and (left := left - batch.num_rows) <= 0:
+            if most is not None and (most := most - batch.num_rows) <= 0:
                 return
 
     def _batches(self) -> Iterator[pa.RecordBatch]:

@@ -1,16 +1,17 @@
 """The rows of CSV and JSONL files, one by one: each is a record, or a problem that costs it alone."""
 
 import csv
+import io
 import json
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief
-from jobs.errors import CorruptTable
+from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
-from jobs.runs.plans.formats import HEADED, OPENAI_BATCH, TSV
+from jobs.runs.plans.formats import OPENAI_BATCH, TSV
 
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
@@ -33,7 +34,7 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 class Record(NamedTuple):
     """A row of a file. line: its first, counted from 1. size: bytes of its text.
 
-    value: an object, or a list of fields, "" where one is empty; None where `problem` says why there is none.
+    value: by columns, of CSV texts; None where `problem` says why there is none.
     """
 
     line: int
@@ -51,36 +52,29 @@ class _Line(NamedTuple):
 
 
 def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
-    """Yield the records of a file of text; blank lines are none. Raises CorruptTable for text in UTF-16."""
-    lines = _lines(path, stream)
-    if file_format in HEADED:
-        return _csv_records(lines, "\t" if file_format == TSV else ",")
-    found = (_json_record(line) for line in lines if line.text is None or line.text.strip())
+    """Yield the records of a file of JSON lines; blank ones are none. Raises CorruptTable for text in UTF-16."""
+    found = (_json_record(line) for line in _lines(path, stream) if line.text is None or line.text.strip())
     return map(_in_batch, found) if file_format == OPENAI_BATCH else found
 
 
 def _lines(path: str, stream: Any) -> Iterator[_Line]:
-    number, rest, dropped = 1, b"", 0
-    while chunk := stream.read(CHUNK_BYTES):
-        if number == 1 and not rest and not dropped:
-            if chunk.startswith(_UTF16_MARKS):
-                raise CorruptTable(path, "text", "it is UTF-16, expected UTF-8")
-            chunk = chunk.removeprefix(_UTF8_MARK)
-        first, *others = chunk.split(b"\n")
-        for following in others:
-            yield _line(number, rest + first, dropped)
-            number, rest, dropped, first = number + 1, b"", 0, following
-        rest += first
-        if dropped or len(rest) > MAX_LINE_BYTES:
-            rest, dropped = b"", dropped + len(rest)
-    if rest or dropped:
-        yield _line(number, rest, dropped)
-
-
-def _line(number: int, text: bytes, dropped: int) -> _Line:
-    """dropped: bytes before the text that were too many to hold."""
-    size = len(text) + dropped
-    return _Line(number, size + 1, text if size <= MAX_LINE_BYTES else None)
+    file = io.BufferedReader(stream, CHUNK_BYTES)
+    head = file.peek(CHUNK_BYTES)
+    if head.startswith(_UTF16_MARKS):
+        raise CorruptTable(path, "text", "it is UTF-16, expected UTF-8")
+    if head.startswith(_UTF8_MARK):
+        file.read(len(_UTF8_MARK))
+    number = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(text) <= MAX_LINE_BYTES or text.endswith(b"\n"):
+            yield _Line(number, len(text), text.removesuffix(b"\n"))
+            continue
+        size = len(text)
+        while text and not text.endswith(b"\n"):
+            text = file.readline(CHUNK_BYTES)
+            size += len(text)
+        yield _Line(number, size, None)
 
 
 def _json_record(line: _Line) -> Record:
@@ -114,66 +108,70 @@ def _in_batch(record: Record) -> Record:
     return record._replace(value={"custom_id": custom_id(record.value), "request": record.value})
 
 
-class _TooLong(Exception):
-    """Raised where a row of CSV goes on and on: a quote may not be closed."""
+def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
+    """Yield number and size of each row, and its fields or why it is none.
+
+    A row that does not end costs its first line: the others are read again.
+    """
+    again = deque[_Line]()
+    while (line := again.popleft() if again else next(lines, None)) is not None:
+        size, found = line.size, _TOO_LONG if line.text is None else _fields(line.text, delimiter)
+        if found is None:
+            size, found = _of_lines(line, again, lines, delimiter)
+        if found:
+            yield line.number, size, found
 
 
-class _Feed:
-    """The lines that the csv module takes for one row after the other."""
-
-    def __init__(self, lines: Iterable[_Line]) -> None:
-        self._lines, self._again = iter(lines), deque[_Line]()
-        self.taken: list[_Line] = []
-
-    def begin(self) -> None:
-        """Begin a row with the next line."""
-        self.taken, self.size, self.is_utf8, self.is_over = [], 0, True, False
-
-    def end_behind_first(self) -> None:
-        """End a row with its first line: the others are read again."""
-        self._again.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
-        self.size = self.taken[0].size
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._again.popleft() if self._again else next(self._lines, None)
-        if line is None:
-            self.is_over = True
-            raise StopIteration
-        self.taken.append(line)
-        self.size += line.size
-        if line.text is None or self.size > MAX_LINE_BYTES + 1 or len(self.taken) > MAX_LINES:
-            raise _TooLong
-        try:
-            return line.text.decode() + "\n"
-        except UnicodeDecodeError:
-            self.is_utf8 = False
-            return line.text.decode(errors="replace") + "\n"
+def _of_lines(
+    first: _Line, again: deque[_Line], lines: Iterator[_Line], delimiter: str
+) -> tuple[int, list[str] | str | None]:
+    """Return size and fields of a row whose first line leaves a quote open, or why it is none."""
+    taken, size = [first], first.size
+    problem = "begins a quote that is not closed"
+    while (line := again.popleft() if again else next(lines, None)) is not None:
+        taken.append(line)
+        size += line.size
+        if line.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+            problem = f"begins a row that {_TOO_LONG}, or close its quote"
+            break
+        if line.text.count(b'"') % 2:
+            found = _fields(b"\n".join(each.text or b"" for each in taken), delimiter)
+            if found is not None:
+                return size, found
+    again.extendleft(reversed(taken[1:]))
+    return first.size, problem
 
 
-def _csv_records(lines: Iterable[_Line], delimiter: str) -> Iterator[Record]:
-    feed = _Feed(lines)
-    reader = csv.reader(feed, delimiter=delimiter, strict=True)
-    while True:
-        feed.begin()
-        value: list[str] | None = None
-        problem = None
-        try:
-            value = next(reader)
-        except StopIteration:
-            return
-        except _TooLong:
-            problem = _TOO_LONG if len(feed.taken) == 1 else f"begins a row that {_TOO_LONG}, or close its quote"
-            feed.end_behind_first()
-        except csv.Error as error:
-            problem = f"is not CSV: {str(error)[:200]}"
-            if feed.is_over:
-                problem = "begins a quote that is not closed"
-                feed.end_behind_first()
-        if value and not feed.is_utf8:
-            value, problem = None, "is not UTF-8"
-        if value or problem:
-            yield Record(feed.taken[0].number, feed.size, value, problem)
+def _fields(text: bytes, delimiter: str) -> list[str] | str | None:
+    """Return a row's fields, or why it is none; None where its quote is still open."""
+    try:
+        if text and b'"' not in text and b"\r" not in text:
+            return text.decode().split(delimiter)
+        (found,) = csv.reader([f"{text.decode(errors='replace')}\n"], delimiter=delimiter, strict=True)
+        text.decode()
+    except UnicodeDecodeError:
+        return "is not UTF-8"
+    except csv.Error as error:
+        return None if "unexpected end of data" in str(error) else f"is not CSV: {str(error)[:200]}"
+    return found
+
+
+def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:
+    """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
+    found = _csv_rows(_lines(path, stream), "\t" if file_format == TSV else ",")
+    number, _, names = next(found, (1, 0, None))
+    if names is None:
+        raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
+    if isinstance(names, str):
+        raise CorruptTable(path, "CSV", f"line {number} {names}")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
+    return names, (_csv_record(names, *row) for row in found)
+
+
+def _csv_record(names: Sequence[str], number: int, size: int, found: list[str] | str) -> Record:
+    if isinstance(found, str):
+        return Record(number, size, None, found)
+    if len(found) != len(names):
+        return Record(number, size, None, f"has {len(found)} fields, and the header {len(names)}")
+    return Record(number, size, dict(zip(names, found, strict=True)))

@@ -6,8 +6,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import OWN_KEYS, answer_fields
+from jobs.parquet.outputs.part import answer_fields, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.parquet.tables.row_values import RowProblem, row_values
@@ -29,41 +30,39 @@ from jobs.runs.statistics.reasons import Reasons
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
 
-#: Takes rows; what makes such of a file and a schema.
-Write = Callable[[pa.RecordBatch], None]
-Writer = Callable[[Any, pa.Schema], AbstractContextManager[Write]]
+Batches = Iterator[pa.RecordBatch]
 
 
 def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
     """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
-    if plan.spec.single_file == OPENAI_BATCH:
-        _write_batch(storage, plan, *paths)
-        return
-    ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
-    writers: dict[str, Writer] = {PARQUET: _parquet, ARROW: _arrow}
-    writers |= {CSV: partial(_csv, ours), JSONL: partial(_jsonl, ours)}
     assert plan.spec.single_file is not None
-    writer, (path,) = writers[plan.spec.single_file], paths
-    with (
-        storage.open_output(path) as sink,
-        closing(_rows_in_order(storage, plan)) as rows,
-        writer(sink, _schema(storage, plan)) as write,
-    ):
-        for batch in rows:
-            write(batch)
-
-
-def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> None:
-    """Write OpenAI's output file and error file."""
+    ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
+    writers: dict[str, Callable[[Any, pa.Schema, Batches], None]] = {
+        PARQUET: _write_parquet,
+        ARROW: _write_arrow,
+        CSV: partial(_write_csv, ours),
+        JSONL: partial(_write_jsonl, ours),
+    }
     with ExitStack() as stack:
-        sinks = [stack.enter_context(storage.open_output(path)) for path in (output, errors)]
-        row = 0
-        for batch in stack.enter_context(closing(_part_rows(storage, plan))):
-            found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
-            for name, body, error in zip(*found, strict=True):
-                line = output_line(plan.run, row, name, body, error)
-                sinks[error is not None].write(f"{line}\n".encode())
-                row += 1
+        sinks = [stack.enter_context(storage.open_output(path)) for path in paths]
+        batches = stack.enter_context(closing(_rows_in_order(storage, plan)))
+        if plan.spec.single_file == OPENAI_BATCH:
+            _write_batch_lines(plan.run, sinks, batches)
+        else:
+            writers[plan.spec.single_file](sinks[0], _schema(storage, plan), batches)
+
+
+def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
+    """Write OpenAI's output file and error file."""
+    row = 0
+    for batch in batches:
+        found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
+        lines: tuple[list[str], list[str]] = [], []
+        for name, body, error in zip(*found, strict=True):
+            lines[error is not None].append(f"{output_line(run, row, name, body, error)}\n")
+            row += 1
+        for sink, own in zip(sinks, lines, strict=True):
+            sink.write("".join(own).encode())
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
@@ -88,11 +87,9 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
 
 
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:
-    """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
+    """Return the columns that all parts have."""
     with open_part(storage, plan, 0) as file:
-        schema = file.schema
-    kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
-    return schema.with_metadata(kept or None)
+        return without_own_keys(file.schema)
 
 
 @contextmanager
@@ -125,54 +122,37 @@ def part_rows(
             yield from zip(numbers, batch.to_pylist(), strict=True)
 
 
-@contextmanager
-def _parquet(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+def _write_parquet(sink: Any, schema: pa.Schema, batches: Batches) -> None:
     with pq.ParquetWriter(sink, schema) as writer:
-        waiting: list[pa.RecordBatch] = []
-        num_bytes = 0
-
-        def write(batch: pa.RecordBatch) -> None:
-            nonlocal num_bytes
+        waiting, num_bytes, rows = list[pa.RecordBatch](), 0, 0
+        for batch in batches:
             waiting.append(batch)
             num_bytes += batch.get_total_buffer_size()
-            if num_bytes > GROUP_BYTES or sum(each.num_rows for each in waiting) > GROUP_ROWS:
-                flush()
-
-        def flush() -> None:
-            nonlocal num_bytes
-            writer.write_table(pa.Table.from_batches(waiting, schema))
-            waiting.clear()
-            num_bytes = 0
-
-        yield write
+            rows += batch.num_rows
+            if num_bytes > GROUP_BYTES or rows > GROUP_ROWS:
+                writer.write_table(pa.Table.from_batches(waiting, schema))
+                waiting, num_bytes, rows = [], 0, 0
         if waiting:
-            flush()
+            writer.write_table(pa.Table.from_batches(waiting, schema))
 
 
-@contextmanager
-def _arrow(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
     with pa.ipc.new_file(sink, schema) as writer:
-        yield writer.write_batch
+        for batch in batches:
+            writer.write_batch(batch)
 
 
-@contextmanager
-def _jsonl(ours: Set[str], sink: Any, schema: pa.Schema) -> Iterator[Write]:
-    def write(batch: pa.RecordBatch) -> None:
-        for row in _rows(batch, ours):
-            sink.write(f"{_json(dict(zip(schema.names, row, strict=True)))}\n".encode())
-
-    yield write
+def _write_jsonl(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    for batch in batches:
+        lines = (f"{_json(dict(zip(schema.names, row, strict=True)))}\n" for row in _rows(batch, ours))
+        sink.write("".join(lines).encode())
 
 
-@contextmanager
-def _csv(ours: Set[str], sink: Any, schema: pa.Schema) -> Iterator[Write]:
-    def write_rows(rows: Iterator[Sequence[Any]]) -> None:
+def _write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    for rows in chain([[schema.names]], (_rows(batch, ours) for batch in batches)):
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(map(_field, row) for row in rows)
         sink.write(text.getvalue().encode())
-
-    write_rows(iter([schema.names]))
-    yield lambda batch: write_rows(_rows(batch, ours))
 
 
 def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:

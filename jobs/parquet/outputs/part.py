@@ -36,7 +36,11 @@ METADATA_KEY = "tokenmill"
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
 
-OWN_KEYS = {METADATA_KEY.encode()}
+
+def without_own_keys(schema: pa.Schema) -> pa.Schema:
+    """Return a part's columns without its statistics, which are of its rows alone."""
+    metadata = {key: each for key, each in (schema.metadata or {}).items() if key != METADATA_KEY.encode()}
+    return schema.with_metadata(metadata or None)
 
 
 def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
@@ -121,20 +125,10 @@ def write_part(
         writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
 
 
-def part_stats(
-    run: str,
-    shard: int,
-    answers: Sequence[Answer],
-    *,
-    generated_tokens: int,
-    times: tuple[float, float],
-    model: ServedModel,
-    worker: str = "",
-) -> PartStats:
-    """Sum up the answers of a shard's rows. times: when it began and ended. See PartStats for the rest."""
+def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> PartStats:
+    """Sum up the answers of a shard's rows. known: other fields of PartStats."""
     return PartStats(
-        run=run,
-        shard=shard,
+        **known,
         rows=len(answers),
         errors=sum(answer.error is not None for answer in answers),
         failed_checks=sum(answer.failed_check for answer in answers),
@@ -143,15 +137,11 @@ def part_stats(
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
-        generated_tokens=generated_tokens,
-        started_at=times[0],
-        ended_at=times[1],
         model=model.name,
         fingerprint=model.fingerprint,
         dtype=model.dtype,
         attention_backend=model.attention_backend,
         version=code_version(),
-        worker=worker,
         prompt_lengths=count_lengths(each.prompt_tokens for each in answers if each.error is None),
         completion_lengths=count_lengths(
             tokens for each in answers if each.error is None for tokens in _lengths(each.completion_tokens)

@@ -1,6 +1,5 @@
 """A run's plan and manifest in its folder, each written once."""
 
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -91,16 +90,15 @@ def write_text(storage: Storage, path: str, text: str) -> None:
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
-def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tuple[dict[str, Any], str]:
-    """Sum up a finished run; return the manifest without its list of parts, and all of its text, JSON.
+def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
+    """Sum up a finished run. parts: in order. reasons: why rows have an error, as far as that is kept.
 
-    `seconds` runs from the first shard's start to the last's end, pauses included. parts: taken one by one,
-    so that many need little memory. reasons: why rows have an error, as far as that is kept.
+    `seconds` runs from the first shard's start to the last's end, pauses included.
     """
     counts = dict.fromkeys(TOLD, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
-    lines, statistics = [], RunStatistics()
+    listed, statistics = list[dict[str, Any]](), RunStatistics()
     for each in parts:
         statistics.add(each)
         for name in TOLD:
@@ -108,9 +106,8 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
         for name in _SERVED:
             served[name].add(getattr(each, name))
-        part = {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors}
-        lines.append(f"    {json.dumps(part)}")
-    content = {
+        listed.append({"name": part_name(each.shard), "rows": each.rows, "errors": each.errors})
+    return {
         "run": plan.run,
         **counts,
         "started_at": started_at,
@@ -124,8 +121,5 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tup
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
         **({"reused": plan.reused.runs} if plan.reused else {}),
         "inputs": [asdict(file) for file in plan.files],
+        "parts": listed,
     }
-    summary = json.dumps(content, indent=2)
-    head = summary.removesuffix("\n}")
-    text = "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])
-    return json.loads(summary), text

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
-from jobs.parquet.outputs.part import OWN_KEYS, answer_fields, read_part_stats
+from jobs.parquet.outputs.part import answer_fields, read_part_stats, without_own_keys
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
@@ -100,8 +100,8 @@ class FolderReader:
             with open_part(self._storage, self.plan, shard) as file:
                 rows = pa.Table.from_batches(file.batches(), file.schema)
                 tables.append(rows.combine_chunks())
-        metadata = {key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS}
-        return pa.concat_tables(each.replace_schema_metadata(metadata) for each in tables)
+        schema = without_own_keys(tables[0].schema)
+        return pa.concat_tables(each.cast(schema) for each in tables)
 
     def failed(self, shards: list[int]) -> Iterator[FailedRow]:
         """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""

@@ -211,13 +211,14 @@ class RunFolder:
     def _write_end(self) -> None:
         """Put the output files, if there are to be such, and what is told of the run in place, then the mark."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
-        summary, manifest = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
+        summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
+        manifest = json.dumps(summary, indent=2)
         temporary, names = self.temporary_path, self._of_all_parts
         try:
             with writing(self._path):
                 if not all(map(self._is_there, self._outputs)):
                     write_output(self.storage, self.plan, list(map(temporary, self._outputs)))
-                write_text(self.storage, temporary(REPORT), report_html(summary))
+                write_text(self.storage, temporary(REPORT), report_html(json.loads(manifest)))
                 write_text(self.storage, temporary(MANIFEST), manifest)
                 for name in names:
                     self.storage.publish(temporary(name), self.path(name))

@@ -6,7 +6,7 @@ import fnmatch
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from itertools import takewhile
 from typing import NamedTuple
 
 from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, SearchTooLong
@@ -90,62 +90,50 @@ class Search:
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
         """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
-        seen: list[Found] = []
-        nested: dict[str | None, str] = {}
-        for each, is_nested in self._files(Folder(path, path), keys):
-            if is_nested:
-                nested.setdefault(named_format(each.entry.name), each.named)
-            else:
-                seen.append(each)
+        seen, nested = self._files(Folder(path, path), keys)
         wanted = self._wanted or _format_of([each.named for each in seen])
-        files = [
+        if first := next((each.named for each in nested if is_named(each.named, wanted)), None):
+            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
+        return [
             FoundFile(each.real_path(self.storage), each.keys, each.named)
             for each in seen
             if is_named(each.named, wanted)
         ]
-        if first := next((name for name in nested.values() if is_named(name, wanted)), None):
-            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
-        return files
 
-    def _files(self, top: Folder, keys: Keys) -> Iterator[tuple[Found, bool]]:
-        """Yield the files of a folder and of its key=value folders, and whether they lie below one of another name."""
-        waiting = [(top, keys, False, iter(self.entries(top.path)))]
+    def _files(self, top: Folder, keys: Keys) -> tuple[list[Found], list[Found]]:
+        """Return the files of a folder and of its key=value folders, and those below folders of other names."""
+        seen, nested = list[Found](), list[Found]()
+        waiting = [(top, keys, seen)]
         while waiting:
-            folder, keys, is_nested, entries = waiting[-1]
-            entry = next(entries, None)
-            if entry is None:
-                waiting.pop()
-            elif _is_hidden(entry.name):
-                continue
-            elif not entry.is_folder:
-                if is_named(entry.name, self._wanted):
-                    yield Found(folder, entry, keys), is_nested
-            elif is_nested or (key := folder_key(entry.name)) is None:
-                path = os.path.join(folder.path, entry.name)
-                if not entry.is_link and path != self._output:
-                    waiting.append((Folder(path, path), keys, True, iter(self.readable_entries(path))))
-            else:
-                child = folder.child(entry, self.storage)
+            folder, keys, files = waiting.pop()
+            for entry in self.entries(folder.path, or_none=files is nested):
+                if _is_hidden(entry.name):
+                    continue
+                if not entry.is_folder:
+                    if is_named(entry.name, self._wanted):
+                        files.append(Found(folder, entry, keys))
+                    continue
+                key = None if files is nested else folder_key(entry.name)
+                child = None if key is None and entry.is_link else folder.child(entry, self.storage)
                 if child is not None and child.path != self._output:
-                    waiting.append((child, (*keys, key), False, iter(self.entries(child.path))))
+                    waiting.append((child, keys, nested) if key is None else (child, (*keys, key), seen))
+        return sorted(seen, key=_by_name), sorted(nested, key=_by_name)
 
-    def entries(self, folder: str) -> list[Entry]:
-        """Return what a folder holds, by name. Raises SearchTooLong, or OSError where it cannot be read."""
+    def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
+        """Return what a folder holds. or_none: nothing where it cannot be read. Raises SearchTooLong, or OSError."""
         found = []
-        with self.storage.scan(folder) as listing:
-            for each in listing:
-                self.storage.check_interrupted()
-                self._num_names += 1
-                if self._num_names > MAX_NAMES:
-                    raise SearchTooLong(folder, MAX_NAMES)
-                found.append(each)
-        return sorted(found)
-
-    def readable_entries(self, folder: str) -> list[Entry]:
-        """Return what a folder holds, by name: nothing where it cannot be read. Raises SearchTooLong."""
-        with suppress(OSError):
-            return self.entries(folder)
-        return []
+        try:
+            with self.storage.scan(folder) as listing:
+                for each in listing:
+                    self.storage.check_interrupted()
+                    self._num_names += 1
+                    if self._num_names > MAX_NAMES:
+                        raise SearchTooLong(folder, MAX_NAMES)
+                    found.append(each)
+        except OSError:
+            if not or_none:
+                raise
+        return found
 
     def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
         """Return what a glob names, by name; hidden names only where it spells one out.
@@ -176,10 +164,15 @@ class Search:
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return what of a folder may match: it is not listed where its names are known."""
         if any(map(glob_chars, segments)):
-            return self.readable_entries(folder.path)
+            return self.entries(folder.path, or_none=True)
         self.storage.check_interrupted()
         looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
         return [found for found in looks if found is not None]
+
+
+def _by_name(found: Found) -> list[str]:
+    """Return a key by which a folder's files come before those of the folders behind it."""
+    return found.named.split("/")
 
 
 def _matches(segment: str, name: str) -> bool:
@@ -218,7 +211,8 @@ def find_files(
     """
     search, found = Search(storage, output, input_format), list[FoundFile]()
     folders = [_searched_folder(storage, item) for item in inputs]
-    shared = _num_shared(folders)
+    segments = zip(*(folder.split("/") for folder in folders), strict=False)
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, segments)))
     for item, folder in zip(inputs, folders, strict=True):
         storage.check_interrupted()
         keys = _keys(folder.split("/")[shared:])
@@ -240,15 +234,6 @@ def _searched_folder(storage: Storage, item: str) -> str:
         return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
     with reading(item):
         return item if storage.is_folder(item) else os.path.dirname(item)
-
-
-def _num_shared(folders: Sequence[str]) -> int:
-    """Return how many segments at their beginning all of the paths have."""
-    paths = [folder.split("/") for folder in folders]
-    for place, segments in enumerate(zip(*paths, strict=False)):
-        if len(set(segments)) > 1:
-            return place
-    return min(map(len, paths))
 
 
 def _format_of(names: Sequence[str]) -> str | None:

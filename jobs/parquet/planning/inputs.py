@@ -1,9 +1,10 @@
 """A run's input files: what they hold."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,15 +12,14 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
-from jobs.parquet.files.filesystem import FileStat
-from jobs.parquet.files.fingerprint import file_fingerprint
+from jobs.parquet.files.fingerprint import check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.tables.columns import with_added_fields
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
 from jobs.runs.plans.plan import Plan, PlannedFile
 from jobs.runs.plans.spec import RunSpec
@@ -27,66 +27,42 @@ from jobs.runs.plans.spec import RunSpec
 #: Lines that repeat a custom_id, each of which the plan lists.
 MAX_REPEATED = 100_000
 
-T = TypeVar("T")
 
-Looked = tuple[PlannedFile, list[tuple[int, int]]]
-"""A file, and rows and bytes of each of its groups."""
+class Inputs(NamedTuple):
+    """What planning knows of a run's input. of_plan: fields of its plan.
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """What planning knows of a run's input.
-
-    row_groups, group_bytes: for each file the rows of each of its row groups, and their bytes, unpacked.
-    file_schema: of every one of the files. added_columns: what comes behind its columns, of the names of
-    folders and files. input_format, columns, repeated: as in the plan.
+    groups: for each file, rows and unpacked bytes of each of its row groups. schema: all columns that a template may
+    name, in the order in which the output has them.
     """
 
-    files: tuple[PlannedFile, ...]
-    row_groups: tuple[tuple[int, ...], ...]
-    group_bytes: tuple[tuple[int, ...], ...]
-    file_schema: pa.Schema
-    added_columns: tuple[AddedColumn, ...]
-    input_format: str = PARQUET
-    columns: tuple[tuple[str, Kind], ...] = ()
-    repeated: tuple[int, ...] = ()
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return all columns that a template may name, in the order in which the output has them."""
-        return with_added_fields(self.file_schema, self.added_columns)
+    of_plan: dict[str, Any]
+    groups: list[list[tuple[int, int]]]
+    schema: pa.Schema
 
 
-def read_inputs(
-    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile], before: Plan | None = None
-) -> Inputs:
+def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Inputs:
     """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint.
 
-    before: the run's plan; what it knows of files that are no Parquet is not looked up again. Files behind
-    the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
+    Files behind the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
     SchemaMismatch when the files differ, or ColumnConflict for the filename column.
     """
-    file_format = one_format((file.named or file.path for file in found), spec.input_format)
-    known = before if before is not None and before.input_format == file_format else None
-    look = _Look(storage, file_format, context.shard_bytes.limit, known)
+    look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
         context.check_interrupted()
-        look.take(each.path, left)
+        look.take(each.path, left, context.shard_bytes.limit)
         if left is not None and (left := left - look.files[-1].rows) <= 0:
             break
-    schema, repeated = look.schema, look.repeated()
+    schema = look.schema
     columns, rows = _added_columns(found, schema.names, spec.filename_column)
-    return Inputs(
-        tuple(replace(file, values=tuple(values)) for file, values in zip(look.files, rows, strict=False)),
-        tuple(tuple(rows for rows, _ in groups) for groups in look.groups),
-        tuple(tuple(size for _, size in groups) for groups in look.groups),
-        schema,
-        tuple(columns),
-        file_format,
-        tuple(look.kinds.items()),
-        repeated,
-    )
+    of_plan = {
+        "files": tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
+        "added_columns": tuple(columns),
+        "input_format": look.format,
+        "columns": tuple(look.kinds.items()),
+        "repeated": repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
+    }
+    return Inputs(of_plan, look.groups, with_added_fields(schema, columns))
 
 
 def read_columns(
@@ -106,60 +82,49 @@ def read_columns(
 
 
 class _Look:
-    """What a look at one file after the other has told. known: a plan of the same format."""
+    """What a look at one file after the other has told."""
 
-    def __init__(self, storage: Storage, file_format: str, limit: int, known: Plan | None) -> None:
-        self._storage, self._format, self._limit = storage, file_format, limit
-        self._known: dict[tuple[str, str], PlannedFile] = {}
+    def __init__(self, storage: Storage, file_format: str) -> None:
+        self._storage, self.format = storage, file_format
         self.kinds: dict[str, Kind] = {}
-        if known is not None and file_format not in (PARQUET, OPENAI_BATCH):
-            self._known = {(file.path, file.fingerprint): file for file in known.files}
-            self._known_kinds = dict(known.columns)
         self.files: list[PlannedFile] = []
         self.groups: list[list[tuple[int, int]]] = []
+        self.names: list[bytearray] = []
         self._schema: pa.Schema | None = None
-        self._names: list[bytearray] = []
 
     @property
     def schema(self) -> pa.Schema:
-        if self._format in LINES:
+        if self.format in LINES:
             return pa.schema([arrow_field(name, kind) for name, kind in self.kinds.items()])
         return self._schema
 
-    def repeated(self) -> tuple[int, ...]:
-        """Return the rows whose custom_id an earlier one has."""
-        return repeated_rows(self._names, self.files[0].path) if self._format == OPENAI_BATCH else ()
+    def take(self, path: str, most: int | None, limit: int) -> None:
+        """Look at a file in one state of it. most: so many of its rows, where it is no Parquet. limit: as of look_at.
 
-    def take(self, path: str, most: int | None) -> None:
-        """Look at a file. most: so many of its rows, where it is no Parquet."""
-        look = self._footer if self._format == PARQUET else lambda path, stat: self._rows(path, stat, most)
-        file, groups = settled(self._storage, path, lambda stat: look(path, stat))
-        self.files.append(file)
-        self.groups.append(groups)
-
-    def _footer(self, path: str, stat: FileStat) -> Looked:
-        found = look_at(self._storage, path, self._limit)
-        self._check_schema(path, found.schema)
-        fingerprint = file_fingerprint(self._storage, path)
-        return _planned(path, stat, fingerprint, found.groups), found.groups
-
-    def _rows(self, path: str, stat: FileStat, most: int | None) -> Looked:
-        fingerprint = file_fingerprint(self._storage, path, self._format)
-        known = self._known.get((path, fingerprint))
-        if known is not None and self._format in LINES:
-            self._take_kinds(path, self._known_kinds)
+        Raises InputNotFound, or InputBeingWritten.
+        """
+        stat = self._storage.stat(path)
+        if stat is None:
+            raise InputNotFound(path)
+        fingerprint = file_fingerprint(self._storage, path, self.format)
+        if self.format == PARQUET:
+            found = look_at(self._storage, path, limit)
         else:
-            found = scan(self._storage, path, self._format, most if known is None else 0, self._limit)
-            if self._format == ARROW:
-                self._check_schema(path, found.schema)
+            found = scan(self._storage, path, self.format, most, limit)
+        if self.format in LINES:
             self._take_kinds(path, found.kinds)
-            self._names.append(found.names)
-        groups = found.groups if known is None else [(known.rows, stat.size)]
-        return _planned(path, stat, fingerprint, groups), groups
+            self.names.append(found.names)
+        else:
+            self._check_schema(path, found.schema)
+        if self._storage.stat(path) != stat:
+            raise InputBeingWritten(path)
+        rows = sum(rows for rows, _ in found.groups)
+        self.files.append(PlannedFile(path, stat.size, stat.mtime_ns, rows, fingerprint, etag=stat.etag))
+        self.groups.append(found.groups)
 
     def _take_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
         """Merge what columns hold. CSV files have the same header; objects any of the names that one has."""
-        is_headed = self._format in HEADED
+        is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
             what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
             raise SchemaMismatch(path, what)
@@ -175,11 +140,6 @@ class _Look:
             raise SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
 
 
-def _planned(path: str, stat: FileStat, fingerprint: str, groups: Sequence[tuple[int, int]]) -> PlannedFile:
-    rows = sum(rows for rows, _ in groups)
-    return PlannedFile(path, stat.size, stat.mtime_ns, rows, fingerprint, etag=stat.etag)
-
-
 def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
     """Return the rows whose custom_id an earlier one has, by NAME_BYTES of each row. Raises CorruptTable."""
     found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
@@ -189,17 +149,6 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
         what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
         raise CorruptTable(path, OPENAI_BATCH, what)
     return tuple(repeated.tolist())
-
-
-def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
-    """Return what a look at a file tells of one state of it. Raises InputNotFound, or InputBeingWritten."""
-    stat = storage.stat(path)
-    if stat is None:
-        raise InputNotFound(path)
-    found = look(stat)
-    if storage.stat(path) != stat:
-        raise InputBeingWritten(path)
-    return found
 
 
 def _added_columns(
@@ -225,22 +174,22 @@ def _columns(schema: pa.Schema, first: pa.Schema) -> str:
     return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
 
 
-def check_as_planned(storage: Storage, plan: Plan, inputs: Inputs) -> None:
-    """Raise InputChanged for the first file that is not as planned."""
-    planned, found = ({file.path: file for file in files} for files in (plan.files, inputs.files))
-    for path in [*found, *planned]:
+def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -> None:
+    """Raise InputChanged for the first file that is not as planned. found: those that there are now."""
+    spec, planned = plan.spec, {file.path: file for file in plan.files}
+    in_files = {name for file in found for name in file.key_names} - {column.name for column in plan.added_columns}
+    _, values = _added_columns(found, [*in_files], spec.filename_column)
+    now = {file.path: tuple(own) for file, own in zip(found, values, strict=True)}
+    if spec.limit is not None and sum(file.rows for file in plan.files) >= spec.limit:
+        now = dict(islice(now.items(), len(planned)))  # those behind it are left out
+    for path in [*now, *planned]:
         if path not in planned:
             raise InputChanged(path, "it is new")
-        if path not in found:
+        if path not in now:
             raise InputChanged(path, storage.what_is_there(path))
-        if planned[path] != found[path]:
-            raise InputChanged(path, _difference(planned[path], found[path]))
-    if list(planned) != list(found):
-        raise InputChanged(plan.spec.input[0], "its files come in another order")
-
-
-def _difference(planned: PlannedFile, found: PlannedFile) -> str:
-    for name in ("size", "rows", "values"):
-        if getattr(planned, name) != getattr(found, name):
-            return f"{name}: planned {getattr(planned, name)}, found {getattr(found, name)}"
-    return f"it has the same {found.size} bytes, but other contents"
+        if now[path] != planned[path].values:
+            raise InputChanged(path, f"values: planned {planned[path].values}, found {now[path]}")
+        storage.check_interrupted()
+        check_unchanged(storage, planned[path], input_format=plan.input_format)
+    if list(planned) != list(now):
+        raise InputChanged(spec.input[0], "its files come in another order")

@@ -51,7 +51,7 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     ordered = replace(plan, files=own, reused=Reused(context.execution_id))
     groups = _write(storage, plan, ordered.rows_path(own[0]), order)
     write_kept(storage, ordered, 0, order)
-    return replace(ordered, added_columns=(), shards=cut_shards([groups], spec.rows_per_shard))
+    return replace(ordered, shards=cut_shards([groups], spec.rows_per_shard))
 
 
 def _key(row: Row | RowProblem) -> list[int]:

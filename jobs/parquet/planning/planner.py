@@ -3,6 +3,7 @@
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +24,13 @@ from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
 from jobs.parquet.planning.ordering import in_order
 from jobs.parquet.planning.reusing import with_reused
-from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, SUCCESS
-from jobs.runs.plans.plan import PinnedModel, Plan, cut_shards
+from jobs.runs.plans.partitions import FoundFile
+from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.run_index import list_in_index
@@ -73,18 +74,12 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state.open_submission(context.job_id, spec.output, submission)
     list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
-    before = find_plan(storage, spec.output)
-    if before is not None:
-        _check_is_of(before, spec)
-    inputs = read_inputs(context, storage, spec, found, before)
-    check_columns(spec, inputs.schema, found[0].path)
-    plan = _agreed_plan(context, storage, inputs, spec, submission, before)
-    check_as_planned(storage, plan, inputs)
+    plan = _agreed_plan(context, storage, found, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
     if missing and plan.rows == 0:
-        _publish_empty_part(folder, inputs, context)
+        _publish_empty_part(folder, read_inputs(context, storage, spec, found).schema, context)
         missing = []
     if missing:
         state.unmark_finished(folder.has_success)
@@ -130,31 +125,38 @@ def _convert(context: JobContext, folder: RunFolder, missing: list[int]) -> int:
     return num_bytes
 
 
-def _check_is_of(plan: Plan, spec: RunSpec) -> None:
-    if plan.run != spec.run:
-        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
-
-
 def _agreed_plan(
-    context: JobContext, storage: Storage, inputs: Inputs, spec: RunSpec, submission: Submission, before: Plan | None
+    context: JobContext, storage: Storage, found: Sequence[FoundFile], spec: RunSpec, submission: Submission
 ) -> Plan:
-    """Return the plan on disk, or write a new one. before: the plan there was."""
-    plan = before
-    if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
-        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
+    """Write the plan of a new run; or return the one that is there, where the files found are those planned."""
+    plan = find_plan(storage, spec.output)
     if plan is None:
+        inputs = read_inputs(context, storage, spec, found)
+        check_columns(spec, inputs.schema, found[0].path)
+        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
         context.model.check_asked_for(submission.model)
         plan = with_reused(context, storage, in_order(context, storage, new_plan(context, spec, inputs)), submission)
         if not spec.only_new and spec.order is None:
-            plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
+            plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
         if create_plan(storage, plan, context.execution_id):
             return plan
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, plan)
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
-        _check_is_of(plan, spec)
+    if plan.run != spec.run:
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     _check_same_model(plan, context.model, submission.model)
+    check_as_planned(storage, plan, found)
     return plan
+
+
+def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
+    """Return what a shard's rows take, each as many bytes as others of its row group."""
+    num_bytes, start = 0.0, -shard.skip
+    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
+        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
+        start += rows
+    return round(num_bytes)
 
 
 def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
@@ -165,12 +167,8 @@ def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         seed=secrets.randbits(63) if seed is None else seed,
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
         version=code_version(),
-        files=inputs.files,
-        shards=cut_shards(inputs.row_groups, spec.rows_per_shard, spec.limit),
-        added_columns=inputs.added_columns,
-        input_format=inputs.input_format,
-        columns=inputs.columns,
-        repeated=inputs.repeated,
+        shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
+        **inputs.of_plan,
     )
 
 
@@ -183,12 +181,12 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
         raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
 
 
-def _publish_empty_part(folder: RunFolder, inputs: Inputs, context: JobContext) -> None:
+def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
-    stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, times=(now, now), model=model)
+    stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
     temporary, spec = folder.temporary_part(0), folder.plan.spec
-    schema = output_schema(inputs.schema, spec, embedding_size=embedding_size(spec, model))
+    schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
     folder.make_parts_folder()
     try:
         write_part(folder.storage, temporary, schema, [], stats)

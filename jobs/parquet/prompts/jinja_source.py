@@ -38,14 +38,14 @@ class JinjaSource(PromptSource):
     def check(self, schema: pa.Schema) -> None:
         check_texts(schema, self.columns)
 
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        """Render rows; a child that fails is asked again, row by row: what it fails with then is the row's."""
+    def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
+        """Yield rows' texts; a child that fails is asked again, row by row: what it fails with then is the row's."""
         done, singly = 0, False
         while done < rows.num_rows:
             try:
                 for found in self._asked(rows.slice(done, 1 if singly else None)):
                     done += 1
-                    yield self._checked(found)
+                    yield RowProblem(found) if isinstance(found, str) else found
             except ChildFailed as error:
                 if singly:
                     done += 1
@@ -53,6 +53,7 @@ class JinjaSource(PromptSource):
                 singly = True
 
     def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
+        """Yield rows' texts, or why there are none."""
         rows, sink = rows.select(self.columns), pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, rows.schema) as stream:
             stream.write_batch(rows)
@@ -61,14 +62,8 @@ class JinjaSource(PromptSource):
             for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), sink.getvalue().to_pybytes()):
                 yield from message["rows"]
 
-    def _checked(self, found: list[str] | str) -> str | RowProblem:
-        """Return the prompt that the texts are; a text alone says why there are none."""
-        if isinstance(found, str):
-            return RowProblem(found)
-        try:
-            if self._roles is None:
-                return checked_text(found[0], "prompt")
-            pairs = zip(self._roles, found, strict=True)
-            return checked_chat([{"role": role, "content": text} for role, text in pairs])
-        except RowProblem as problem:
-            return problem
+    def render(self, values: list[str]) -> str:
+        if self._roles is None:
+            return checked_text(values[0], "prompt")
+        pairs = zip(self._roles, values, strict=True)
+        return checked_chat([{"role": role, "content": text} for role, text in pairs])

@@ -50,79 +50,79 @@ class Row(NamedTuple):
 
 
 class PromptSource(abc.ABC):
-    """Renders rows to prompts: texts, or the JSON of a chat's messages."""
+    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: of the input, that are read."""
 
-    #: The input columns that are read.
     columns: tuple[str, ...]
 
     @abc.abstractmethod
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType when a column of the schema can never be rendered."""
 
-    @abc.abstractmethod
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        """Yield each row's prompt, or why it has none."""
-
-
-class ValuesSource(PromptSource):
-    """Renders row by row, in this process."""
+    def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
+        """Yield what the prompt of each row is made of, or its RowProblem."""
+        return python_rows(self.columns, rows)
 
     @abc.abstractmethod
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return the prompt of one row. Raises RowProblem."""
-
-    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
-        for values in python_rows(self.columns, rows):
-            if isinstance(values, RowProblem):
-                yield values
-                continue
-            try:
-                yield self.render(values)
-            except RowProblem as problem:
-                yield problem
+    def render(self, values: Any) -> str:
+        """Return the prompt of one row, of what `read` gave. Raises RowProblem."""
 
 
-class PromptColumn(ValuesSource):
-    """A column of texts."""
+class ColumnSource(PromptSource):
+    """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
-    def __init__(self, column: str) -> None:
+    def __init__(
+        self, column: str, of: Callable[[Any], str], fits: Callable[[pa.DataType], bool], expected: str
+    ) -> None:
         self.columns = (column,)
+        self._of, self._fits, self._expected = of, fits, expected
 
     def check(self, schema: pa.Schema) -> None:
         (column,) = self.columns
-        if not is_text(schema.field(column).type):
-            raise WrongColumnType(column, schema.field(column).type, "text")
+        if not self._fits(kind := schema.field(column).type):
+            raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str:
-        (text,) = values.values()
-        return checked_text(text, "prompt")
+        (value,) = values.values()
+        return self._of(value)
 
 
-class MessagesColumn(ValuesSource):
-    """A column of chats: lists of structs with role and content, or the same as JSON text."""
-
-    def __init__(self, column: str) -> None:
-        self.columns = (column,)
-
-    def check(self, schema: pa.Schema) -> None:
-        (column,) = self.columns
-        kind = schema.field(column).type
-        if not (is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))):
-            raise WrongColumnType(column, kind, "a list of structs with role and content, or their JSON")
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        (messages,) = values.values()
-        if messages is None:
-            raise RowProblem("messages are null")
-        if isinstance(messages, str):
-            try:
-                messages = json.loads(messages)
-            except (ValueError, RecursionError) as error:
-                raise RowProblem(f"messages are not JSON: {error}") from None
-        return checked_chat(messages)
+def prompt_column(column: str) -> ColumnSource:
+    """Return the source of a column of texts."""
+    return ColumnSource(column, lambda text: checked_text(text, "prompt"), is_text, "text")
 
 
-class TemplateSource(ValuesSource):
+def batch_lines() -> ColumnSource:
+    """Return the source of a batch file's lines: each is its own JSON."""
+    return ColumnSource("request", _line, is_text, "JSON")
+
+
+def _line(text: Any) -> str:
+    if text is None:
+        raise RowProblem("there is no request")
+    return str(text)
+
+
+def messages_column(column: str) -> ColumnSource:
+    """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
+    return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
+
+
+def _may_be_chat(kind: pa.DataType) -> bool:
+    return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
+
+
+def _chat(messages: Any) -> str:
+    if messages is None:
+        raise RowProblem("messages are null")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise RowProblem(f"messages are not JSON: {error}") from None
+    return checked_chat(messages)
+
+
+class TemplateSource(PromptSource):
     """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -193,21 +193,6 @@ def checked_chat(messages: Any) -> str:
         raise RowProblem(str(problem)) from None
 
 
-class BatchLine(ValuesSource):
-    """Lines of a batch file: each is its own JSON."""
-
-    columns = ("request",)
-
-    def check(self, schema: pa.Schema) -> None:
-        """Accept any schema: any line may be read."""
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        (text,) = values.values()
-        if not isinstance(text, str):
-            raise RowProblem("there is no request")
-        return text
-
-
 class RowSource:
     """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
 
@@ -236,21 +221,19 @@ class RowSource:
         such."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
-            prompts = self._prompts.rendered(part)
-            if not self._read and not problems:
-                for prompt in prompts:
-                    yield Row(prompt) if isinstance(prompt, str) else prompt
-                continue
-            for number, each in enumerate(zip(prompts, python_rows(self._read, part), strict=True), start):
+            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
+            for number, each in enumerate(pairs, start):
                 problem = problems[number] if problems else None
-                yield RowProblem(problem) if problem is not None else self._row(*each)
+                yield self._row(*each) if problem is None else RowProblem(problem)
 
-    def _row(self, prompt: str | RowProblem, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
-        if isinstance(prompt, RowProblem):
-            return prompt
-        if isinstance(values, RowProblem):
-            return values
+    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
+        """Return a row. given: what its prompt is made of."""
+        for each in (given, values):
+            if isinstance(each, RowProblem):
+                return each
+        assert isinstance(values, Mapping)
         try:
+            prompt = self._prompts.render(given)
             sampling = "" if self._sampling is None else self._sampling.of(values)
         except RowProblem as problem:
             return problem

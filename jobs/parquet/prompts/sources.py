@@ -9,13 +9,13 @@ from jobs.context import accept_any_sampling
 from jobs.errors import ColumnConflict
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.prompt_source import (
-    BatchLine,
-    MessagesColumn,
-    PromptColumn,
     PromptSource,
     RowSource,
     TemplateSource,
+    batch_lines,
     check_defaults,
+    messages_column,
+    prompt_column,
     written_as_texts,
 )
 from jobs.parquet.prompts.row_sampling import RowSampling
@@ -28,7 +28,7 @@ from jobs.runs.plans.spec import RunSpec
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
     """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
     if spec.input_format == OPENAI_BATCH:
-        return RowSource(BatchLine())
+        return RowSource(batch_lines())
     sampling = None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
@@ -51,9 +51,9 @@ def _prompts(spec: RunSpec) -> PromptSource:
         template.check_cost(spec.rows_per_shard)
         return TemplateSource(template, spec.defaults)
     if spec.messages_column is not None:
-        return MessagesColumn(spec.messages_column)
+        return messages_column(spec.messages_column)
     assert spec.prompt_column is not None
-    return PromptColumn(spec.prompt_column)
+    return prompt_column(spec.prompt_column)
 
 
 def step_source(step: PromptStep, defaults: Mapping[str, str]) -> TemplateSource:

@@ -1,6 +1,7 @@
 """The rows of a shard, rendered ahead of the engine."""
 
 from collections.abc import Iterable, Iterator, Set
+from contextlib import ExitStack, closing
 
 import pyarrow as pa
 
@@ -12,13 +13,10 @@ from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.columns import ColumnChoice, split_problems, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.plan import Plan, Shard
 
 #: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
 ROW_BYTES = 300
-
-#: Bytes that are counted together: the count is shared by threads.
-GRAIN_BYTES = 1 << 20
 
 
 class ShardTexts:
@@ -34,33 +32,25 @@ class ShardTexts:
         """path, columns, remedy: where the rows come from and what helps, for the error."""
         self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
         self._known: dict[Row, Row] = {}
-        self._bytes = self._gone = 0
+        self._bytes = 0
         self.rows: list[Row | RowProblem] = []
 
     def add(self, rows: Iterable[Row | RowProblem]) -> None:
         """Take more rows. Raises ShardTooLarge for prompts beyond a shard's bytes, NoRoomYet beside those of others."""
-        new = 0
         for row in rows:
+            num_bytes = ROW_BYTES
             if isinstance(row, Row):
                 known = self._known.setdefault(row, row)
-                if known is row:
-                    new += row.num_bytes
+                num_bytes += row.num_bytes if known is row else 0
                 row = known
             self.rows.append(row)
-            new += ROW_BYTES
-            if new > GRAIN_BYTES:
-                self._count(new)
-                new = 0
-        self._count(new)
-
-    def _count(self, num_bytes: int) -> None:
-        if self._bytes + num_bytes > self._held.limit:
-            columns = ", ".join(map(repr, self._columns))
-            found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
-            found = f"{found} take {self._bytes + num_bytes} bytes"
-            raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
-        self._held.hold(num_bytes, self._bytes)
-        self._bytes += num_bytes
+            if self._bytes + num_bytes > self._held.limit:
+                columns = ", ".join(map(repr, self._columns))
+                found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
+                found = f"{found} take {self._bytes + num_bytes} bytes"
+                raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
+            self._held.hold(num_bytes, self._bytes)
+            self._bytes += num_bytes
 
     def gathered(self) -> list[Row | RowProblem]:
         """Return the rows, once all are there: they are the caller's from here on."""
@@ -69,10 +59,7 @@ class ShardTexts:
 
     def let_go(self, row: Row) -> None:
         """Count a row no more that was handed out."""
-        self._gone += row.num_bytes
-        if self._gone > GRAIN_BYTES:
-            self._release(self._gone)
-            self._gone = 0
+        self._release(row.num_bytes)
 
     def close(self) -> None:
         """Count nothing any more; may be called more than once."""
@@ -85,24 +72,22 @@ class ShardTexts:
 
 
 def shard_batches(
-    context: JobContext, storage: Storage, plan: Plan, source: RowSource, shards: Iterable[int]
-) -> Iterator[tuple[int, Iterator[pa.RecordBatch]]]:
-    """Yield shards, which ascend, with what their rows hold of the columns that a source reads."""
-    reader, file = None, -1
-    added = {column.name for column in plan.added_columns}
-    choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
-    try:
-        for number in shards:
-            shard = plan.shards[number]
-            if reader is None or shard.file != file or not reader.reaches(shard):
-                if reader is not None:
-                    reader.close()
-                file = shard.file
-                reader = RowReader(storage, plan.rows_path(plan.files[file]), shard, choice)
-            yield number, reader.read(shard, context.check_interrupted)
-    finally:
-        if reader is not None:
-            reader.close()
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader
+) -> Iterator[tuple[pa.RecordBatch, list[str | None]]]:
+    """Yield the rows of a shard with the columns that are in no file, and why lines are no rows, if any are none."""
+    for batch in reader.read(shard, context.check_interrupted):
+        batch, problems = split_problems(batch)
+        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values), problems
+
+
+def shard_rows(
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
+) -> Iterator[Row | RowProblem]:
+    """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
+    for batch, problems in shard_batches(context, plan, shard, reader):
+        for row in source.rows(batch, problems):
+            context.check_interrupted()
+            yield row
 
 
 def rendered_shards(
@@ -110,12 +95,17 @@ def rendered_shards(
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
-    shards = [shard for shard in shards if plan.shards[shard].rows]
-    for number, batches in shard_batches(context, storage, plan, source, shards):
-        planned = plan.files[plan.shards[number].file]
-        texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
-        for batch in batches:
-            batch, problems = split_problems(batch)
-            batch = with_added_values(batch, plan.added_columns, planned.values)
-            texts.add(source.rows(batch, problems))
-        yield plan.first_row(number), texts.gathered()
+    reader, file = None, -1
+    with ExitStack() as readers:
+        for number in shards:
+            shard = plan.shards[number]
+            if not shard.rows:
+                continue
+            planned = plan.files[shard.file]
+            if reader is None or shard.file != file or not reader.reaches(shard):
+                readers.close()
+                choice, file = ColumnChoice(source.columns), shard.file
+                reader = readers.enter_context(closing(RowReader(storage, plan.rows_path(planned), shard, choice)))
+            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
+            texts.add(shard_rows(context, plan, shard, reader, source))
+            yield plan.first_row(number), texts.gathered()

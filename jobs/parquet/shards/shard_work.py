@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,19 +16,18 @@ from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
-from jobs.parquet.files.filesystem import FileStat
-from jobs.parquet.files.fingerprint import file_fingerprint, unchanged
+from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.reuse.taken_answers import taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.shards.shard_texts import ShardTexts
-from jobs.parquet.tables.columns import ColumnChoice, kept, split_problems, with_added_fields, with_added_values
+from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
+from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice, with_added_fields
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
@@ -54,7 +51,7 @@ class ShardWork(RowsTask):
             check_model(folder.plan, context.model)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
-            self._files.enter(self._planned_file.path)
+            self._files.enter(self._file.path)
             self._entered = True
             try:
                 self._requests = self._read_requests()
@@ -72,15 +69,13 @@ class ShardWork(RowsTask):
 
     def progress(self) -> dict[str, Any]:
         """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
-        rows = self._shard.rows
-        if self._requests is None:
-            return {"rows": rows, "rows_done": rows, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
+        rows, asked = self._shard.rows, self._requests
         return {
             "rows": rows,
-            "rows_done": self._requests.rows_done,
-            "rows_open": self._requests.rows_open,
-            "prompt_tokens": self._requests.prompt_tokens,
-            "tokens": self._requests.generated_tokens,
+            "rows_done": asked.rows_done if asked else rows,
+            "rows_open": asked.rows_open if asked else 0,
+            "prompt_tokens": asked.prompt_tokens if asked else 0,
+            "tokens": asked.generated_tokens if asked else 0,
         }
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
@@ -111,7 +106,7 @@ class ShardWork(RowsTask):
     def _let_go(self) -> None:
         if self._entered:
             self._entered = False
-            self._files.leave(self._planned_file.path)
+            self._files.leave(self._file.path)
         super().close()
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
@@ -130,24 +125,26 @@ class ShardWork(RowsTask):
 
     def _write(self, requests: ShardRequests) -> PartStats:
         """Write the part beside its place."""
-        storage, file = self._folder.storage, self._file()
         answers = requests.answers()
+        plan, spec = self._folder.plan, self._folder.plan.spec
         stats = part_stats(
-            self._folder.plan.run,
-            self._number,
             answers,
+            self._context.model,
+            run=plan.run,
+            shard=self._number,
             generated_tokens=requests.generated_tokens,
-            times=(self._started_at, self._clock()),
-            model=self._context.model,
+            started_at=self._started_at,
+            ended_at=self._clock(),
             worker=self._context.worker_name,
+            rows_resumed=requests.rows_resumed,
+            tokens_resumed=requests.tokens_resumed,
         )
-        stats = replace(stats, rows_resumed=requests.rows_resumed, tokens_resumed=requests.tokens_resumed)
-        spec, added = self._folder.plan.spec, self._folder.plan.added_columns
         self._folder.make_parts_folder()
-        with self._reader(file, kept(spec, self._added)) as reader:
+        kept = ColumnChoice(None if spec.keep is None else (*spec.keep, ROW_NUMBER), tuple(spec.drop or ()))
+        with self._reader(kept) as reader:
             size = embedding_size(spec, self._context.model)
-            schema = output_schema(with_added_fields(reader.schema, added), spec, file.path, size)
-            write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
+            schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
+            write_part(self._folder.storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
     def _write_keys(self, answers: Sequence[Answer]) -> None:
@@ -158,19 +155,16 @@ class ShardWork(RowsTask):
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
-        for batch in reader.read(self._shard, self._context.check_interrupted):
-            batch = self._with_added(split_problems(batch)[0])
+        for batch, _ in shard_batches(self._context, self._folder.plan, self._shard, reader):
             yield with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests:
-        plan, file, source, context = self._folder.plan, self._file(), self._source, self._context
-        in_file = ColumnChoice(tuple(name for name in source.columns if name not in self._added))
-        self._texts = texts = ShardTexts(file.path, source.columns, context.shard_bytes)
-        with self._reader(file, in_file) as reader:
-            for batch in reader.read(self._shard, context.check_interrupted):
-                batch, problems = split_problems(batch)
-                texts.add(self._heeded(source.rows(self._with_added(batch), problems)))
+        plan, context = self._folder.plan, self._context
+        source = row_source(plan.spec, context.check_sampling)
+        self._texts = texts = ShardTexts(self._file.path, source.columns, context.shard_bytes)
+        with self._reader(ColumnChoice(source.columns)) as reader:
+            texts.add(shard_rows(context, plan, self._shard, reader, source))
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
@@ -187,55 +181,29 @@ class ShardWork(RowsTask):
         requests.resume(left.under_way)
         return requests
 
-    def _heeded(self, rows: Iterator[Row | RowProblem]) -> Iterator[Row | RowProblem]:
-        """Yield rows; before each of them the work heeds what interrupts it."""
-        for row in rows:
-            self._context.check_interrupted()
-            yield row
-
-    def _with_added(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return with_added_values(batch, self._folder.plan.added_columns, self._planned_file.values)
-
     @property
-    def _planned_file(self) -> PlannedFile:
+    def _file(self) -> PlannedFile:
         return self._folder.plan.files[self._shard.file]
-
-    @cached_property
-    def _source(self) -> RowSource:
-        return row_source(self._folder.plan.spec, self._context.check_sampling)
-
-    @property
-    def _added(self) -> set[str]:
-        return {column.name for column in self._folder.plan.added_columns}
 
     @property
     def _shard(self) -> Shard:
         return self._folder.plan.shards[self._number]
 
     @contextmanager
-    def _reader(self, file: PlannedFile, columns: ColumnChoice) -> Iterator[RowReader]:
+    def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
-        plan, storage, shard = self._folder.plan, self._folder.storage, self._shard
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
+        plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
+        key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
         def open_reader() -> RowReader:
-            make_room = self._files.close_idle
-            held = self._context.shard_bytes
+            held, make_room = self._context.shard_bytes, self._files.close_idle
             return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
-
-        def fingerprint(state: FileStat) -> str:
-            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
 
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.
         with (
-            unchanged(storage, plan, file, fingerprint),
+            unchanged(storage, plan, file),
             self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, plan, file, fingerprint),
+            unchanged(storage, plan, file),
         ):
             yield reader
-
-    def _file(self) -> PlannedFile:
-        """Return the shard's file, confined anew: a plan is a file that someone may have edited."""
-        file = self._planned_file
-        return replace(file, path=self._folder.storage.resolve(file.path))

@@ -1,12 +1,11 @@
 """Columns of a table: their types, the ones that are kept, and the ones that are added."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.runs.plans.partitions import AddedColumn
-from jobs.runs.plans.spec import RunSpec
 
 #: Why a line of a file is no row: it goes with the rows in this column until they are answered or written. No
 #: column of a file: a header or key of this name is refused.
@@ -36,10 +35,10 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 class ColumnChoice(NamedTuple):
-    """Columns by name, or (`names` is None) all of a file but some."""
+    """Columns by name, or (`names` is None) all of a file but some. What the file has not is passed over."""
 
-    names: tuple[str, ...] | None = None
-    without: tuple[str, ...] = ()
+    names: Sequence[str] | None = None
+    without: Sequence[str] = ()
 
     def of(self, found: Sequence[str]) -> list[str] | None:
         """Return those of a file's columns that are chosen; None for all."""
@@ -50,27 +49,18 @@ class ColumnChoice(NamedTuple):
 
 ALL_COLUMNS = ColumnChoice()
 
-
-def kept(spec: RunSpec, added: Collection[str]) -> ColumnChoice:
-    """Return what parts hold of a file. added: columns that are in none, which come behind the files' own."""
-    if spec.keep is not None:
-        numbers = (ROW_NUMBER,) if spec.order else ()
-        return ColumnChoice((*(name for name in spec.keep if name not in added), *numbers))
-    return ColumnChoice(without=tuple(name for name in spec.drop or () if name not in added))
-
-
 _TYPES = {"int64": pa.int64(), "string": pa.string()}
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema and metadata with the added columns behind its own."""
-    fields = [pa.field(column.name, _TYPES[column.type]) for column in columns]
+    """Return a file's schema and metadata with the added columns behind its own, unless planning has written them."""
+    fields = [pa.field(column.name, _TYPES[column.type]) for column in columns if column.name not in schema.names]
     return pa.schema([*schema, *fields], metadata=schema.metadata)
 
 
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
     """Append a file's values to a batch of its rows."""
-    if not columns:
+    if not columns or columns[0].name in batch.schema.names:
         return batch
     schema = with_added_fields(batch.schema, columns)
     added = [

@@ -38,12 +38,15 @@ class RowReader:
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._held = path, held or ShardBytes()
-        self._reserved = 0
-        self._reserve(self._held.limit // READERS, make_room)
+        self._reserved = self._held.limit // READERS
+        if not self._held.reserve_reading(self._reserved):
+            make_room()
+            if not self._held.reserve_reading(self._reserved):
+                raise NoRoomYet
         try:
             self._table = TableReading(storage, path, columns, first.first_group, self._held.limit)
         except BaseException:
-            self._let_go()
+            self._held.reserve_reading(-self._reserved)
             raise
         #: The schema of the whole file.
         self.schema: pa.Schema = self._table.schema
@@ -51,17 +54,6 @@ class RowReader:
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
-
-    def _reserve(self, num_bytes: int, make_room: Callable[[], None]) -> None:
-        if not self._held.reserve_reading(num_bytes):
-            make_room()
-            if not self._held.reserve_reading(num_bytes):
-                raise NoRoomYet
-        self._reserved = num_bytes
-
-    def _let_go(self) -> None:
-        self._held.reserve_reading(-self._reserved)
-        self._reserved = 0
 
     def reaches(self, shard: Shard) -> bool:
         """Whether the shard lies ahead, and no new reader would start nearer to it."""
@@ -95,7 +87,8 @@ class RowReader:
         """Close the file; may be called more than once."""
         self._left = None
         self._table.close()
-        self._let_go()
+        self._held.reserve_reading(-self._reserved)
+        self._reserved = 0
 
     def _next_batch(self, missing: int) -> pa.RecordBatch:
         batch = next(self._batches, None) if self._left is None else self._left

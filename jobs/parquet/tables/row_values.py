@@ -1,6 +1,7 @@
 """A row's values, nested ones too, as prompts and outputs show them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
@@ -66,8 +67,10 @@ class RowProblem(Exception):
 
 def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
     """Yield the values of each row in some columns by name, or why one of them is none."""
+    if not columns:
+        yield from repeat({}, rows.num_rows)
     found = [_as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
-    for row in zip(*found, strict=True) if columns else (() for _ in range(rows.num_rows)):
+    for row in zip(*found, strict=True):
         problem = next((value for value in row if isinstance(value, RowProblem)), None)
         yield problem or dict(zip(columns, row, strict=True))
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, JobsError
+from jobs.parquet.files.fetched_file import FETCH_BYTES, FetchedFile
 from jobs.parquet.files.storage import reading
 from jobs.parquet.tables.columns import ColumnChoice
 from sandbox.child import Body, Worker
@@ -16,9 +17,6 @@ BATCH_BYTES = 1 << 23
 
 #: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
-
-#: Bytes that the worker is asked for at once.
-FETCH_BYTES = 1 << 20
 
 _ARROW_SCHEMA = b"ARROW:schema"
 
@@ -30,7 +28,7 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
 
     def do(worker: Worker) -> Replies:
         question = worker.question
-        fetched = _FetchedFile(worker, question["size"])
+        fetched = FetchedFile(lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"])
         try:
             with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
                 yield from task(question, source)
@@ -82,42 +80,6 @@ def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.R
     rows = max(1, min(question["rows"], int(BATCH_BYTES / max(1.0, row_bytes))))
     found: Iterator[pa.RecordBatch] = file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
     return found
-
-
-class _FetchedFile:
-    """What Python calls a file: the worker has it, and gives its bytes."""
-
-    closed = False
-
-    def __init__(self, worker: Worker, size: int) -> None:
-        self._worker, self._size, self._at = worker, size, 0
-
-    def read(self, size: int | None = None) -> bytes:
-        left = self._size - self._at
-        left = left if size is None or size < 0 else min(size, left)
-        if left <= FETCH_BYTES:
-            return bytes(self._fetch(left))
-        found = bytearray(left)  # first of all: a size that a file only claims ends here
-        place = 0
-        while place < left and (part := self._fetch(min(FETCH_BYTES, left - place))):
-            found[place : place + len(part)] = part
-            place += len(part)
-        return bytes(found[:place])
-
-    def _fetch(self, size: int) -> bytearray:
-        found = self._worker.fetch({"at": self._at, "size": size}) if size > 0 else bytearray()
-        self._at += len(found)
-        return found
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        self._at = place + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        """Do nothing: the worker closes it."""
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:

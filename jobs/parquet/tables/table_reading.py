@@ -34,13 +34,19 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a file tells: rows and bytes of each group, bytes of data and footer, metadata by keys."""
+    """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
+
+    rows, stored_bytes, metadata: of a Parquet file, with its data's and footer's bytes. kinds: of a text file's
+    columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
+    """
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
     rows: int = 0
     stored_bytes: int = 0
     metadata: Mapping[str, bytes] = field(default_factory=dict)
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    names: bytearray = field(default_factory=bytearray)
 
 
 def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:

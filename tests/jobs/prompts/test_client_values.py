@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine import SamplingParams
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.prompts.prompt_source import MessagesColumn
+from jobs.parquet.prompts.prompt_source import messages_column
 from jobs.prompts.client_values import NEUTRAL, without_neutral
 from jobs.prompts.messages import UnusableMessages, normal_messages
 from jobs.runs.plans.spec import RunSpec
@@ -129,7 +129,7 @@ def test_normal_messages_are_their_own_normal_form(messages: list[dict[str, Any]
     normal = normal_messages(messages)
     assert normal_messages(normal) == normal
     assert normal_messages(json.loads(json.dumps(normal))) == normal
-    rendered = MessagesColumn("chat").render({"chat": messages})
+    rendered = messages_column("chat").render({"chat": messages})
     assert json.loads(rendered) == normal
 
 

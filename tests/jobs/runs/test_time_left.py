@@ -18,7 +18,6 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
-from jobs.parquet.planning import shard_lengths
 from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.recorded_parts import SeenParts
 from jobs.runs.redis_state.state import RunState
@@ -35,26 +34,25 @@ TABLE = pa.table({"prompt": ["x" * n for n in range(1, 101)], "other": ["y" * 50
 @pytest.fixture
 def plan(runs: Runs) -> Plan:
     """A run of four shards, of which each asks more than the one before."""
-    pq.write_table(TABLE, runs.source)
+    pq.write_table(TABLE, runs.source, row_group_size=25, compression="none", use_dictionary=False)
     runs.plan(rows_per_shard=25)
     return Plan.from_text((runs.output / "_plan.json").read_text())
 
 
-def test_planning_counts_what_the_shards_of_a_small_input_ask(redis: Redis, plan: Plan) -> None:
+def test_planning_counts_the_bytes_of_each_shards_row_groups(redis: Redis, runs: Runs, plan: Plan) -> None:
     found = plan.sizes
     assert list(found) == sorted(found)
-    assert found[3] == pytest.approx(88 * 25, abs=400), "the prompts' bytes and offsets, not other columns'"
+    assert found[3] - found[0] == pytest.approx(75 * 25, rel=0.1), "of 75 letters more a row"
     stored = RunState(redis, plan.run).facts()["sizes"]
     assert json.loads(stored) == work_shares([25] * 4, found) == plan.shares
 
 
-def test_of_larger_inputs_row_groups_tell(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_lengths, "MAX_READ_BYTES", 10)
+def test_rows_of_one_group_count_alike(runs: Runs) -> None:
     pq.write_table(TABLE, runs.source, row_group_size=50, compression="none", use_dictionary=False)
     runs.plan(rows_per_shard=25)
     first, second, third, fourth = Plan.from_text((runs.output / "_plan.json").read_text()).sizes
     assert (first, third) == (second, fourth)
-    assert third - first == pytest.approx(50 * 25, rel=0.1), "of 50 tokens more a row"
+    assert third - first == pytest.approx(50 * 25, rel=0.1), "of 50 letters more a row"
 
 
 def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: Invoke, plan: Plan) -> None:

@@ -121,7 +121,7 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
 def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -> None:
     schema = pa.schema([("a", pa.string())])
     batch = pa.record_batch([pa.array([str(number) * 1000 for number in range(1000)])], schema=schema)
-    stats = part_stats("0" * 16, 0, [], generated_tokens=0, times=(0.0, 0.0), model=MODEL)
+    stats = part_stats([], MODEL, run="0" * 16, shard=0, generated_tokens=0, started_at=0.0, ended_at=0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
