@@ -7,15 +7,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import click
+from redis.exceptions import RedisError
 
 from jobs.common.version import code_version
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import NotReached, check_permissions, check_server, reach
+from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}
-
-LIMIT_S = 30.0
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
@@ -53,25 +52,24 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    yield Examination("redis", lambda: _check_redis(url, role), LIMIT_S)
-    yield Examination("installation", check_installation, LIMIT_S)
+    yield Examination("redis", lambda: _check_redis(url, role))
+    yield Examination("installation", check_installation)
     if role not in CHECKS:
         return
     try:
         checks: Any = importlib.import_module(CHECKS[role])
     except ImportError as error:
-        text = f"the {role} cannot be imported ({error})"
-        found = fault("installation", text, f"pip install 'tokenmill[{role}]'")
-        yield Examination("installation", lambda: [found], LIMIT_S)
-        return
-    yield from checks.checks()
+        found = fault("installation", f"the {role} cannot be imported ({error})", f"pip install 'tokenmill[{role}]'")
+        yield Examination("installation", lambda: [found])
+    else:
+        yield from checks.checks()
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
     try:
         server = reach(url)
-    except NotReached as error:
-        yield error.finding
+    except RedisError as error:
+        yield not_served(url, error)
         return
     with server.client:
         yield from check_server(server)
