@@ -84,7 +84,7 @@ def score_parquet(input: str | list[str], output: str, *more: Any, **options: An
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
-    return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
+    return run_task("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import redis
@@ -18,7 +19,7 @@ from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
 from jobs.runs.watching.snapshot import read_planned
-from jobs.runs.watching.trials import Trial, try_job
+from jobs.runs.watching.trials import try_job
 
 
 @click.command()
@@ -91,9 +92,9 @@ def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json
             if planned.workers and planned.awaited_model is not None:
                 raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
             facts = RunState(connection, planned.run).facts()
-            arguments = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
-            trial = Trial("jobs.verify_rows", {**arguments, "sample": sample, "seed": seed})
-            found = try_job(connection, planned.queue, trial, facts.get("model"))
+            arguments: dict[str, Any] = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
+            arguments |= {"sample": sample, "seed": seed}
+            found = try_job(connection, planned.queue, "jobs.verify_rows", arguments, facts.get("model"))
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)
