@@ -135,9 +135,11 @@ class Run:
             sleep(min(seconds, left))
 
         followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
-        if followed.end is not End.FINISHED or followed.snapshot.too_many_errors is not None:
-            raise RunFailed(self.id, self._told(followed.snapshot, followed.end))
-        return self.status()
+        if (problem := followed.problem) is None:
+            return self.status()
+        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failures[:1]]
+        because = [each for each in (followed.snapshot.plan_error, *named) if followed.end is not End.FINISHED and each]
+        raise RunFailed(self.id, "; ".join([*because, problem]))
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
@@ -181,17 +183,6 @@ class Run:
         if not os.path.isdir(self.output):
             raise RunNotHere(self.id, self.output, "there is no such folder")
         return FolderReader(os.path.realpath(self.output))
-
-    def _told(self, snapshot: RunSnapshot, end: End) -> str:
-        if end is End.FINISHED:
-            return f"it is finished, but {snapshot.too_many_errors}"
-        if end is End.CANCELLED:
-            return f"it was stopped: {snapshot.stopped}" if snapshot.stopped else "it was cancelled"
-        if snapshot.plan_error is not None:
-            before = "; the run is finished as before" if snapshot.finished else ""
-            return f"{end.value}: {snapshot.plan_error}{before}"
-        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in snapshot.failures[:1]]
-        return f"{end.value}{''.join(reasons)}"
 
 
 def check_here(spec: RunSpec) -> None:

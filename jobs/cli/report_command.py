@@ -10,7 +10,7 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.rows_commands import folder_reader
+from jobs.cli.rows_commands import reader_of
 from jobs.common.display import safe_name
 from jobs.errors import InputNotFound, InvalidJob
 from jobs.runs.output import named_run
@@ -38,9 +38,7 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     with errors_told():
         run, found = named_run(connection, run)
         folder = RunState(connection, run).facts()["output"] if found is None else found.folder
-        reader, why = folder_reader(folder) if is_stored(folder) else (None, "")
-        if why:
-            raise InvalidJob(f"{folder} cannot be read: {why}")
+        reader = reader_of(run, folder) if is_stored(folder) else None
         name = REPORT if out is None else MANIFEST
         try:  # a folder's page needs no pyarrow, which producers may lack
             text = Path(folder, name).read_text("utf-8") if reader is None else reader.text(name)
