@@ -1,27 +1,24 @@
 """The checks of a worker's machine, in their order."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from engine import ConfigError, EngineConfig, check_up
-from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told
+from jobs.doctor.findings import Examination, Finding, Level, missing, ok, told
 from jobs.doctor.places import check_places
 from jobs.runs.plans.paths import split_roots
 from worker.errors import StartupError
 from worker.settings import WorkerSettings, read_variable, with_variables
 from worker.start import load_functions
 
-#: Seconds: torch and transformers are imported; a network mount or a store may hang.
-MODEL_S, FILES_S, SETTINGS_S = 300.0, 90.0, 60.0
-
 
 def checks() -> list[Examination]:
     """Return the checks of a worker's machine."""
     return [
-        Examination("settings", _check_settings, SETTINGS_S),
-        Examination("installation", lambda: missing("worker"), SETTINGS_S),
-        Examination("model", _check_model, MODEL_S),
-        Examination("files", _check_files, FILES_S),
+        Examination("settings", _check_settings, 60),
+        Examination("installation", lambda: missing("worker")),
+        Examination("model", _check_model, 300),  # torch and transformers are imported
+        Examination("files", _check_files, 90),  # a network mount or a store may hang
     ]
 
 
@@ -45,12 +42,8 @@ def _check_model() -> Iterator[Finding]:
             return  # of which the settings' finding speaks
         config = EngineConfig(model)
     for each in check_up(config):
-        yield Finding(each.subject, Level(each.grade), with_variables(each.found), with_variables(each.mend))
+        yield Finding(Level(each.grade), each.subject, with_variables(each.found), with_variables(each.mend))
 
 
-def _check_files() -> Iterable[Finding]:
-    given = read_variable("TOKENMILL_DATA_ROOTS")
-    roots = [os.getcwd()] if given is None else split_roots(given)
-    if not roots:
-        return [fault("files", "TOKENMILL_DATA_ROOTS names no folder", "name one, or unset it")]
-    return check_places(roots)
+def _check_files() -> Iterator[Finding]:
+    return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))

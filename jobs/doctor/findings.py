@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
@@ -22,22 +23,13 @@ class Level(StrEnum):
 class Finding(NamedTuple):
     """subject: what was looked at. found: what is there. mend: the command or setting that mends it."""
 
-    subject: str
     level: Level
+    subject: str
     found: str
     mend: str = ""
 
 
-def ok(subject: str, found: str) -> Finding:
-    return Finding(subject, Level.OK, found)
-
-
-def warning(subject: str, found: str, mend: str) -> Finding:
-    return Finding(subject, Level.WARNING, found, mend)
-
-
-def fault(subject: str, found: str, mend: str) -> Finding:
-    return Finding(subject, Level.FAULT, found, mend)
+ok, warning, fault = (partial(Finding, level) for level in Level)
 
 
 def told(subject: str, error: str) -> Finding:
@@ -62,10 +54,9 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
         thread = threading.Thread(target=_examine, args=(each, found), daemon=True)
         thread.start()
         thread.join(each.limit_s)
-        hangs = thread.is_alive()
-        yield from list(found)
-        if hangs:
-            yield fault(each.subject, f"no answer within {each.limit_s:g} s", "find out what it waits for")
+        if thread.is_alive():
+            found = [*found, fault(each.subject, f"no answer within {each.limit_s:g} s", "find out what it waits for")]
+        yield from found
 
 
 def _examine(examination: Examination, found: list[Finding]) -> None:
@@ -97,5 +88,5 @@ def missing(extra: str) -> Iterator[Finding]:
         try:
             version(name if extra in condition else "rq")
         except PackageNotFoundError:
-            level = Level.WARNING if name in OPTIONAL else Level.FAULT
-            yield Finding("installation", level, f"{name} is not installed", f"pip install 'tokenmill[{extra}]'")
+            weigh = warning if name in OPTIONAL else fault
+            yield weigh("installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'")

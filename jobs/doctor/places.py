@@ -9,11 +9,8 @@ from jobs.doctor.findings import Finding, fault, ok, told, warning
 from jobs.errors import DiskFull, JobsError, OutputNotWritable
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 
-#: With less free space no run fits.
-MIN_BYTES = 64 << 20
-
-#: A store has a quarter of it for each request.
-STORE_TIMEOUT_S = 20.0
+#: With less free space no run fits; seconds for a store, of which each request has a quarter.
+MIN_BYTES, STORE_TIMEOUT_S = 64 << 20, 20.0
 
 
 def check_places(roots: Sequence[str]) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ class Server:
 
 def reach(url: str) -> Server:
     """Ask a server for what it is. Raises RedisError."""
-    wait: Any = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
     for _ in range(5):
@@ -58,20 +58,20 @@ def reach(url: str) -> Server:
 def not_served(url: str, error: RedisError) -> Finding:
     """Say why a server refuses this URL, and what to mend."""
     user, address = _user_and_address(url)
+    found = f"refuses to serve user {user!r}"
+    mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
-        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-        return fault("redis", f"{address} does not serve yet ({error})", mend)
-    if isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
+        found, mend = "does not serve yet", "wait: it reads what it has kept on its disk, and serves once that is done"
+    elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
+        found = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if "SSL" in str(error):
             mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
-        return fault("redis", f"{address} does not answer ({error})", mend)
-    mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
-    if isinstance(error, NoPermissionError):
+    elif isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
-    return fault("redis", f"{address} refuses to serve user {user!r} ({error})", mend)
+    return fault("redis", f"{address} {found} ({error})", mend)
 
 
 def _user_and_address(url: str) -> tuple[str, str]:
@@ -120,7 +120,7 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
     failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
     policy = info.get("maxmemory_policy", "noeviction")
-    used, most = info.get("used_memory", 0), info.get("maxmemory", 0) or info.get("total_system_memory", 0)
+    used, most = info.get("used_memory", 0), info.get("maxmemory") or info.get("total_system_memory", 0)
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -142,29 +142,26 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _durability(server: Server) -> Iterator[Finding]:
     save, fsync = server.config.get("save"), server.config.get("appendfsync")
-    if not server.info.get("aof_enabled"):
-        mend = _set("appendonly", "yes")
-        if save or save is None:
-            found = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
-            yield warning("durability", found, mend)
-        else:
-            found = "neither append-only file nor snapshots: a restart loses every job, and what is known of runs"
-            yield fault("durability", found, mend)
-        return
-    if fsync == "no":
-        mend = _set("appendfsync", "everysec")
-        yield warning("durability", "appendfsync is no: a crash loses what was not on disk", mend)
+    if not server.info.get("aof_enabled") and save == "":
+        found = "neither append-only file nor snapshots: a restart loses every job, and what is known of runs"
+        yield fault("durability", found, _set("appendonly", "yes"))
+    elif not server.info.get("aof_enabled"):
+        found = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
+        yield warning("durability", found, _set("appendonly", "yes"))
+    elif fsync == "no":
+        found = "appendfsync is no: a crash loses what was not on disk"
+        yield warning("durability", found, _set("appendfsync", "everysec"))
     else:
         yield ok("durability", f"every change is in the append-only file (appendfsync {fsync or 'unknown'})")
     # As the default user Redis 7 to 8 replays the file, also where nobody may be that user.
     client: Any = server.client
-    for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
-        with suppress(ResponseError):  # not as this user, or Redis 6.2, which replays without a user
-            if client.execute_command("ACL", "DRYRUN", "default", *words) not in (b"OK", "OK"):
-                found = "the default user has no rights: a restart drops every transaction of the file"
-                mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
-                yield fault("durability", found, mend)
-                return
+    written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
+    with suppress(ResponseError):  # not as this user, or Redis 6.2, which replays without a user
+        replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
+        if server.info.get("aof_enabled") and any(each not in (b"OK", "OK") for each in replies):
+            found = "the default user has no rights: a restart drops every transaction of the file"
+            mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+            yield fault("durability", found, mend)
 
 
 def _set(name: str, value: object) -> str:
@@ -196,7 +193,7 @@ _WORKERS = """
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
-_WORDS = {"K": prefixed("rq:job:tokenmill-doctor"), "C": prefixed("rq:pubsub:tokenmill-doctor"), "SHA": "0" * 40}
+_WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
@@ -228,8 +225,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 
 def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
     """Yield how the server refuses commands to this user, "" where it does not; none is carried out."""
-    pool = client.connection_pool
-    connection: Any = pool.get_connection()
+    connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")
         if refusal := _reply(connection):
@@ -240,7 +236,7 @@ def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> Iterator[tupl
             yield words, _reply(connection)
     finally:
         connection.disconnect()
-        pool.release(connection)
+        client.connection_pool.release(connection)
 
 
 def _reply(connection: Any) -> str:
