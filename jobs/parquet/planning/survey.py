@@ -98,7 +98,8 @@ class SurveyWork(RowsTask):
                 counts.add(start, rows, max_rows)
             slots = min(meter.max_num_seqs, MAX_BATCH)
             timed = pick_requests(counts.asked, slots) if first is None else []
-            tried = pick_requests(counts.asked, NUM_TRIED) if first is None else counts.first(first)
+            in_order = sorted(counts.asked, key=lambda each: each.row)[:first]
+            tried = pick_requests(in_order, NUM_TRIED) if first is None else in_order
             wanted, texts, left = {each.row for each in (*timed, *tried)}, dict[int, Row](), MAX_PICKED_CHARS
             for start, rows in rendered_shards(context, storage_now, plan_now, source, wanted):
                 for number, row in enumerate(rows, start):
@@ -203,10 +204,6 @@ class _Counts:
     @property
     def num_requests(self) -> int:
         return round(len(self.asked) * self.scale)
-
-    def first(self, count: int) -> list[Asked]:
-        """Return the requests of the first rows."""
-        return sorted(self.asked, key=lambda each: each.row)[:count]
 
     def add(self, start: int, rows: Sequence[Row | RowProblem], max_rows: int | None) -> None:
         """Take the rows of a shard, the first of which has the number `start`: in the order in which they are asked."""

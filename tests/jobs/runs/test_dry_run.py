@@ -170,15 +170,6 @@ def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path
         survey(lambda: replace(context(), meter=None), tmp_path / "in.parquet", prompt_column="a")
 
 
-def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": ["x", "y"]}), tmp_path / "in.parquet")
-    template = [{"role": "user", "content": "hi {a}"}]
-    found = survey(context, tmp_path / "in.parquet", template=template, first=5)
-    assert [each["prompt"][0]["content"] for each in found["shown"]] == ["hi x", "hi y"]
-    told = survey(context, tmp_path / "in.parquet", lambda request: FakeCompletion("", 0, [1]), template=template)
-    assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 2)
-
-
 @pytest.mark.parametrize("prompt", [{}, {"template": [{"role": "user", "content": "{prompt}"}]}])
 def test_each_dry_run_times_prompts_that_no_other_has_brought_into_the_cache(
     context: MakeContext, tmp_path: Path, prompt: dict[str, Any]
@@ -192,7 +183,8 @@ def test_each_dry_run_times_prompts_that_no_other_has_brought_into_the_cache(
         return FakeCompletion("", 0, [1])
 
     for _ in range(3):
-        survey(context, tmp_path / "in.parquet", noted, sampling={"temperature": 0}, **prompt)
+        told = survey(context, tmp_path / "in.parquet", noted, sampling={"temperature": 0}, **prompt)
+    assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (20, 0, 20)
     begun = [each.partition("prompt") for each in asked if each not in prompts]
     assert len(begun) == len({beginning for beginning, _, _ in begun}) * 20 == 60
     assert {f"prompt{rest}" for _, _, rest in begun} == set(prompts)
