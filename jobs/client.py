@@ -62,11 +62,9 @@ def submit(
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
-    Submitting the same again resumes the run. input: a table may be a pandas or polars DataFrame, or what
-    gives an Arrow stream; it is written as a Parquet file into input_folder, by default `<output>.input`
-    beside the output, which workers read and which stays. connection: by default of RQ_REDIS_URL.
-    arguments: those of jobs.score_parquet, and what the command line has as options: sampling values by
-    their names, messages_template, check_schema, check_regex, check_function, output_format.
+    Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
+    written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
+    arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
     """
     if current_function() in ("jobs.submit", "jobs.client.submit"):
@@ -123,8 +121,7 @@ class Run:
     ) -> RunSnapshot:
         """Wait until it has finished; return how it stands then.
 
-        timeout: seconds, after which TimeoutError is raised and the run goes on. However long no worker takes
-        it up or Redis is away, it is awaited. Raises RunFailed where it ended otherwise.
+        timeout: seconds, after which TimeoutError is raised and the run goes on. Raises RunFailed where it failed.
         """
         until = None if timeout is None else clock() + timeout
 

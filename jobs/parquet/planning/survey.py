@@ -86,7 +86,7 @@ class SurveyWork(RowsTask):
         meter, plan = context.meter(), new_plan(context, spec, inputs)
         source = row_source(spec, context.check_sampling)
         ask = ask_of(plan, source, context)
-        self._spec, self._counts = spec, (counts := _Counts(ask, meter, plan.rows))
+        self._spec, self._counts = spec, (counts := _Counts(context, ask, meter, plan.rows))
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (storage_now, plan_now):
             if reuse:
@@ -94,7 +94,6 @@ class SurveyWork(RowsTask):
                 places = match(context, storage_now, plan_now, (ask, source), old, any_model).places
                 counts.is_reused = lambda row: bool(places[row] >= 0)
             for start, rows in rendered_shards(context, storage_now, plan_now, source):
-                context.check_interrupted()
                 counts.add(start, rows, max_rows)
             slots = min(meter.max_num_seqs, MAX_BATCH)
             timed = pick_requests(counts.asked, slots) if first is None else []
@@ -186,8 +185,8 @@ class Asked:
 class _Counts:
     """Counts of a run's rows, of which every so manyth is looked at. is_reused: whether an earlier run has answered."""
 
-    def __init__(self, ask: Ask, meter: PromptMeter, total: int) -> None:
-        self._ask, self._meter, self._total = ask, meter, total
+    def __init__(self, context: JobContext, ask: Ask, meter: PromptMeter, total: int) -> None:
+        self._context, self._ask, self._meter, self._total = context, ask, meter, total
         self.is_reused: Callable[[int], bool] = lambda row: False
         self.asked: list[Asked] = []
         self._known: dict[bytes, Asked] = {}
@@ -220,6 +219,7 @@ class _Counts:
             else:
                 alike.setdefault(row, []).append(number)
         for row in sorted(alike):
+            self._context.check_interrupted()
             self._ask_for(row, alike[row])
 
     def _ask_for(self, row: Row, numbers: list[int]) -> None:

@@ -40,7 +40,6 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
 
-
 #: What of a snapshot is told as JSON as it is there.
 _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
@@ -52,16 +51,13 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run's progress. Texts but the queue's name are as they may be shown.
+    """A run's progress. Texts but the queue's name are as they may be shown. rows, shards, model: None until planned.
 
-    rows, shards, model: None until the run is planned. gone: shards of those queued whose job is in Redis no more,
-    looked for while none runs. claimed: those that a worker holds; it may be writing the run's end. rows_done, tokens:
-    running shards included; tokens are those generated, the other counts of tokens the output's columns in finished
-    shards. errors, failed_checks, cut: rows there with an error, that failed their check, or ended at their limit of
-    tokens. queue_length: jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why
-    it was cancelled without anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends.
-    submitted_at, began_at, ended_at: Unix seconds, of the last submission, of work on it, and of its last part.
-    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s, for which workers had shards of it.
+    gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
+    end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
+    jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
+    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. submitted_at, began_at,
+    ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
