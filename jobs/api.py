@@ -11,10 +11,8 @@ from jobs.installed import run_own_function, run_task
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    options: keyword arguments of engine.SamplingParams, and
-    prompt_template: instead of a prompt, Jinja over `answers` and `results` of the jobs that this one depends
-    on, in the order of `depends_on`. model: the served model's name, path or hub id; any other is refused.
-    Raises InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
+    options: keyword arguments of engine.SamplingParams; prompt_template, instead of a prompt; model, whose name is the
+    served one's. Raises InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
     """
     return run_task("jobs.complete", (prompt,), options)  # type: ignore[no-any-return]
 
@@ -22,9 +20,7 @@ def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str,
 def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    options: keyword arguments of engine.SamplingParams, `model` as in `complete`, and
-    messages_template: instead of messages, such whose contents are Jinja, as in `complete`.
-    Raises InvalidJob, AnswerMissing or RequestFailed.
+    options: as of `complete`, and messages_template, instead of messages. Raises as `complete`.
     """
     return run_task("jobs.chat", (messages,), options)  # type: ignore[no-any-return]
 
@@ -32,12 +28,9 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
 def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
-    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the softmax
-    over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is scored with the end
-    of the text behind it. options: messages instead of the prompt, with their `chat_template_kwargs` and `tools`;
-    prompt_template, messages_template: as of `complete` and `chat`; calibrate: subtract the labels' log-likelihoods
-    behind a prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as the
-    last message's content; truncate_prompt_tokens; model. Raises InvalidJob, AnswerMissing or RequestFailed.
+    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
+    options: messages, chat_template_kwargs, tools, and templates as of `chat`; calibrate: subtract what labels have
+    behind a prompt without content (Zhao et al. 2021); truncate_prompt_tokens; model. Raises as `complete`.
     """
     return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
 
@@ -47,8 +40,7 @@ def loglikelihood(
 ) -> dict[str, Any]:
     """Tell how likely each continuation of a prompt is, by prefill alone.
 
-    Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}],
-    "usage", "model", ...}`. A text is split into tokens with its prompt, as lm-evaluation-harness does it.
+    Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}], ...}`.
     options: truncate_prompt_tokens, model. Raises InvalidJob, or RequestFailed.
     """
     return run_task("jobs.loglikelihood", (prompt, continuations), options)  # type: ignore[no-any-return]
@@ -57,10 +49,8 @@ def loglikelihood(
 def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
     """Sort documents by how well they answer a query, with a model such as Qwen3-Reranker.
 
-    Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`:
-    the score is the probability of "yes" against "no" behind the prompt of Qwen3-Reranker's model card.
-    options: instruction: what makes a document relevant; top_n; return_documents, true by default; model.
-    Raises InvalidJob, or RequestFailed if all documents failed.
+    Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`.
+    options: instruction, top_n, return_documents, model. Raises InvalidJob, or RequestFailed if all documents failed.
     """
     return run_task("jobs.rerank", (query, documents), options)  # type: ignore[no-any-return]
 
@@ -68,10 +58,7 @@ def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: A
 def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
-    options: dimensions: only so many numbers of each, then of length 1. encoding_format: "float" or "base64",
-    which holds little-endian float32. normalize: whether embeddings have length 1; None as the checkpoint
-    says. prompt_name: which of the checkpoint's prompts stands before each text, "query" for example. user:
-    told to nobody. truncate_prompt_tokens; model.
+    options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
     Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
     """
     return run_task("jobs.embed", (input,), options)  # type: ignore[no-any-return]
@@ -84,7 +71,7 @@ def score_parquet(input: str | list[str], output: str, *more: Any, **options: An
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
-    return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
+    return run_task("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:

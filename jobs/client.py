@@ -62,11 +62,9 @@ def submit(
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
-    Submitting the same again resumes the run. input: a table may be a pandas or polars DataFrame, or what
-    gives an Arrow stream; it is written as a Parquet file into input_folder, by default `<output>.input`
-    beside the output, which workers read and which stays. connection: by default of RQ_REDIS_URL.
-    arguments: those of jobs.score_parquet, and what the command line has as options: sampling values by
-    their names, messages_template, check_schema, check_regex, check_function, output_format.
+    Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
+    written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
+    arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
     """
     if current_function() in ("jobs.submit", "jobs.client.submit"):
@@ -123,8 +121,7 @@ class Run:
     ) -> RunSnapshot:
         """Wait until it has finished; return how it stands then.
 
-        timeout: seconds, after which TimeoutError is raised and the run goes on. However long no worker takes
-        it up or Redis is away, it is awaited. Raises RunFailed where it ended otherwise.
+        timeout: seconds, after which TimeoutError is raised and the run goes on. Raises RunFailed where it failed.
         """
         until = None if timeout is None else clock() + timeout
 
@@ -135,9 +132,11 @@ class Run:
             sleep(min(seconds, left))
 
         followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
-        if followed.end is not End.FINISHED or followed.snapshot.too_many_errors is not None:
-            raise RunFailed(self.id, self._told(followed.snapshot, followed.end))
-        return self.status()
+        if (problem := followed.problem) is None:
+            return self.status()
+        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failures[:1]]
+        because = [each for each in (followed.snapshot.plan_error, *named) if followed.end is not End.FINISHED and each]
+        raise RunFailed(self.id, "; ".join([*because, problem]))
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
@@ -181,17 +180,6 @@ class Run:
         if not os.path.isdir(self.output):
             raise RunNotHere(self.id, self.output, "there is no such folder")
         return FolderReader(os.path.realpath(self.output))
-
-    def _told(self, snapshot: RunSnapshot, end: End) -> str:
-        if end is End.FINISHED:
-            return f"it is finished, but {snapshot.too_many_errors}"
-        if end is End.CANCELLED:
-            return f"it was stopped: {snapshot.stopped}" if snapshot.stopped else "it was cancelled"
-        if snapshot.plan_error is not None:
-            before = "; the run is finished as before" if snapshot.finished else ""
-            return f"{end.value}: {snapshot.plan_error}{before}"
-        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in snapshot.failures[:1]]
-        return f"{end.value}{''.join(reasons)}"
 
 
 def check_here(spec: RunSpec) -> None:

@@ -7,16 +7,44 @@ name attribute by attribute.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
-from jobs.parquet.shards.shard_task import ShardTask, VerifyTask
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
-from jobs.tasks import Task
+from jobs.tasks import OpenTask, Task
+
+
+class FileTask(Task):
+    """A job that reads the rows of files."""
+
+    blocking = reads_rows = True
+
+    def __init__(self, function_name: str, *args: Any, **kwargs: Any) -> None:
+        self._function_name, self._args, self._kwargs = function_name, args, kwargs
+
+    def open(self, context: JobContext) -> OpenTask:
+        """Read its rows. Raises RunError, InvalidJob or NoRoomYet."""
+        opened = _call(self._function_name, context, *self._args, **self._kwargs)
+        assert isinstance(opened, OpenTask)
+        return opened
+
+
+#: Functions that are imported when they are called, as those of files need pyarrow. They open the tasks of file jobs.
+_FILE_JOBS: Mapping[str, str] = {
+    "jobs.score_shard": "jobs.parquet.shards.shard_work.ShardWork.open",
+    "jobs.survey_parquet": "jobs.parquet.planning.survey.SurveyWork",
+    "jobs.verify_rows": "jobs.parquet.shards.verify_work.VerifyWork",
+}
+
+#: The same of functions that need no engine.
+_OWN_FUNCTIONS: Mapping[str, str] = {
+    "jobs.score_parquet": "jobs.parquet.planning.planner.score_parquet",
+    "jobs.post_run_end": "jobs.runs.end_notices.post_run_end",
+}
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
@@ -25,8 +53,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.classify": classify_task,
     "jobs.loglikelihood": loglikelihood_task,
     "jobs.rerank": rerank_task,
-    "jobs.score_shard": ShardTask,
-    "jobs.verify_rows": VerifyTask,
+    **{name: partial(FileTask, name) for name in _FILE_JOBS},
 }
 
 
@@ -49,11 +76,11 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
     return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
 
 
-def _call(name: str, context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Import a function only now: those of files need pyarrow."""
-    function = getattr(import_module(_OWN_FUNCTIONS[name]), name.removeprefix("jobs."))
+def _call(name: str, context: JobContext, *args: Any, **kwargs: Any) -> Any:
+    """Import a function only now, and call it."""
+    function = resolve_name({**_FILE_JOBS, **_OWN_FUNCTIONS}[name])
     _check_binding(name, function, (context, *args), kwargs)
-    return function(context, *args, **kwargs)  # type: ignore[no-any-return]
+    return function(context, *args, **kwargs)
 
 
 def _check_binding(
@@ -65,13 +92,6 @@ def _check_binding(
     except TypeError as error:
         raise InvalidJob(f"{name}: {str(error)[:200]}") from None
 
-
-#: The modules of functions that need no engine.
-_OWN_FUNCTIONS: Mapping[str, str] = {
-    "jobs.score_parquet": "jobs.parquet.planning.planner",
-    "jobs.survey_parquet": "jobs.parquet.planning.survey",
-    "jobs.post_run_end": "jobs.runs.end_notices",
-}
 
 #: Exact dotted names of everything of ours that may be enqueued.
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

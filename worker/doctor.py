@@ -1,42 +1,24 @@
 """The checks of a worker's machine, in their order."""
 
 import os
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 
-from engine import ConfigError, check_up
-from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told, warning
+from engine import ConfigError, EngineConfig, check_up
+from jobs.doctor.findings import Examination, Finding, Level, missing, ok, told
 from jobs.doctor.places import check_places
 from jobs.runs.plans.paths import split_roots
 from worker.errors import StartupError
 from worker.settings import WorkerSettings, read_variable, with_variables
 from worker.start import load_functions
 
-#: Seconds: torch and transformers are imported; a network mount or a store may hang.
-MODEL_S, FILES_S, SETTINGS_S = 300.0, 90.0, 60.0
-
-#: Packages that a worker needs, and what for; and optional ones, and what they are for.
-NEEDED = {
-    "torch": "which computes the model",
-    "transformers": "which reads tokenizers",
-    "safetensors": "which reads weights",
-    "pyarrow": "which reads and writes the files of runs",
-    "jinja2": "which renders chats",
-    "jsonschema": "by which answers are checked",
-    "xxhash": "by which prompts find their cached beginnings",
-    "llguidance": "which holds structured outputs to their form",
-    "obstore": "which reads and writes object stores",
-}
-OPTIONAL = {"hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis")}
-
 
 def checks() -> list[Examination]:
     """Return the checks of a worker's machine."""
     return [
-        Examination("settings", _check_settings, SETTINGS_S),
-        Examination("installation", _check_extras, SETTINGS_S),
-        Examination("model", _check_model, MODEL_S),
-        Examination("files", _check_files, FILES_S),
+        Examination("settings", _check_settings, 60),
+        Examination("installation", lambda: missing("worker")),
+        Examination("model", _check_model, 300),  # torch and transformers are imported
+        Examination("files", _check_files, 90),  # a network mount or a store may hang
     ]
 
 
@@ -44,24 +26,11 @@ def _check_settings() -> Iterator[Finding]:
     try:
         settings = WorkerSettings.load()
         settings.engine_config()
-    except (StartupError, ConfigError) as error:
-        yield told("settings", type(error)(with_variables(str(error))))
-        return
-    try:
         load_functions(settings.allowed_functions)
-    except StartupError as error:
-        yield told("settings", error)
+    except (StartupError, ConfigError) as error:
+        yield told("settings", with_variables(str(error)))
         return
     yield ok("settings", "every TOKENMILL_ variable is known and has a value that can be used")
-
-
-def _check_extras() -> Iterator[Finding]:
-    yield from missing(NEEDED, "worker")
-    for name, (without, mend) in OPTIONAL.items():
-        if find_spec(name) is None:
-            yield warning("installation", f"without {name} {without}", mend)
-    if read_variable("TOKENMILL_METRICS_PORT") not in (None, "0"):
-        yield from missing({"prometheus-client": "and TOKENMILL_METRICS_PORT is set"}, "worker")
 
 
 def _check_model() -> Iterator[Finding]:
@@ -71,16 +40,10 @@ def _check_model() -> Iterator[Finding]:
         model = read_variable("TOKENMILL_MODEL")
         if not model:
             return  # of which the settings' finding speaks
-        from engine import EngineConfig
-
         config = EngineConfig(model)
     for each in check_up(config):
-        yield Finding(each.subject, Level(each.grade), with_variables(each.found), with_variables(each.mend))
+        yield Finding(Level(each.grade), each.subject, with_variables(each.found), with_variables(each.mend))
 
 
-def _check_files() -> Iterable[Finding]:
-    given = read_variable("TOKENMILL_DATA_ROOTS")
-    roots = [os.getcwd()] if given is None else split_roots(given)
-    if not roots:
-        return [fault("files", "TOKENMILL_DATA_ROOTS names no folder", "name one, or unset it")]
-    return check_places(roots)
+def _check_files() -> Iterator[Finding]:
+    return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))

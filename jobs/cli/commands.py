@@ -162,17 +162,12 @@ main.add_command(requeue_command)
 
 
 def _output_text(output: RunOutput) -> str:
-    state = "this Redis does not know it any more"
-    if output.finished:
-        state = "incomplete" if output.num_gone else "finished"
     errors = "" if output.errors is None else f", {output.errors} with an error"
-    return "\n".join(
-        [
-            f"run {output.run}: {state}",
-            f"output   {output.folder}",
-            f"rows     {output.rows}{errors}",
-            f"shards   {output.parts} of {output.shards} done",
-            *gone_text(output.num_gone, output.folder),
-            *([] if output.finished else ["submit it again with the same arguments: that resumes it"]),
-        ]
-    )
+    lines = [
+        f"run {output.run}: {output.state}",
+        f"output   {output.folder}",
+        f"rows     {output.rows}{errors}",
+        f"shards   {output.parts} of {output.shards} done",
+        *gone_text(output.num_gone, output.folder),
+    ]
+    return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))

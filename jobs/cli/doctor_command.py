@@ -4,35 +4,29 @@ import importlib
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import click
+from redis.exceptions import RedisError
 
 from jobs.common.version import code_version
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import NotReached, check_permissions, check_server, reach
+from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
 
 #: Imported by name: what these look at needs packages that import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}
-
-LIMIT_S = 30.0
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
 @click.command()
-@click.option(
-    "--role",
-    type=click.Choice(["worker", "producer", "dashboard"]),
-    help="What runs here, by the rules of this Redis user; by default worker where one is installed.",
-)
+@click.option("--role", type=click.Choice(["worker", "producer", "dashboard"]), help="What runs here and is looked at.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
-    """Say what is wrong here, and what to mend.
+    """Say what is wrong here, and what to mend; change nothing.
 
-    Looks at Redis, what its user may do, settings and installation; as a worker also at model, memory, GPU
-    and data roots. Changes nothing. Exits with 1 where there is a fault, with 0 otherwise.
+    Looks at Redis, what its user may do, settings and installation; as a worker, which is the default where one is
+    installed, also at model, memory, GPU and data roots. Exits with 1 where there is a fault, with 0 otherwise.
     """
     url = context.find_root().params["url"]
     role = role or ("worker" if find_spec("torch") and find_spec("pydantic_settings") else "producer")
@@ -40,7 +34,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     for each in examine(_examinations(url, role)):
         found.append(each)
         if not as_json:
-            subject, level, text, mend = each
+            level, subject, text, mend = each
             click.echo(f"{click.style(f'{level:8}', fg=_COLOURS[level])} {subject:13} {text}")
             click.echo(f"{'':22} -> {mend}\n" if mend else "", nl=False)
     faults, warnings = (sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING))
@@ -53,25 +47,20 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    yield Examination("redis", lambda: _check_redis(url, role), LIMIT_S)
-    yield Examination("installation", check_installation, LIMIT_S)
-    if role not in CHECKS:
-        return
+    yield Examination("redis", lambda: _check_redis(url, role))
+    yield Examination("installation", check_installation)
     try:
-        checks: Any = importlib.import_module(CHECKS[role])
+        yield from importlib.import_module(CHECKS[role]).checks() if role in CHECKS else ()
     except ImportError as error:
-        text = f"the {role} cannot be imported ({error})"
-        found = fault("installation", text, f"pip install 'tokenmill[{role}]'")
-        yield Examination("installation", lambda: [found], LIMIT_S)
-        return
-    yield from checks.checks()
+        found = fault("installation", f"the {role} cannot be imported ({error})", f"pip install 'tokenmill[{role}]'")
+        yield Examination("installation", lambda: [found])
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
     try:
         server = reach(url)
-    except NotReached as error:
-        yield error.finding
+    except RedisError as error:
+        yield not_served(url, error)
         return
     with server.client:
         yield from check_server(server)

@@ -4,12 +4,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.rows_commands import folder_reader
+from jobs.cli.rows_commands import reader_of
 from jobs.common.display import safe_name
 from jobs.errors import InputNotFound, InvalidJob
 from jobs.runs.output import named_run
@@ -18,7 +19,7 @@ from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
 from jobs.runs.watching.snapshot import read_planned
-from jobs.runs.watching.trials import Trial, try_job
+from jobs.runs.watching.trials import try_job
 
 
 @click.command()
@@ -37,9 +38,7 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     with errors_told():
         run, found = named_run(connection, run)
         folder = RunState(connection, run).facts()["output"] if found is None else found.folder
-        reader, why = folder_reader(folder) if is_stored(folder) else (None, "")
-        if why:
-            raise InvalidJob(f"{folder} cannot be read: {why}")
+        reader = reader_of(run, folder) if is_stored(folder) else None
         name = REPORT if out is None else MANIFEST
         try:  # a folder's page needs no pyarrow, which producers may lack
             text = Path(folder, name).read_text("utf-8") if reader is None else reader.text(name)
@@ -91,9 +90,9 @@ def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json
             if planned.workers and planned.awaited_model is not None:
                 raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
             facts = RunState(connection, planned.run).facts()
-            arguments = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
-            trial = Trial("jobs.verify_rows", {**arguments, "sample": sample, "seed": seed})
-            found = try_job(connection, planned.queue, trial, facts.get("model"))
+            arguments: dict[str, Any] = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
+            arguments |= {"sample": sample, "seed": seed}
+            found = try_job(connection, planned.queue, "jobs.verify_rows", arguments, facts.get("model"))
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)

@@ -57,7 +57,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     with errors_told():
         found, folder = _folder_of(connection, run)
         if retry is not None:
-            new = retry_run(connection, _reader_of(found, folder).plan, retry)
+            new = retry_run(connection, reader_of(found, folder).plan, retry)
             if wait:
                 click.echo(new)
                 wait_for_end(connection, new)
@@ -69,22 +69,19 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
             snapshot = read_planned(connection, found)
         if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
             raise click.ClickException(f"run {found} has no rows: its planning failed: {snapshot.plan_error}")
-        reader, why = folder_reader(folder)
+        note = ""
         rows: list[FailedRow] = []
-        if reader is None:
+        try:
+            reader = reader_of(found, folder)
+            (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
+        except RunNotHere as error:
             reasons = recorded_reasons(connection, found)
-            bad = () if snapshot is None else (snapshot.failed_checks, snapshot.cut)
-        else:
-            reasons, rows = reader.errors(limit)
-            bad = reader.bad_answers()
+            bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
+            note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         write = _errors_json if as_json else _errors_text
         click.echo(write(found, reasons, rows, *bad))
-        if reader is None:
-            click.echo(
-                f"{why}: these are the reasons that Redis keeps, the commonest of each part; "
-                f"`tokenmill status {found}` counts all rows",
-                err=True,
-            )
+        if note:
+            click.echo(note, err=True)
 
 
 @click.command()
@@ -103,7 +100,7 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
-        reader = _reader_of(found, folder)
+        reader = reader_of(found, folder)
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -160,32 +157,24 @@ def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
     return run, None if output is None else os.path.realpath(output.folder)
 
 
-def folder_reader(folder: str | None) -> tuple[FolderReader | None, str]:
-    """Return what reads a run's folder; None and the reason where it cannot be read from here."""
-    if folder is None:
-        return None, "its folder is not on this machine"
+def reader_of(run: str, folder: str | None) -> FolderReader:
+    """Return what reads a run's folder; None for one that is not on this machine. Raises RunNotHere."""
+    missing = "nothing can be read"
     try:
         from jobs.parquet.outputs.read_back import FolderReader
 
-        return FolderReader(folder), ""
+        if folder is not None:
+            return FolderReader(folder)
     except ImportError as error:
-        return None, f"there is no {error.name} here to read its parts"
+        missing = f"there is no {error.name} here to read the parts"
     except RunError as error:
-        if not is_stored(folder):
+        if folder is None or not is_stored(folder):
             raise
-        return None, str(error)
+        missing = f"nothing can be read ({error})"
+    raise RunNotHere(run, folder or "an output that is not on this machine", missing)
 
 
-def _reader_of(run: str, folder: str | None) -> FolderReader:
-    """Return what reads a run's folder. Raises RunNotHere."""
-    reader, why = folder_reader(folder)
-    if reader is None:
-        missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
-        raise RunNotHere(run, folder or "its output", missing)
-    return reader
-
-
-def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0) -> str:
+def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
     content = {
         "run": run,
         "errors": reasons.rows,
@@ -200,7 +189,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
     return json.dumps(content, ensure_ascii=False)
 
 
-def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0) -> str:
+def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
     outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"

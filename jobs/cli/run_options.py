@@ -21,10 +21,7 @@ def _option(flag: str, help: str, **how: Any) -> Decorator:
 
 _INPUT = (
     _option(
-        "--model-alias",
-        "A model that lines of batch files name, in whose place the served one answers; * for any.",
-        multiple=True,
-        metavar="NAME",
+        "--model-alias", "A model that batch files name, for the served one; * for any.", multiple=True, metavar="NAME"
     ),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option(
@@ -32,8 +29,7 @@ _INPUT = (
         "--format",
         "input_format",
         type=click.Choice(list(SUFFIXES)),
-        help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it; "
-        "openai-batch reads OpenAI's batch files and writes OUT/output.jsonl and OUT/errors.jsonl.",
+        help="Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files.",
     ),
 )
 
@@ -43,30 +39,17 @@ _PROMPT = (
     _option("--template", "A prompt text instead, with {column} where a row's value goes."),
     _option("--template-file", "The same from a file, without its last line break.", type=click.Path()),
     _option(
-        "--messages-template",
-        'A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
-        callback=json_value(list),
+        "--messages-template", "A chat instead, as JSON: a list of messages with {column}.", callback=json_value(list)
     ),
     _option(
         "--prompt",
-        "Given more than once: several prompts of each row, one after the other. Templates name columns "
-        "and earlier prompts, whose answers stand there; each answer is the column NAME.",
+        "One of several prompts of each row, in turn, which may name earlier ones; its answer is the column NAME.",
         metavar="NAME=TEMPLATE",
         multiple=True,
         callback=assignments,
     ),
-    _option(
-        "--prompts",
-        'The same as JSON, chats and own sampling values too: [{"name": "summary", "template": "...", '
-        '"sampling": {"max_tokens": 64}}, ...].',
-        callback=json_value(list),
-    ),
-    _option(
-        "--sampling",
-        'Any sampling values, as JSON: {"min_tokens": 2}. An option of its own wins.',
-        callback=json_value(dict),
-        default="{}",
-    ),
+    _option("--prompts", "The same as JSON: a list of name, template and sampling.", callback=json_value(list)),
+    _option("--sampling", "Any sampling values, as JSON. An option wins.", callback=json_value(dict), default="{}"),
     _option("--max-tokens", "Tokens of a completion at most; 256 by default.", type=int),
     _option("--temperature", "1 by default; 0 takes the likeliest token.", type=float),
     _option("--top-p", "Only the likeliest tokens that together have this probability.", type=float),
@@ -75,33 +58,18 @@ _PROMPT = (
     _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
     _option(
-        "--logprobs",
-        "A column of each token's log probability, and those of so many of the likeliest tokens, 0 to 20.",
-        type=int,
+        "--logprobs", "A column of log probabilities: of each token and so many of the likeliest, 0 to 20.", type=int
     ),
     _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
     _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
     _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
-    _option(
-        "--repetition-penalty",
-        "Divides the logit of each token of prompt and completion; 1 changes nothing.",
-        type=float,
-    ),
+    _option("--repetition-penalty", "Divides the logit of each token of prompt and completion.", type=float),
     _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', callback=json_value(dict)),
     _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", callback=json_value(list)),
     _option("--bad-words", "A text that no completion has; may be given again.", multiple=True),
-    _option(
-        "--structured-outputs",
-        'What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or "grammar".',
-        callback=json_value(dict),
-    ),
+    _option("--structured-outputs", 'What completions must be, as JSON: {"json": SCHEMA}.', callback=json_value(dict)),
     _option("--stop", "Text that ends a completion; may be given more than once.", multiple=True),
-    _option(
-        "--include-stop-str-in-output",
-        "Leave the text of --stop that ends a completion at its end.",
-        is_flag=True,
-        default=None,
-    ),
+    _option("--include-stop-str-in-output", "Leave the text of --stop in a completion.", is_flag=True, default=None),
     _option(
         "--skip-special-tokens/--no-skip-special-tokens",
         "Leave special tokens out of a completion's text, as is done by default, or in.",
@@ -113,27 +81,12 @@ _PROMPT = (
         default=None,
     ),
     _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
-    _option(
-        "--labels",
-        "Give the probability of each of these labels, such as yes,no, instead of generating, behind the last "
-        'of several prompts; or as JSON: ["yes, please", " no"].',
-        callback=label_list,
-    ),
-    _option(
-        "--calibrate", "Subtract what each of --labels has behind the prompt with N/A for all columns.", is_flag=True
-    ),
-    _option(
-        "--task",
-        "embed gives each row's embedding instead of a completion, as a list of float32.",
-        type=click.Choice(TASKS),
-    ),
+    _option("--labels", "Give each of these labels' probability: yes,no or a JSON list.", callback=label_list),
+    _option("--calibrate", "Subtract what each of --labels has behind the prompt with N/A for columns.", is_flag=True),
+    _option("--task", "embed gives each row's embedding, a list of float32.", type=click.Choice(TASKS)),
     _option("--dimensions", "Of each embedding the first so many numbers, brought to length 1.", type=int),
     _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
-    _option(
-        "--template-format",
-        "How templates are written: {column}, or Jinja's {{ column }}; a --template-file *.j2 is Jinja.",
-        type=click.Choice(["fields", "jinja"]),
-    ),
+    _option("--template-format", "How templates are written.", type=click.Choice(["fields", "jinja"])),
     _option(
         "--default",
         "Text that stands for null of a column in the template; without one such a row is an error.",
@@ -152,32 +105,12 @@ _PROMPT = (
 )
 
 _CHECK = (
-    _option(
-        "--check-schema",
-        "Answers must be JSON of this JSON schema; one that is not goes back with the reason.",
-        metavar="JSON|FILE",
-        callback=schema,
-    ),
-    _option("--check-regex", "The same of a pattern of Python's re, for the whole answer."),
-    _option(
-        "--check-function",
-        "The same of a function(row, completion) -> None or the reason, which workers must allow.",
-        metavar="MODULE.NAME",
-    ),
-    _option(
-        "--check-columns",
-        "What its row has beside the prompt's columns, such as id,answer.",
-        multiple=True,
-        callback=column_list,
-    ),
-    _option(
-        "--max-attempts",
-        f"Answers of a row at most, the first one included; {DEFAULT_MAX_ATTEMPTS} by default.",
-        type=int,
-    ),
-    _option(
-        "--continue-on-length", "Let an answer that --max-tokens has cut go on; each time is an attempt.", is_flag=True
-    ),
+    _option("--check-schema", "Answers must be JSON of this JSON schema.", metavar="JSON|FILE", callback=schema),
+    _option("--check-regex", "Answers must match this pattern of Python's re, whole."),
+    _option("--check-function", "A function(row, completion) -> None or the reason.", metavar="MODULE.NAME"),
+    _option("--check-columns", "What its row has beside the prompt's columns.", multiple=True, callback=column_list),
+    _option("--max-attempts", f"Answers of a row at most; {DEFAULT_MAX_ATTEMPTS} by default.", type=int),
+    _option("--continue-on-length", "Let an answer that --max-tokens has cut go on, as an attempt.", is_flag=True),
     _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
@@ -185,19 +118,10 @@ _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list),
     _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
-    _option(
-        "--logprob-type", "How log probabilities are written; float32 by default.", type=click.Choice(LOGPROB_TYPES)
-    ),
+    _option("--logprob-type", "How log probabilities are written.", type=click.Choice(LOGPROB_TYPES)),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
-    _option(
-        "--max-errors", "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%."
-    ),
-    _option(
-        "--reuse",
-        "Take the answers of an earlier run, by its output: compute what it has not answered.",
-        metavar="OLD",
-        multiple=True,
-    ),
+    _option("--max-errors", "Stop when more rows have an error: a number, or a share like 5%; by default 90%."),
+    _option("--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", multiple=True),
     _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
     _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
     _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
@@ -209,18 +133,8 @@ _OUTPUT = (
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
     _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),
-    _option(
-        "--output-format",
-        "Format of that file, whose name then ends so; Parquet by default.",
-        type=click.Choice(OUTPUTS),
-    ),
-    _option(
-        "--rows-per-shard",
-        "Rows of a part, which one worker computes and writes.",
-        type=int,
-        default=1000,
-        show_default=True,
-    ),
+    _option("--output-format", "Format of that file; Parquet by default.", type=click.Choice(OUTPUTS)),
+    _option("--rows-per-shard", "Rows of a part.", type=int, default=1000, show_default=True),
 )
 
 

@@ -1,9 +1,7 @@
 """`tokenmill preview`, and what `tokenmill submit --dry-run` does: a look at a run before it is one."""
 
 import json
-import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,11 +12,10 @@ from jobs.cli.options import run_arguments
 from jobs.cli.run_options import input_options, prompt_options
 from jobs.common.display import safe_name
 from jobs.context.served_model import parse_model
-from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import RunSpec, check_queue_name
-from jobs.runs.watching.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
-from jobs.runs.watching.trials import Trial, Tried, try_job, try_jobs
+from jobs.runs.redis_state.end_calls import WISHES
+from jobs.runs.watching.trials import try_job
 
 #: Of a prompt or an answer that is shown.
 MAX_SHOWN_CHARS = 20_000
@@ -41,97 +38,70 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
     with errors_told():
-        survey = _survey(connection, queue, {**options, "limit": rows}, pick=rows, first=True)
-        picked, model = survey["picked"], options["model"]
-        answers: Sequence[Tried | None] = [None] * len(picked)
-        if not no_answers:
-            asks_labels = survey["labels"] is not None
-            trials = [
-                classification_of(each, survey, model) if asks_labels else trial_of(each, model) for each in picked
-            ]
-            answers = try_jobs(connection, queue, trials, model)
-        for each, tried in zip(picked, answers, strict=True):
-            _show(each, tried)
-        for line in _reasons(survey):
+        found = _survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+        for each in found["shown"]:
+            _show(each)
+        for line in _reasons(found):
             click.echo(line, err=True)
-    if survey["rows_failing"] or any(tried is not None and tried.value is None for tried in answers):
-        sys.exit(1)
+    sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
 
 
 def tell_dry_run(
     connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
 ) -> None:
     """Print what a run would take, and start none."""
-    if options["task"] == EMBED:
-        raise click.UsageError("--dry-run tells how long answers take, and with --task embed there are none")
-    if options["labels"] is not None:
-        raise click.UsageError(
-            "--dry-run tells how long answers take, and with --labels there are none: see `tokenmill preview`"
-        )
-    survey = _survey(connection, queue, options, pick=NUM_TRIED, max_rows=max_rows)
-    model = options["model"]
-    found = estimate(survey, lambda trials: try_jobs(connection, queue, trials, model))
-    click.echo("\n".join(dry_run_lines(survey, found, price_per_hour)))
+    found = _survey(connection, queue, options, max_rows=max_rows)
+    click.echo("\n".join(dry_run_lines(found, price_per_hour)))
 
 
-def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float | None) -> list[str]:
-    """Return what is said of a run."""
-    read = survey["rows_read"]
-    share = "" if read == survey["rows"] else f", as {read:,} of them tell"
-    scale = survey["rows"] / max(1, read)
-    reused = f"; {survey['rows_reused'] * scale:,.0f} are answered by earlier runs" if survey["rows_reused"] else ""
+def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
+    """Return what is said of a run. found: what jobs.survey_parquet has found."""
+    share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
+    reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
+    tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
+    unit, length = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
     lines = [
-        f"rows     {survey['rows']:,}, of which {survey['rows_failing'] * scale:,.0f} would fail{reused}{share}",
-        *(f"         {line}" for line in _reasons(survey)),
-        f"asked    {survey['requests'] * scale:,.0f} prompts; {survey['rows_repeated'] * scale:,.0f} rows "
-        "repeat an earlier one",
-        f"prompts  {found.prompt_tokens:,.0f} tokens; of those asked, shared beginnings save up to "
-        f"{found.saved_tokens:,.0f}",
-        f"answers  {found.completion_tokens:,.0f} tokens, of which {found.generated_tokens:,.0f} "
-        f"are computed, as {found.num_tried} rows tell",
-        f"time     about {_time(found.seconds)} on one worker like this one, alone with the run",
+        f"rows     {found['num_rows']:,}, of which {found['rows_failing']:,.0f} would fail{reused}{share}",
+        *(f"         {line}" for line in _reasons(found)),
+        f"asked    {found['requests']:,.0f} prompts; {found['rows_repeated']:,.0f} rows repeat an earlier one",
+        f"prompts  {found['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
+        f"{found['cached_tokens']:,.0f}",
+        f"answers  {found['completion_tokens']:,.0f} tokens, of which {found['generated_tokens']:,.0f} "
+        f"are computed, as {tried} rows tell",
+        f"time     about {seconds / length:.1f} {unit} on one worker like this one, alone with the run",
     ]
-    if found.num_failed:
-        lines.append(f"but      {found.num_failed} of the {found.num_tried} rows that were tried failed")
+    if failed:
+        lines.append(f"but      {failed} of the {tried} rows that were tried failed")
     if price_per_hour is not None:
-        cost = found.seconds / 3600 * price_per_hour
-        lines.append(f"cost     about {cost:,.2f} at {price_per_hour:g} an hour")
+        lines.append(f"cost     about {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour")
     return lines
 
 
 def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Have a worker look at a run's prompts. Raises what its planning would."""
-    arguments = run_arguments({"output": os.devnull, **options})
-    model = parse_model(arguments.pop("model", None))
-    for name in ("max_errors", "webhook", "on_end"):
-        arguments.pop(name, None)
+    arguments = run_arguments({"output": "/dev/null", **options})
+    wishes = {name: arguments.pop(name) for name in WISHES if name in arguments}
     check_queue_name(queue)
-    wishes: dict[str, Any] = {"reuse": list(map(run_path, arguments.pop("reuse", ())))}
-    wishes["reuse_from_any_model"] = arguments.pop("reuse_from_any_model", False)
-    spec = RunSpec.from_arguments(**arguments)
-    told = {name: value for name, value in spec.to_json().items() if value is not None}
-    return try_job(connection, queue, Trial("jobs.survey_parquet", {**told, **wishes, **how}), model)
+    how["reuse"] = list(map(run_path, wishes.get("reuse", ())))
+    how["reuse_from_any_model"] = wishes.get("reuse_from_any_model", False)
+    told = {name: value for name, value in RunSpec.from_arguments(**arguments).to_json().items() if value is not None}
+    return try_job(connection, queue, "jobs.survey_parquet", {**told, **how}, parse_model(wishes.get("model")))
 
 
-def _show(picked: dict[str, Any], tried: Tried | None) -> None:
-    click.echo(f"row {picked['row']}: {picked['prompt_tokens']} tokens")
-    messages = picked["prompt"] if picked["is_chat"] else [{"role": "prompt", "content": picked["prompt"]}]
-    for message in messages:
+def _show(row: dict[str, Any]) -> None:
+    click.echo(f"row {row['row']}: {row['prompt_tokens']} tokens")
+    for message in row["prompt"]:
         click.echo(f"  {safe_name(str(message.get('role')))}: {_text(message.get('content'))}")
-    if tried is None:
-        return
-    if tried.value is None:
-        click.echo(f"  error: {_text(tried.error)}")
-        return
-    if "probabilities" in tried.value:
-        click.echo(f"  label: {_text(tried.value['label'])}")
-        for label, probability in tried.value["probabilities"].items():
+    if row.get("error") is not None:
+        click.echo(f"  error: {_text(row['error'])}")
+    elif row.get("label") is not None:
+        click.echo(f"  label: {_text(row['label'])}")
+        for label, probability in row["probabilities"]:
             click.echo(f"    {probability:.4f} {_text(label)}")
-        return
-    for choice in tried.value["choices"]:
-        text = choice["message"]["content"] if picked["is_chat"] else choice["text"]
-        click.echo(f"  answer ({choice['finish_reason']}): {_text(text)}")
-    click.echo(f"  {tried.value['usage']['completion_tokens']} tokens")
+    elif "completions" in row:
+        for reason, text in row["completions"]:
+            click.echo(f"  answer ({reason}): {_text(text)}")
+        click.echo(f"  {row['tokens']} tokens")
 
 
 def _text(value: Any) -> str:
@@ -141,15 +111,10 @@ def _text(value: Any) -> str:
     return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")
 
 
-def _reasons(survey: dict[str, Any]) -> list[str]:
+def _reasons(found: dict[str, Any]) -> list[str]:
     told = []
-    for each in survey["reasons"]:
-        first, rows = f"row {each['row']}", each["rows"]
+    for each in found["reasons"]:
+        first, rows = f"row {each['examples'][0]}", each["rows"]
         failing = f"{first} would fail" if rows == 1 else f"{rows:,} rows read would fail, {first} the first"
-        told.append(f"{failing}: {safe_name(each['reason'])}")
+        told.append(f"{failing}: {safe_name(each['text'])}")
     return told
-
-
-def _time(seconds: float) -> str:
-    unit, length = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
-    return f"{seconds / length:.1f} {unit}"

@@ -8,7 +8,7 @@ import redis
 
 from jobs.cli.status_text import awaits, progress, status_text, tell_failures
 from jobs.common.rq_jobs import last_value
-from jobs.runs.watching.follow import End, Followed, follow
+from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
 from jobs.runs.watching.obstacles import listened_queues, obstacles
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, read_planned
 
@@ -30,7 +30,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
         sys.exit(130)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
-        raise click.ClickException(_refusal_text(snapshot))
+        raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
     click.echo(run)
     for line in [*awaits(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
@@ -73,34 +73,10 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
         sys.exit(130)
     finally:
         display.close()
-    _tell_end(connection, followed)
-
-
-def _tell_end(connection: redis.Redis, followed: Followed) -> None:
-    snapshot = followed.snapshot
-    click.echo(status_text(snapshot))
+    click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
-        _tell_if_already_finished(connection, snapshot)
-        if snapshot.too_many_errors is not None:
-            raise click.ClickException(f"run {snapshot.run} is finished, but {snapshot.too_many_errors}")
-        return
-    tell_failures(connection, snapshot)
-    if followed.end is End.CANCELLED:
-        if snapshot.stopped is not None:
-            raise click.ClickException(f"run {snapshot.run} was stopped: {snapshot.stopped}")
-        raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
-    if followed.end is End.PLAN_FAILED:
-        raise click.ClickException(_refusal_text(snapshot))
-    advice = {
-        End.FORGOTTEN: "its parts stay, submit it again to resume it",
-        End.STRANDED: "submit it again, which also repairs its end",
-    }
-    told = advice.get(followed.end, "repair what is named above, then submit again")
-    raise click.ClickException(f"{followed.end.value}: {told}")
-
-
-def _refusal_text(snapshot: RunSnapshot) -> str:
-    """Say that a planning has failed, and what has become of the run."""
-    if snapshot.finished:
-        return "this submit was refused, as is named above; the run is finished as before"
-    return "planning failed: repair what is named above, then submit again"
+        _tell_if_already_finished(connection, followed.snapshot)
+    else:
+        tell_failures(connection, followed.snapshot)
+    if followed.problem is not None:
+        raise click.ClickException(followed.problem)

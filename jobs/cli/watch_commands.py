@@ -95,9 +95,10 @@ def run_json(connection: redis.Redis, name: str) -> str:
     except UnknownRun:
         if output is None:
             raise
-    state = ("incomplete" if output.num_gone else "finished") if output.finished else "forgotten"
     counts = {"rows": output.rows, "errors": output.errors, "shards": output.shards, "shards_done": output.parts}
-    return json.dumps({"run": run, "state": state, "output": output.folder, "model": str(output.model), **counts})
+    return json.dumps(
+        {"run": run, "state": output.state, "output": output.folder, "model": str(output.model), **counts}
+    )
 
 
 def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:

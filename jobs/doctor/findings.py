@@ -1,13 +1,12 @@
 """Findings: what a check has found and what mends it; checks of the installation."""
 
 import os
-import queue
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
 from jobs.common.version import code_version
@@ -24,27 +23,18 @@ class Level(StrEnum):
 class Finding(NamedTuple):
     """subject: what was looked at. found: what is there. mend: the command or setting that mends it."""
 
-    subject: str
     level: Level
+    subject: str
     found: str
     mend: str = ""
 
 
-def ok(subject: str, found: str) -> Finding:
-    return Finding(subject, Level.OK, found)
+ok, warning, fault = (partial(Finding, level) for level in Level)
 
 
-def warning(subject: str, found: str, mend: str) -> Finding:
-    return Finding(subject, Level.WARNING, found, mend)
-
-
-def fault(subject: str, found: str, mend: str) -> Finding:
-    return Finding(subject, Level.FAULT, found, mend)
-
-
-def told(subject: str, error: Exception) -> Finding:
-    """Return the fault that one of our errors tells: "found (why): mend" or "found; mend"."""
-    found, *mend = re.split(r"(?<=\)): |; ", str(error), maxsplit=1)
+def told(subject: str, error: str) -> Finding:
+    """Return the fault that the text of one of our errors tells: "found (why): mend" or "found; mend"."""
+    found, *mend = re.split(r"(?<=\)): |; ", error, maxsplit=1)
     return fault(subject, found, "".join(mend))
 
 
@@ -53,56 +43,50 @@ class Examination(NamedTuple):
 
     subject: str
     check: Callable[[], Iterable[Finding]]
-    limit_s: float
+    limit_s: float = 30.0
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
     """Carry them out one after the other; what does not end in its time, or ends by an error, is a fault."""
     for each in examinations:
-        found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+        found: list[Finding] = []
         # A call of the system that hangs, on a network mount for example, cannot be ended: it is left behind.
-        threading.Thread(target=_run, args=(each, found.put), daemon=True).start()
-        until = time.monotonic() + each.limit_s
-        try:
-            while (finding := found.get(timeout=max(0.0, until - time.monotonic()))) is not None:
-                yield finding
-        except queue.Empty:
-            yield fault(each.subject, f"no answer within {each.limit_s:g} s", "find out what it waits for")
+        thread = threading.Thread(target=_examine, args=(each, found), daemon=True)
+        thread.start()
+        thread.join(each.limit_s)
+        if thread.is_alive():
+            found = [*found, fault(each.subject, f"no answer within {each.limit_s:g} s", "find out what it waits for")]
+        yield from found
 
 
-def _run(examination: Examination, put: Callable[[Finding | None], None]) -> None:
+def _examine(examination: Examination, found: list[Finding]) -> None:
     try:
         for each in examination.check():
-            put(each)
+            found.append(each)
     except Exception as error:  # noqa: BLE001  # a check that cannot be made must not hide the others
         text = f"it cannot be checked ({type(error).__name__}: {error})"
-        put(fault(examination.subject, text, "mend what the error names, then look again"))
-    put(None)
-
-
-#: Variables of RQ, with what a worker of ours needs where they are set.
-VARIABLES = {"RQ_JOB_CLASS": "rq.job.Job", "RQ_WORKER_CLASS": "worker.BatchWorker"}
+        found.append(fault(examination.subject, text, "mend what the error names, then look again"))
 
 
 def check_installation() -> Iterator[Finding]:
-    """Look at variables, and tell versions."""
-    for name, expected in VARIABLES.items():
+    """Look at variables of RQ, and tell versions."""
+    for name, expected in (("RQ_JOB_CLASS", "rq.job.Job"), ("RQ_WORKER_CLASS", "worker.BatchWorker")):
         if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
-    yield ok("installation", f"Tokenmill {code_version()}, rq {installed('rq')}, redis-py {installed('redis')}")
+    yield ok("installation", f"Tokenmill {code_version()}, rq {version('rq')}, redis-py {version('redis')}")
 
 
-def missing(names: Mapping[str, str], extra: str) -> Iterator[Finding]:
-    """Name the distributions that are not installed. names: each with what it is for."""
-    for name, purpose in names.items():
-        if installed(name) is None:
-            mend = f"pip install 'tokenmill[{extra}]'"
-            yield fault("installation", f"{name} is not installed, {purpose}", mend)
+#: Packages without which a worker or dashboard runs too, slower or with less to see.
+OPTIONAL = frozenset({"hiredis", "numba", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"})
 
 
-def installed(name: str) -> str | None:
-    """Return a distribution's version, or None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def missing(extra: str) -> Iterator[Finding]:
+    """Name what an extra of this distribution brings that is not installed."""
+    for each in requires("tokenmill") or ():
+        requirement, _, condition = each.partition(";")
+        name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]
+        try:
+            version(name if extra in condition else "rq")
+        except PackageNotFoundError:
+            weigh = warning if name in OPTIONAL else fault
+            yield weigh("installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'")

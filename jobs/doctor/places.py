@@ -1,19 +1,16 @@
 """Whether the data roots can take a run: folders on disks, prefixes of object stores."""
 
 import os
-import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 
 from jobs.doctor.findings import Finding, fault, ok, told, warning
 from jobs.errors import DiskFull, JobsError, OutputNotWritable
-from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 
-#: With less free space no run fits.
-MIN_BYTES = 64 << 20
-
-#: A store has a quarter of it for each request.
-STORE_TIMEOUT_S = 20.0
+#: With less free space no run fits; seconds for a store, of which each request has a quarter.
+MIN_BYTES, STORE_TIMEOUT_S = 64 << 20, 20.0
 
 
 def check_places(roots: Sequence[str]) -> Iterator[Finding]:
@@ -24,34 +21,22 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
 
 
 def _look(root: str) -> Finding:
+    from jobs.parquet.files.storage import Storage, writing  # pyarrow: where a worker is installed
+
     if not is_stored(root) and not os.path.isdir(root):
-        mend = f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}"
-        return fault("files", f"{root} is no folder", mend)
+        return fault("files", f"{root} is no folder", f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}")
     try:
-        _try(root)
+        with writing(root):
+            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # a store is tried by that
+            if not is_stored(root):
+                with tempfile.TemporaryFile(dir=root) as file:
+                    file.write(b"probe")
     except (DiskFull, OutputNotWritable) as error:
         mend = "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
         return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
     except JobsError as error:
-        return told("files", error)
-    space = None if is_stored(root) else os.statvfs(root)
-    if space is not None and space.f_bavail * space.f_frsize < MIN_BYTES:
+        return told("files", str(error))
+    if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:
         mend = "remove what is not needed there, or let runs write elsewhere (TOKENMILL_DATA_ROOTS)"
         return fault("files", f"{root}: its disk is full, no part of a run fits", mend)
     return ok("files", f"{root} can be written to")
-
-
-def _try(root: str) -> None:
-    """Put a file in place, and remove it. A store tries that itself where a run's folder is made."""
-    from jobs.parquet.files.storage import Storage, writing  # pyarrow: where a worker is installed
-
-    storage = Storage((root,), timeout_s=STORE_TIMEOUT_S)
-    path = os.path.join(root, temporary_name(secrets.token_hex(8), "_doctor"))
-    with writing(root):
-        storage.make_folder(root)
-        if not is_stored(root):
-            try:
-                with storage.open_output(path) as file:
-                    file.write(b"probe")
-            finally:
-                storage.remove(path)

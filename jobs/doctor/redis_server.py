@@ -18,7 +18,7 @@ from redis.retry import Retry
 from jobs.common.keys import RQ, prefixed
 from jobs.doctor.findings import Finding, fault, ok, warning
 
-#: In which a server has to answer.
+#: Seconds in which a server has to answer.
 TIMEOUT_S = 3.0
 
 #: By which a client is not served, whatever it asks for.
@@ -30,75 +30,59 @@ class Server:
     """A server that answers. config: what this user may read. ahead_s: its clock, less ours."""
 
     client: Redis
-    address: str
     user: str
+    address: str
     info: Mapping[str, Any]
     latency_s: float
     ahead_s: float
     config: Mapping[str, str]
 
 
-class NotReached(Exception):
-    """Raised with the finding that says why a server does not serve us."""
-
-    def __init__(self, finding: Finding) -> None:
-        self.finding = finding
-
-
 def reach(url: str) -> Server:
-    """Ask a server for what it is. Raises NotReached."""
-    wait: Any = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    """Ask a server for what it is. Raises RedisError."""
+    wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
-    try:
-        for _ in range(5):
-            asked_at = time.time()
-            info: Any = client.info("everything")
-            took_s.append(time.time() - asked_at)
-    except RedisError as error:
-        raise NotReached(not_served(url, error)) from error
+    for _ in range(5):
+        asked_at = time.time()
+        info: Any = client.info("everything")
+        took_s.append(time.time() - asked_at)
     config: dict[str, str] = {}
     with suppress(ResponseError):  # not as this user, and on some hosted servers not as any
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
     ahead_s = info.get("server_time_usec", asked_at * 1e6) / 1e6 - asked_at
-    return Server(client, _shown(url), _user(url), info, min(took_s), ahead_s, config)
+    return Server(client, *_user_and_address(url), info, min(took_s), ahead_s, config)
 
 
 def not_served(url: str, error: RedisError) -> Finding:
     """Say why a server refuses this URL, and what to mend."""
-    address = _shown(url) if url else "Redis"
+    user, address = _user_and_address(url)
+    found = f"refuses to serve user {user!r}"
+    mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
-        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-        return fault("redis", f"{address} does not serve yet ({error})", mend)
-    if isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
+        found, mend = "does not serve yet", "wait: it reads what it has kept on its disk, and serves once that is done"
+    elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
+        found = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if "SSL" in str(error):
             mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
-        return fault("redis", f"{address} does not answer ({error})", mend)
-    mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
-    if isinstance(error, NoPermissionError):
+    elif isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
-        mend = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir), then BGSAVE"
-    return fault("redis", f"{address} refuses to serve user {_user(url)!r} ({error})", mend)
+        mend = f"{_LOG}, then BGSAVE"
+    return fault("redis", f"{address} {found} ({error})", mend)
 
 
-def _user(url: str) -> str:
-    return unquote(urlsplit(url).username or "default")
-
-
-def _shown(url: str) -> str:
-    """Return a URL without user, password and options."""
+def _user_and_address(url: str) -> tuple[str, str]:
+    """Return a URL's user, and the URL without user, password and options."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if url else "Redis"
+    return unquote(parts.username or "default"), address
 
 
-#: A round trip, for which a worker's claims wait, and seconds that two clocks may differ.
-SLOW_S, MAX_SKEW_S = 0.01, 1.0
-
-#: Share of the memory that Redis may take.
-FULL = 0.9
+#: A round trip, for which a worker's claims wait; seconds that two clocks may differ; share of the memory in use.
+SLOW_S, MAX_SKEW_S, FULL = 0.01, 1.0, 0.9
 
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
 
@@ -115,7 +99,6 @@ def check_server(server: Server) -> Iterator[Finding]:
     else:
         yield ok("redis", answers)
     yield from _durability(server)
-    yield from _replay(server) if server.info.get("aof_enabled") else ()
     yield from _faults(server.info)
     if abs(server.ahead_s) > MAX_SKEW_S:
         found = f"the clock of Redis is {server.ahead_s:+.1f} s from this machine's"
@@ -134,6 +117,10 @@ def troubles(connection: Redis) -> list[str]:
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether it takes writes, and keeps them."""
+    written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
+    failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
+    policy = info.get("maxmemory_policy", "noeviction")
+    used, most = info.get("used_memory", 0), info.get("maxmemory") or info.get("total_system_memory", 0)
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -142,13 +129,11 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         yield fault("redis", found, f"start its replicas, or {_set('min-replicas-to-write', 0)}")
     if info.get("cluster_enabled"):
         yield fault("redis", "this is a Redis cluster, which RQ cannot use", "use a Redis that is no cluster")
-    for name in ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status"):
-        if info.get(name, "ok") != "ok":
-            yield fault("durability", f"Redis could not write to its disk the last time ({name})", _LOG)
-    if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
+    if failed:
+        yield fault("durability", f"Redis could not write to its disk the last time ({failed})", _LOG)
+    if policy != "noeviction":
         found = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", found, _set("maxmemory-policy", "noeviction"))
-    used, most = info.get("used_memory", 0), info.get("maxmemory", 0) or info.get("total_system_memory", 0)
     if most and used > FULL * most:
         found = f"{used >> 20} of {most >> 20} MiB in use: soon no job can be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
@@ -157,29 +142,26 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _durability(server: Server) -> Iterator[Finding]:
     save, fsync = server.config.get("save"), server.config.get("appendfsync")
-    if server.info.get("aof_enabled") and fsync == "no":
-        mend = _set("appendfsync", "everysec")
-        yield warning("durability", "appendfsync is no: a crash loses what was not on disk", mend)
-    elif server.info.get("aof_enabled"):
-        yield ok("durability", f"every change is in the append-only file (appendfsync {fsync or 'unknown'})")
-    elif save or save is None:
-        found = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
-        yield warning("durability", found, _set("appendonly", "yes"))
-    else:
+    if not server.info.get("aof_enabled") and save == "":
         found = "neither append-only file nor snapshots: a restart loses every job, and what is known of runs"
         yield fault("durability", found, _set("appendonly", "yes"))
-
-
-def _replay(server: Server) -> Iterator[Finding]:
-    """As the default user Redis 7 to 8 replays the append-only file, also where nobody may be that user."""
+    elif not server.info.get("aof_enabled"):
+        found = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
+        yield warning("durability", found, _set("appendonly", "yes"))
+    elif fsync == "no":
+        found = "appendfsync is no: a crash loses what was not on disk"
+        yield warning("durability", found, _set("appendfsync", "everysec"))
+    else:
+        yield ok("durability", f"every change is in the append-only file (appendfsync {fsync or 'unknown'})")
+    # As the default user Redis 7 to 8 replays the file, also where nobody may be that user.
     client: Any = server.client
-    for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
-        with suppress(ResponseError):  # not as this user, or Redis 6.2, which replays without a user
-            if client.execute_command("ACL", "DRYRUN", "default", *words) not in (b"OK", "OK"):
-                found = "the default user has no rights: a restart drops every transaction of the file"
-                mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
-                yield fault("durability", found, mend)
-                return
+    written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
+    with suppress(ResponseError):  # not as this user, or Redis 6.2, which replays without a user
+        replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
+        if server.info.get("aof_enabled") and any(each not in (b"OK", "OK") for each in replies):
+            found = "the default user has no rights: a restart drops every transaction of the file"
+            mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+            yield fault("durability", found, mend)
 
 
 def _set(name: str, value: object) -> str:
@@ -189,15 +171,13 @@ def _set(name: str, value: object) -> str:
 Role = Literal["worker", "producer"]
 
 #: Keys, as rules name them, that each role uses.
-KEYS = {
-    "worker": ("rq:*", "tokenmill:*"),
-    "producer": (
-        *("rq:queues", "rq:queue:*", "rq:job:*", "rq:results:*", "rq:wip:*", "rq:finished:*", "rq:failed:*"),
-        *("rq:deferred:*", "rq:ready:*", "rq:scheduled:*", "rq:canceled:*"),
-        *("rq:execution:*", "rq:executions:*"),
-        *("rq:groups", "rq:group:*", "rq:workers", "rq:worker:*"),
-        *("tokenmill:run:*", "tokenmill:worker:*", "tokenmill:samples:*"),
-    ),
+KEYS: Mapping[Role, str] = {
+    "worker": "rq:* tokenmill:*",
+    "producer": """
+        rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
+        rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
+        tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
+    """,
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
@@ -213,10 +193,7 @@ _WORKERS = """
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
-_WORDS = {"K": prefixed("rq:job:tokenmill-doctor"), "C": prefixed("rq:pubsub:tokenmill-doctor"), "SHA": "0" * 40}
-
-#: Commands that rules name with their first argument.
-_WITH_ARGUMENT = {"script", "memory"}
+_WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
@@ -228,41 +205,38 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
-    asked, keys = commands_of(role), list(map(prefixed, KEYS[role]))
-    keyed = [("set", key.replace("*", "tokenmill-doctor"), "1") for key in keys]
-    refusals = _refusals(server.client, [*asked, *keyed])
-    if refusals is None:
-        mend = f"ACL SETUSER {server.user} +@transaction +@connection, in its file too"
-        yield fault("permissions", f"user {server.user!r} may not use MULTI and DISCARD", mend)
-        return
-    # Redis 6 says "one of the keys", later ones "a key"
-    missing = [f"~{key}" for key, said in zip(keys, refusals[len(asked) :], strict=True) if " key" in said]
-    missing += [f"&{RQ}:pubsub:*"] if any(" channel" in refusal for refusal in refusals) else []
-    for words, refusal in zip(asked, refusals, strict=False):
-        if refusal and " key" not in refusal and " channel" not in refusal:
-            missing.append(f"+{words[0]}|{words[1]}" if words[0] in _WITH_ARGUMENT else f"+{words[0]}")
-    if not missing:
+    commands, keys = commands_of(role), list(map(prefixed, KEYS[role].split()))
+    writes = {key: ("set", key.replace("*", "a"), "1") for key in keys}
+    rules: dict[str, None] = {}  # in the order in which they are found missing
+    for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
+        if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
+            rules |= {f"~{key}": None for key, written in writes.items() if written == words}
+        elif " channel" in refusal:
+            rules[f"&{RQ}:pubsub:*"] = None
+        elif refusal:
+            rules[f"+{words[0]}|{words[1]}" if words[0] in ("script", "memory") else f"+{words[0]}"] = None
+    if not rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
-    rules = " ".join(dict.fromkeys(missing))
-    mend = f"ACL SETUSER {server.user} {rules}, in its file too (ops/redis-users.acl has all)"
-    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {rules}", mend)
+    lacks = " ".join(rules)
+    mend = f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all)"
+    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
 
 
-def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> list[str] | None:
-    """Return how the server refuses each command to this user, "" where it does not; None without transactions."""
-    pool = client.connection_pool
-    connection: Any = pool.get_connection()
+def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield how the server refuses commands to this user, "" where it does not; none is carried out."""
+    connection: Any = client.connection_pool.get_connection()
     try:
-        for word in ("MULTI", "DISCARD"):
-            connection.send_command(word)
-            if _reply(connection):
-                return None
-        connection.send_packed_command(connection.pack_commands([("MULTI",), *commands, ("DISCARD",)]))
-        return [_reply(connection) for _ in range(len(commands) + 2)][1:-1]
+        connection.send_command("MULTI")
+        if refusal := _reply(connection):
+            yield ("@transaction",), refusal  # without which the others would be carried out
+            return
+        connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))
+        for words in commands:
+            yield words, _reply(connection)
     finally:
         connection.disconnect()
-        pool.release(connection)
+        client.connection_pool.release(connection)
 
 
 def _reply(connection: Any) -> str:

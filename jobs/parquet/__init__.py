@@ -1,1 +1,1 @@
-"""A run's files. This room alone imports pyarrow, but not at the top of this package and of shard_task.py."""
+"""A run's files. This room alone imports pyarrow, but not at the top of this package."""

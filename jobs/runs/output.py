@@ -29,6 +29,11 @@ class RunOutput:
     errors: int | None
 
     @property
+    def state(self) -> str:
+        """One word for an operator, where Redis does not know the run."""
+        return ("incomplete" if self.num_gone else "finished") if self.finished else "forgotten"
+
+    @property
     def num_gone(self) -> int:
         """Parts that are gone of a run that had all of them."""
         return max(0, self.shards - self.parts) if self.finished else 0

@@ -29,8 +29,7 @@ MAX_PAYLOAD_BYTES = 1 << 16
 #: Of an error, such as a traceback, as much of its end is shown.
 MAX_ERROR_CHARS = 20_000
 
-#: Entries of stopped jobs that are passed over where the newest failed ones are looked for: a cancel of a run
-#: may have made many.
+#: Stopped jobs that are passed over where the newest failed ones are looked for: a cancel may have made many.
 MAX_STOPPED = 100
 
 #: Of a job's dependencies, and of its dependents, so many are shown.
@@ -42,10 +41,9 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 
 @dataclass(frozen=True)
 class FailedJob:
-    """One entry of a queue's failed jobs.
+    """One entry of a queue's failed jobs. function: None where its name cannot be read. ended_at: Unix seconds.
 
-    function: its name, None where the job is gone, too large or not readable. ended_at: Unix seconds. error: its last
-    line; "" for none. is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among the failed ones.
+    error: its last line; "" for none. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
     """
 
     job_id: str
@@ -58,13 +56,11 @@ class FailedJob:
 
 @dataclass(frozen=True)
 class JobSeen:
-    """One job. texts, times: those fields of its hash that it has, as they may be shown; Unix seconds.
+    """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
 
-    function: its name, None where that cannot be read. arguments, meta: JSON, None unless asked for and
-    readable. progress: counts that it keeps in its meta, such as rows_done. depends_on, dependents: ids of
-    some of the jobs that it was enqueued to wait for, and of those that wait for it. is_failed: whether it is
-    among the failed ones of its queue, so that it can be put back. is_under_way: whether it says that it
-    waits or runs. error: the whole text, its end where that is long. error_line: its last line; "" for none.
+    function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable.
+    progress: counts in its meta. depends_on, dependents: ids of some. is_failed: whether it can be put back.
+    is_under_way: whether it waits or runs. error: the end of its text. error_line: its last line; "" for none.
     """
 
     job_id: str

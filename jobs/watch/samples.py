@@ -30,13 +30,11 @@ LOADING, LOADING_S = "loading", 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One moment of one worker. Counts are since its start, and begin anew with it.
+    """One moment of one worker, `at` Unix seconds by its clock. Counts are since its start.
 
-    at: Unix seconds by the worker's clock. prompt_tokens: of prompts, computed or from the prefix cache;
-    cached_tokens: those from the cache. generation_tokens: sampled. num_requests_running: sequences in the
-    batch, of max_num_seqs at most; num_requests_waiting: those that wait in the engine. kv_cache_usage: share
-    of the KV pool in use, 0 to 1. jobs_held: claimed and not ended. rows: of files, answered, the ones of
-    shards under way too. depth: jobs that wait in each of its queues, the most urgent first.
+    prompt_tokens: computed or cached. num_requests_running: sequences in the batch, of max_num_seqs at most.
+    kv_cache_usage: share of the KV pool in use, 0 to 1. jobs_held: claimed and not ended. rows: of files, answered,
+    those of shards under way too. depth: jobs that wait in each of its queues, the most urgent first.
     """
 
     at: float = 0.0

@@ -31,6 +31,7 @@ def test_a_worker_whose_set_up_is_right_has_no_fault(
     assert (result.exit_code, told["faults"], told["role"]) == (0, 0, "worker")
     subjects = {each["subject"] for each in told["findings"]}
     assert subjects >= {"redis", "permissions", "settings", "installation", "model", "memory", "gpu", "files"}
+    assert subjects >= {"kernels", "tokenizer"}
     assert list(tmp_path.iterdir()) == []
     assert redis.dbsize() == 0
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
 
 from jobs.doctor import redis_server
 from jobs.doctor.findings import Finding, Level
-from jobs.doctor.redis_server import NotReached, Role, Server, check_permissions, check_server, reach
+from jobs.doctor.redis_server import Role, Server, check_permissions, check_server, not_served, reach
 from tests.doctor.conftest import set_up
 from tests.rq_workers import ROOT
 
@@ -33,6 +34,12 @@ def as_user(redis: Redis, url: str, role: str, rules: Sequence[str], given: str 
     """Make a user of these rules; return the URL under which it is known."""
     redis.execute_command("ACL", "SETUSER", role, "reset", f">{PASSWORD}", *rules)
     return url.replace("unix://", f"unix://{role}:{given.replace(':', '%3A')}@")
+
+
+def refused(url: str) -> Finding:
+    with pytest.raises(RedisError) as error:
+        reach(url)
+    return not_served(url, error.value)
 
 
 def quick(url: str) -> Server:
@@ -80,19 +87,15 @@ def test_a_server_that_is_not_there_or_never_answers_is_told_soon(monkeypatch: p
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(NotReached) as refused:
-            reach(f"redis://u:{PASSWORD}@127.0.0.1:{port}/3")
-    assert f"redis://127.0.0.1:{port}/3 does not answer" in refused.value.finding.found
-    with pytest.raises(NotReached) as gone:
-        reach(f"redis://127.0.0.1:{port}")
-    assert "refused" in gone.value.finding.found
-    assert "RQ_REDIS_URL" in gone.value.finding.mend
+        finding = refused(f"redis://u:{PASSWORD}@127.0.0.1:{port}/3")
+    assert f"redis://127.0.0.1:{port}/3 does not answer" in finding.found
+    gone = refused(f"redis://127.0.0.1:{port}")
+    assert "refused" in gone.found
+    assert "RQ_REDIS_URL" in gone.mend
 
 
 def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) -> None:
-    with pytest.raises(NotReached) as refused:
-        reach(as_user(redis, redis_url, "worker", rules_of("worker"), given="Wr0ng"))
-    finding = refused.value.finding
+    finding = refused(as_user(redis, redis_url, "worker", rules_of("worker"), given="Wr0ng"))
     assert "invalid username-password pair" in finding.found
     assert "user and password in RQ_REDIS_URL" in finding.mend
     assert "Wr0ng" not in str(finding)

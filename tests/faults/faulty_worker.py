@@ -19,9 +19,9 @@ from jobs.parquet.outputs import run_folder
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning import planner
 from jobs.parquet.shards import shard_work
-from jobs.parquet.shards.shard_task import ShardTask
 from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state.state import RunState
+from jobs.table import FileTask
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.io_thread.job_runner import JobRunner
@@ -42,7 +42,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "plan written": (planner, "create_plan"),
     "shards enqueued": (shard_jobs, "_enqueue_chunk"),
     "run counted": (RunState, "amend_parts"),
-    "shard open": (ShardTask, "open"),
+    "shard open": (FileTask, "open"),
     "shard result": (shard_work.ShardWork, "result"),
     "file opened": (Storage, "open_output"),
     "part written": (shard_work, "write_part"),

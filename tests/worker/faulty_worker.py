@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.parquet.planning import planner
-from jobs.parquet.shards.shard_task import ShardTask
 from jobs.parquet.shards.shard_work import ShardWork
+from jobs.table import FileTask
 from tests.worker.fake_engine import FakeEngineWorker
 from worker.settings import WorkerSettings
 
@@ -32,7 +32,7 @@ class FaultyWorker(FakeEngineWorker):
 
     def load_engine(self, settings: WorkerSettings) -> Any:
         fault, step = os.environ["FAULT"], os.environ["FAULTY_STEP"]
-        owners = {"plan": (planner, "plan_run"), "open": (ShardTask, "open"), "result": (ShardWork, "result")}
+        owners = {"plan": (planner, "plan_run"), "open": (FileTask, "open"), "result": (ShardWork, "result")}
         owner, name = owners[step]
         setattr(owner, name, _at_fault(getattr(owner, name), fault))
         return super().load_engine(settings)

@@ -34,6 +34,7 @@ from worker.errors import FileTimeout
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.pool_calls import MAX_OPENING, SLOW_S, THREADS, TRY_AGAIN_S, PoolCalls, TaskFiles
+from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"
@@ -194,6 +195,24 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     hang.let_go(MAX_OPENING)
     assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
     wait_until(lambda: files.num_stuck == 0)
+
+
+def test_a_file_that_takes_long_and_gives_signs_of_life_is_opened(files: Files) -> None:
+    asked, goes_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def reading() -> None:
+        for _ in range(4):
+            check_interrupted()
+            asked.release()
+            goes_on.acquire()
+
+    files.open(FileTask(reading))
+    for _ in range(4):
+        assert asked.acquire(timeout=30)
+        assert files.pass_time(0.8 * LIMIT_S) == []
+        goes_on.release()
+    files.wait_for_reports(1)
+    assert [error for _, _, error in files.reports] == [None]
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:

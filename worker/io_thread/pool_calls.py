@@ -289,7 +289,7 @@ class TaskFiles:
                 self._packer.opens_slowly(job)
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
-        self._openers.interrupt_overdue(seconds_since_begin, self._limit_s, self._not_open)
+        self._openers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_open)
         self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:

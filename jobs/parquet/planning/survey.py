@@ -1,20 +1,24 @@
-"""What a run would ask, without asking it: tokens, duplicates, shared prefixes, rows that would fail."""
+"""A look at a run before it is one: all prompts are counted, a few answered, and full batches of them timed."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
-from hashlib import blake2b
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, repeat
+from secrets import token_hex
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.context.answers import Answer
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.ask import row_seed
-from jobs.parquet.asks.kinds import ask_of
-from jobs.parquet.asks.labels import content_free
+from jobs.parquet.asks.ask import Ask
+from jobs.parquet.asks.generate import Generate
+from jobs.parquet.asks.kinds import ask_of, kind_of
+from jobs.parquet.asks.labels import Labels
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
@@ -24,217 +28,292 @@ from jobs.parquet.planning.reusing import match
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.shards.rows_task import RowsTask
+from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.runs.plans.embedding_options import EMBED
-from jobs.runs.plans.formats import OPENAI_BATCH
-from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.reasons import Reasons
+from jobs.tasks import Completion, Request
 
-#: Of the prompts that are returned, in characters: a result of the worker's has its limit.
+#: Requests that are answered; seconds for which full batches are timed, and rows of one at most.
+NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
+
+#: Of the prompts that are answered, in characters: a result of the worker's has its limit.
 MAX_PICKED_CHARS = 4 << 20
 
-#: The sampling value that shortens a prompt.
+#: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
 #: Kinds of errors that are told.
 MAX_REASONS = 5
 
 
-def survey_parquet(
-    context: JobContext,
-    input: str | list[str],
-    output: str = os.devnull,
-    pick: int = 64,
-    first: bool = False,
-    max_rows: int | None = None,
-    reuse: Sequence[str] = (),
-    reuse_from_any_model: bool = False,
-    **arguments: Any,
-) -> dict[str, Any]:
-    """Look at what a run of these arguments would ask; write nothing.
+class SurveyWork(RowsTask):
+    """A look at what a run would ask, between open and close; nothing is written."""
 
-    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows. max_rows: where
-    the run has more, every so manyth of them is looked at. reuse: see Submission. arguments: as of
-    RunSpec.from_arguments.
-    Raises RunError or InvalidJob.
-    """
-    spec = RunSpec.from_arguments(input, output, **arguments)
-    if spec.input_format == OPENAI_BATCH:
-        raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
-    if spec.task == EMBED:
-        raise InvalidJob("a preview or dry run shows what is generated, and for embeddings nothing is")
-    if spec.prompts is not None:
-        raise InvalidJob(
-            "a preview or dry run looks at one prompt of a row, as later ones are made of answers: name one"
-        )
-    spec.check_sampling(context.check_sampling)
-    storage = Storage.of(context)
-    found = find_files(storage, spec.input, spec.output, spec.input_format)
-    inputs = read_inputs(context, storage, spec, found)
-    check_columns(spec, inputs.schema, found[0].path)
-    if context.meter is None:
-        raise InvalidJob("this process has no engine to count tokens with")
-    plan = new_plan(context, spec, inputs)
-    files = {shard.file for shard in plan.shards if shard.rows}
-    with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (own_storage, own_plan):
-        survey = _Survey(context, own_storage, own_plan, context.meter())
-        if reuse:
-            survey.leave_out(OldRuns(storage, reuse), reuse_from_any_model)
-        return survey.take(pick, first, max_rows)
+    def __init__(
+        self,
+        context: JobContext,
+        input: str | list[str],
+        first: int | None = None,
+        max_rows: int | None = None,
+        reuse: Sequence[str] = (),
+        **arguments: Any,
+    ) -> None:
+        """Read the run's rows and count their tokens.
 
+        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered,
+        and timed. max_rows: where the run has more, every so manyth of them is looked at. reuse: as of Submission.
+        arguments: reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
+        Raises RunError or InvalidJob.
+        """
+        any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
+        spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
+        if kind_of(spec) not in (Generate, Labels):
+            raise InvalidJob(
+                "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
+                "files, or several prompts, of which you can name one"
+            )
+        spec.check_sampling(context.check_sampling)
+        context.checks.admit(spec.repairs)
+        storage = Storage.of(context)
+        found = find_files(storage, spec.input, spec.output, spec.input_format)
+        inputs = read_inputs(context, storage, spec, found)
+        check_columns(spec, inputs.schema, found[0].path)
+        if context.meter is None:
+            raise InvalidJob("this process has no engine to count tokens with")
+        meter, plan = context.meter(), new_plan(context, spec, inputs)
+        source = row_source(spec, context.check_sampling)
+        ask = ask_of(plan, source, context)
+        self._spec, self._counts = spec, (counts := _Counts(context, ask, meter, plan.rows))
+        files = {shard.file for shard in plan.shards if shard.rows}
+        with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (storage_now, plan_now):
+            if reuse:
+                old = OldRuns(storage, reuse)
+                places = match(context, storage_now, plan_now, (ask, source), old, any_model).places
+                counts.is_reused = lambda row: bool(places[row] >= 0)
+            for start, rows in rendered_shards(context, storage_now, plan_now, source):
+                counts.add(start, rows, max_rows)
+            slots = min(meter.max_num_seqs, MAX_BATCH)
+            timed = pick_requests(counts.asked, slots) if first is None else []
+            in_order = sorted(counts.asked, key=lambda each: each.row)[:first]
+            tried = pick_requests(in_order, NUM_TRIED) if first is None else in_order
+            wanted, texts, left = {each.row for each in (*timed, *tried)}, dict[int, Row](), MAX_PICKED_CHARS
+            for start, rows in rendered_shards(context, storage_now, plan_now, source, wanted):
+                for number, row in enumerate(rows, start):
+                    if number in wanted and isinstance(row, Row) and (left := left - len(row.prompt)) >= 0:
+                        texts[number] = row
+        self._tried = picked = [(each, texts[each.row]) for each in tried if each.row in texts]
+        rows_asked = [row for _, row in picked] if has_answers else []
+        self._requests = ShardRequests(rows_asked, ask, lambda row: picked[row][0].row)
+        self._num_tried, self._timing = 0, None
+        if first is None:
+            batch = [(each, texts[each.row]) for each in timed if each.row in texts]
+            self._timing = _Timing(ask, spec.is_chat, batch, counts.num_requests)
 
-class _Survey:
-    def __init__(self, context: JobContext, storage: Storage, plan: Plan, meter: PromptMeter) -> None:
-        self._context, self._storage, self._plan, self._meter = context, storage, plan, meter
-        self._source = row_source(plan.spec, context.check_sampling)
-        self._sampling, self._chat = plan.spec.chat
-        self._requests: list[Asked] = []
-        self._known: dict[bytes, int] = {}
-        self._reasons = Reasons()
-        self._before: Sequence[int] = ()
-        self._tokens = self._repeated = self._rows = self._cached = self._rows_reused = 0
-        self._is_reused: Callable[[int], bool] = lambda row: False
+    def requests(self) -> Iterator[Request]:
+        for request in super().requests():
+            self._num_tried += 1
+            yield request
+        if self._is_timed_next:
+            assert self._timing is not None
+            yield from self._timing.requests()
 
-    def leave_out(self, old: OldRuns, any_model: bool) -> None:
-        """Ask no rows that earlier runs have answered."""
-        asks = ask_of(self._plan, self._source, self._context), self._source
-        places = match(self._context, self._storage, self._plan, asks, old, any_model).places
-        self._is_reused = lambda row: bool(places[row] >= 0)
+    @property
+    def _is_timed_next(self) -> bool:
+        """Whether all that was tried is answered, and batches are to be timed."""
+        is_awaited = self._timing is not None and not self._timing.has_begun
+        return is_awaited and self.asked.rows_done == self.asked.num_rows
 
-    def take(self, pick: int, first: bool, max_rows: int | None) -> dict[str, Any]:
-        every = 1 if max_rows is None else max(1, -(-self._plan.rows // max(1, max_rows)))
-        for start, rows in self._rendered(None):
-            looked_at = {start + number: row for number, row in enumerate(rows) if (start + number) % every == 0}
-            self._look_at(looked_at)
-        if first:
-            picks = [(each, 1.0) for each in sorted(self._requests, key=lambda each: each.row)[:pick]]
-        else:
-            picks = pick_requests(self._requests, pick)
-        return {
-            "rows": self._plan.rows,
-            "rows_read": self._rows,
-            "rows_failing": self._reasons.rows,
-            "reasons": [
-                {"rows": each.rows, "row": each.examples[0], "reason": each.text}
-                for each in self._reasons.commonest(MAX_REASONS)
-            ],
-            "rows_repeated": self._repeated,
-            "rows_reused": self._rows_reused,
-            "requests": len(self._requests),
-            "prompt_tokens": self._tokens,
-            "request_tokens": sum(each.tokens for each in self._requests),
-            "cached_tokens": self._cached,
-            "n": self._plan.spec.n,
-            "max_num_seqs": self._meter.max_num_seqs,
-            "block_size": self._meter.block_size,
-            "num_blocks": self._meter.num_blocks,
-            "model": self._context.model.name,
-            "labels": self._plan.spec.labels,
-            "calibrate": self._prior(),
-            "picked": self._picked(picks),
-        }
+    @property
+    def has_more(self) -> bool:
+        return super().has_more or self._is_timed_next
 
-    def _look_at(self, rows: dict[int, Row | RowProblem]) -> None:
-        """Take rows of one shard: their prompts are computed in the order of their texts."""
-        asked: dict[Row, list[int]] = {}
-        for number, row in rows.items():
-            self._rows += 1
-            if self._is_reused(number):
-                self._rows_reused += 1
-            elif isinstance(row, RowProblem):
-                self._reasons.add(str(row), [number])
-            else:
-                asked.setdefault(row, []).append(number)
-        for row in sorted(asked):
-            self._context.check_interrupted()
-            self._ask(row, asked[row])
+    @property
+    def num_requests(self) -> int | None:
+        return None if self._timing is not None else super().num_requests
 
-    def _ask(self, row: Row, rows: list[int]) -> None:
-        own = row.own_sampling
-        sampling = {**self._sampling, **own}
-        is_greedy = sampling.get("temperature") == 0 or self._plan.spec.labels is not None
-        key = blake2b("\n".join(row).encode(), digest_size=16).digest()
-        known = self._known.get(key)
-        if known is not None and self._requests[known].is_greedy:
-            self._requests[known].rows += len(rows)
-            self._repeated += len(rows)
-            self._tokens += len(rows) * self._requests[known].tokens
-            return
-        try:
-            token_ids = self._token_ids(row.prompt, sampling.get(TRUNCATION))
-        except InvalidJob as error:
-            self._reasons.add(str(error), rows)
-            return
-        self._repeated += len(rows) - (known is None)
-        self._tokens += len(rows) * len(token_ids)
-        self._known.setdefault(key, len(self._requests))
-        limit = own.get("max_tokens", 0)
-        for numbers in [rows] if is_greedy else [[row] for row in rows]:
-            self._cached += _shared(self._before, token_ids, self._meter.block_size)
-            self._before = token_ids
-            self._requests.append(Asked(numbers[0], len(token_ids), limit, len(numbers), is_greedy))
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        if index < self._num_tried:
+            super().inspect(index, completions)
 
-    def _token_ids(self, prompt: str, most: int | None) -> Sequence[int]:
-        options = {} if most is None else {TRUNCATION: most}
-        if self._plan.spec.is_chat:
-            return self._meter.token_ids(None, json.loads(prompt), {**self._chat.template, **options})
-        return self._meter.token_ids(prompt, None, options)
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        if index < self._num_tried:
+            super().deliver(index, completions)
+        elif self._timing is not None:
+            self._timing.deliver(completions)
 
-    def _picked(self, picks: Sequence[tuple[Asked, float]]) -> list[dict[str, Any]]:
-        """Read the prompts of what was picked again; those beyond MAX_PICKED_CHARS are left out."""
-        wanted = {asked.row: (asked, weight) for asked, weight in picks}
-        found: dict[int, dict[str, Any]] = {}
-        left = MAX_PICKED_CHARS
-        for start, rows in self._rendered(wanted.keys()):
-            for number in wanted.keys() & set(range(start, start + len(rows))):
-                row = rows[number - start]
-                if isinstance(row, Row) and (left := left - len(row.prompt)) >= 0:
-                    found[number] = self._told(row, *wanted[number])
-        return [found[row] for row in wanted if row in found]
+    def result(self) -> dict[str, Any]:
+        """Return the counts of all rows, and the rows shown with their answers, or a dry run's estimates."""
+        answers = self.asked.answers()
+        told = {**self._counts.told(), "num_tried": len(answers)}
+        told["num_failed"] = sum(each.error is not None for each in answers)
+        if self._timing is None:
+            shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
+            return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
+        scale, generated, completion = self._counts.scale, 0.0, 0.0
+        for place, tokens, _ in self.asked.answered:
+            asked = self._tried[place][0]
+            generated += asked.weight * tokens * scale
+            completion += asked.weight * tokens * scale * asked.rows
+        seconds = self._timing.token_s * (self._counts.request_tokens * scale + generated)
+        return {**told, "generated_tokens": generated, "completion_tokens": completion, "seconds": seconds}
 
-    def _told(self, row: Row, asked: Asked, weight: float) -> dict[str, Any]:
-        prompt, own = row.prompt, row.own_sampling
-        sampling = {**self._plan.spec.sampling, **own}
-        if "seed" in self._plan.spec.sampling and "seed" not in own:
-            sampling["seed"] = row_seed(self._plan.seed, asked.row)
-        return {
-            "row": asked.row,
-            "prompt": json.loads(prompt) if self._plan.spec.is_chat else prompt,
-            "is_chat": self._plan.spec.is_chat,
-            "sampling": sampling,
-            "prompt_tokens": asked.tokens,
-            "rows": asked.rows,
-            "weight": weight,
-        }
-
-    def _prior(self) -> Any:
-        """Return the prompt, or the messages, that labels are calibrated with."""
-        if not self._plan.spec.calibrate:
-            return False
-        text = content_free(self._plan.spec, self._source).prompt
-        return json.loads(text) if self._plan.spec.is_chat else text
-
-    def _rendered(self, only: Set[int] | None) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-        return rendered_shards(self._context, self._storage, self._plan, self._source, only)
+    def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
+        prompt = json.loads(row.prompt) if self._spec.is_chat else [{"role": "prompt", "content": row.prompt}]
+        told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}
+        if answer is None:
+            return told
+        reasons, texts = answer.finish_reason, answer.completion
+        completions = list(zip(reasons, texts or (), strict=True)) if isinstance(reasons, tuple) else [(reasons, texts)]
+        told |= {name: answer.column(name) for name in ("error", "label", "probabilities")}
+        return {**told, "completions": completions, "tokens": answer.all_completion_tokens}
 
 
 class Asked:
-    """A request of a run, for `rows` rows from `row` on, counted over all files. limit: max_tokens, 0 where all are
-    alike."""
+    """A request of a run, for `rows` rows from `row` on, counted over all files; it stands for `weight` such.
 
-    __slots__ = ("is_greedy", "limit", "row", "rows", "tokens")
+    tokens: of its prompt. limit: max_tokens, 0 where all are alike."""
 
-    def __init__(self, row: int, tokens: int, limit: int, rows: int, is_greedy: bool) -> None:
-        self.row, self.tokens, self.limit, self.rows, self.is_greedy = row, tokens, limit, rows, is_greedy
+    __slots__ = ("limit", "row", "rows", "tokens", "weight")
+
+    def __init__(self, row: int, tokens: int, limit: int, rows: int) -> None:
+        self.row, self.tokens, self.limit, self.rows, self.weight = row, tokens, limit, rows, 1.0
 
 
-def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
-    """Choose at most `count` requests, large ones likelier, and tell for how many each stands."""
+class _Counts:
+    """Counts of a run's rows, of which every so manyth is looked at. is_reused: whether an earlier run has answered."""
+
+    def __init__(self, context: JobContext, ask: Ask, meter: PromptMeter, total: int) -> None:
+        self._context, self._ask, self._meter, self._total = context, ask, meter, total
+        self.is_reused: Callable[[int], bool] = lambda row: False
+        self.asked: list[Asked] = []
+        self._known: dict[bytes, Asked] = {}
+        self._reasons = Reasons()
+        self._before: Sequence[int] = ()
+        self._rows = self._repeated = self._reused = self._prompt_tokens = 0
+        self.request_tokens = self.cached = 0
+
+    @property
+    def scale(self) -> float:
+        """How many rows each one stands for that was looked at."""
+        return self._total / max(1, self._rows)
+
+    @property
+    def num_requests(self) -> int:
+        return round(len(self.asked) * self.scale)
+
+    def add(self, start: int, rows: Sequence[Row | RowProblem], max_rows: int | None) -> None:
+        """Take the rows of a shard, the first of which has the number `start`: in the order in which they are asked."""
+        every = 1 if max_rows is None else max(1, -(-self._total // max_rows))
+        alike: dict[Row, list[int]] = {}
+        for number, row in enumerate(rows, start):
+            if number % every:
+                continue
+            self._rows += 1
+            if self.is_reused(number):
+                self._reused += 1
+            elif isinstance(row, RowProblem):
+                self._reasons.add(str(row), [number])
+            else:
+                alike.setdefault(row, []).append(number)
+        for row in sorted(alike):
+            self._context.check_interrupted()
+            self._ask_for(row, alike[row])
+
+    def _ask_for(self, row: Row, numbers: list[int]) -> None:
+        """Count equal rows; those with equal answers are one request, in other shards too."""
+        key, is_greedy = self._ask.key_of(row), self._ask.is_greedy(row)
+        known = self._known.get(key)
+        if known is not None and is_greedy:
+            known.rows += len(numbers)
+            self._repeated += len(numbers)
+            self._prompt_tokens += len(numbers) * known.tokens
+            return
+        (request,) = self._ask.begin(row, numbers[0]).requests
+        most = request.sampling.get(TRUNCATION)
+        options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
+        assert not isinstance(request.prompt, list)
+        try:
+            token_ids = self._meter.token_ids(request.prompt, request.messages, options)
+        except InvalidJob as error:
+            self._reasons.add(str(error), numbers)
+            return
+        self._repeated += len(numbers) - (known is None)
+        limit = row.own_sampling.get("max_tokens", 0)
+        for each in [numbers] if is_greedy else [[number] for number in numbers]:
+            asked = Asked(each[0], len(token_ids), limit, len(each))
+            self.asked.append(asked)
+            self._known.setdefault(key, asked)
+            self._prompt_tokens += len(each) * len(token_ids)
+            self.request_tokens += len(token_ids)
+            self.cached += _shared(self._before, token_ids, self._meter.block_size)
+            self._before = token_ids
+
+    def told(self) -> dict[str, Any]:
+        """Return the counts as they are for all rows; reasons of those that were looked at."""
+        counted = {
+            "rows_failing": self._reasons.rows,
+            "rows_reused": self._reused,
+            "requests": len(self.asked),
+            "rows_repeated": self._repeated,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self.cached,
+        }
+        reasons = [vars(each) for each in self._reasons.commonest(MAX_REASONS)]
+        told = {name: count * self.scale for name, count in counted.items()}
+        return {"num_rows": self._total, "rows_read": self._rows, "reasons": reasons, **told}
+
+
+class _Timing:
+    """Full batches of a run's rows, each with another beginning, so that nothing of a prompt is known before.
+
+    batch: rows that stand for all. most: requests of the run.
+    """
+
+    def __init__(self, ask: Ask, is_chat: bool, batch: Sequence[tuple[Asked, Row]], most: int) -> None:
+        self._ask, self._is_chat, self._batch, self._most = ask, is_chat, batch, most
+        self.has_begun = False
+        self._began_at = self._ended_at = 0.0
+        self._tokens = 0
+
+    def requests(self) -> Iterator[Request]:
+        """Yield a batch, and more until time is up."""
+        self.has_begun, self._began_at = True, time.monotonic()
+        for count, (asked, row) in zip(range(self._most), cycle(self._batch), strict=False):
+            if count % len(self._batch) == 0:
+                if count and time.monotonic() - self._began_at > TIMED_S:
+                    return
+                beginning = token_hex(2)
+            (request,) = self._ask.begin(self._begun(row, beginning), asked.row).requests
+            self._tokens += asked.tokens
+            yield request
+
+    def deliver(self, completions: Sequence[Completion]) -> None:
+        """Count an answer's tokens."""
+        self._tokens += sum(len(each.token_ids) for each in completions)
+        self._ended_at = time.monotonic()
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a token takes, of prompts and answers as they are in this run, where beginnings are shared."""
+        return (self._ended_at - self._began_at) / max(1, self._tokens)
+
+    def _begun(self, row: Row, beginning: str) -> Row:
+        if not self._is_chat:
+            return row._replace(prompt=beginning + row.prompt)
+        first, *others = json.loads(row.prompt)
+        content = first.get("content") or ""
+        parts = [{"type": "text", "text": beginning}, *content] if isinstance(content, list) else beginning + content
+        return row._replace(prompt=json.dumps([{**first, "content": parts}, *others]))
+
+
+def pick_requests(requests: Sequence[Asked], count: int) -> list[Asked]:
+    """Choose at most `count` requests, large ones likelier, and note for how many each stands."""
     order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
     if len(order) <= count:
-        return [(each, 1.0) for each in order]
+        return order
     sizes_of = [(each.tokens, each.limit, each.rows) for each in order]
     tokens, limit, rows = (sum(column) / len(order) or 1.0 for column in zip(*sizes_of, strict=True))
     sizes = [1 + each.tokens / tokens + each.limit / limit + each.rows / rows for each in order]
@@ -242,7 +321,8 @@ def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, fl
     for each, size in zip(order, sizes, strict=True):
         passed += size
         if times := math.floor(passed / step + 0.5) - taken:
-            picks.append((each, times * step / size))
+            each.weight = times * step / size
+            picks.append(each)
             taken += times
     return picks
 

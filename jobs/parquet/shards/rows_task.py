@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, model_text
-from jobs.errors import PlanDamaged, RunOfAnotherModel
+from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
-from jobs.runs.plans.names import PLAN
+from jobs.runs.plans.names import PLAN, is_run_id
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import RunState
 from jobs.tasks import Completion, OpenTask, Request
@@ -72,7 +72,9 @@ def check_model(plan: Plan, served: ServedModel) -> None:
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
-    """Read the plan that a job names. Raises PathOutsideRoots or PlanDamaged when it is not this run's."""
+    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged when it is not this run's."""
+    if not is_run_id(run) or not isinstance(plan_path, str):
+        raise unlike("run", run, "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead")
     path = storage.resolve(plan_path)
     plan = context.files.plan((path, storage.stat(path)), lambda: load_plan(storage, path))
     if plan.run != run:

@@ -60,11 +60,11 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan: str, shard: int) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
-        folder = opened_folder(context, plan_path, run)
-        if shard >= len(folder.plan.shards):
-            raise PlanDamaged(plan_path, f"it has {len(folder.plan.shards)} shards, none numbered {shard}")
+        folder = opened_folder(context, plan, run)
+        if shard not in range(len(folder.plan.shards)):
+            raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {shard!r}")
         return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:

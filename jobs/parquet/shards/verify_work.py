@@ -43,30 +43,33 @@ class VerifyWork(RowsTask):
     """A sample of a run between open and close; rows that it could not answer, or took from another model, are left
     out."""
 
-    def __init__(self, context: JobContext, run: str, plan_path: str, sample: str, seed: int) -> None:
-        """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
+    def __init__(self, context: JobContext, run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> None:
+        """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which.
+
+        Raises RunError, InvalidValue or NoRoomYet.
+        """
         storage = Storage.of(context)
-        self._plan = plan = trusted_plan(context, storage, plan_path, run)
-        if plan.input_format == OPENAI_BATCH or plan.spec.task == EMBED:
+        self._plan = planned = trusted_plan(context, storage, plan, run)
+        if planned.input_format == OPENAI_BATCH or planned.spec.task == EMBED:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
-        if plan.spec.only_new:
+        if planned.spec.only_new:
             raise InvalidJob(f"run {run} cannot be verified: its rows, those that were new, are gone with its end")
-        most = MAX_ANSWERS // max(plan.spec.n, len(plan.spec.labels or ()))
+        most = MAX_ANSWERS // max(planned.spec.n, len(planned.spec.labels or ()))
         self._num_of_others = 0
-        self._sample = sampled_rows(sample, f"{run}:{seed}", plan.rows, most)
-        fields = [field for field in answer_fields(plan.spec) if field.name not in _NOT_COMPARED]
+        self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
+        fields = [field for field in answer_fields(planned.spec) if field.name not in _NOT_COMPARED]
         self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
-        columns = {name: plan.spec.output_prefix + name for name in self._columns}
+        columns = {name: planned.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
-        for shard in plan.shards_of(self._sample):
+        for shard in planned.shards_of(self._sample):
             # Raises PartDamaged for a part that is not this shard's.
-            read_part_stats(storage, plan.part_path(shard), run, shard, plan.shards[shard].rows)
-            for row, values in part_rows(storage, plan, shard, list(columns.values()), self._sample):
+            read_part_stats(storage, planned.part_path(shard), run, shard, planned.shards[shard].rows)
+            for row, values in part_rows(storage, planned, shard, list(columns.values()), self._sample):
                 if values[columns["error"]] is None:
                     self._recorded[row] = {name: values[column] for name, column in columns.items()}
-            keys |= _keys_of(storage, plan, shard, self._sample)
-        self._ask(context, storage, plan, keys)
+            keys |= _keys_of(storage, planned, shard, self._sample)
+        self._ask(context, storage, planned, keys)
 
     def _ask(self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]) -> None:
         """Read the rows that are recorded, to ask them as the run has. keys: of rows, as this model would answer them;

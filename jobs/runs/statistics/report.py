@@ -1,7 +1,7 @@
 """A finished run as one page, made of its manifest alone: no script, and nothing is fetched from anywhere."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import isfinite
 from typing import Any
@@ -11,45 +11,49 @@ from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.run_statistics import BOUNDS
 
 _STYLE = """
-:root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --page: #fff;
-  --card: #f6f8fa; --mark: #0b62c4; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --soft: #9aa4af; --line: #30363d;
-  --page: #0d1117; --card: #161b22; --mark: #58a6ff; --bad: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.25rem; max-width: 60rem; background: var(--page); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-p { margin: .25rem 0; } .soft { color: var(--soft); } .bad { color: var(--bad); }
-code, td { overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem;
-  margin: 1.2rem 0; }
-dl div { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
-dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-size: 1.2rem; font-weight: 600; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 1.25rem; max-width: 60rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; } p { margin: .25rem 0; }
+.soft, dt, th { color: GrayText; font-weight: 500; } .bad { color: light-dark(#b3261e, #ff8a80); }
+dl, .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem 1.5rem; }
+.pair { grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); } dd { margin: 0; font-size: 1.2rem; }
 table { width: 100%; border-collapse: collapse; font-size: .93rem; }
-th, td { text-align: left; padding: .35rem .6rem .35rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
-th { color: var(--soft); font-weight: 500; }
-.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
-@media (max-width: 40rem) { svg.wide text { font-size: 19px; } }
-svg .bar { fill: var(--mark); } svg .axis { stroke: var(--line); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: 0 1.5rem; }
-.scroll { overflow-x: auto; }
+th, td { text-align: left; padding: .35rem .6rem .35rem 0; border-bottom: 1px solid GrayText; overflow-wrap: anywhere; }
+.n { text-align: right; white-space: nowrap; } svg { width: 100%; display: block; }
+svg text { fill: GrayText; font-size: 12px; } svg rect { fill: light-dark(#0b62c4, #58a6ff); }
 """
 
-_WIDE, _NARROW, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 400, 190, 64, 12, 26
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>Run {run}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{sections}
+</main>
+</body>
+</html>
+"""
+
+#: Of a chart, in its own units.
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 64, 26
 
 
 def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
     """Return the page, which shows no prompts or answers. price_per_hour: of a worker's machine, in any money."""
     statistics = manifest.get("statistics", {})
-    run, rows, errors = manifest["run"], manifest["rows"], manifest["errors"]
+    rows, errors = manifest["rows"], manifest["errors"]
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
     is_good = outcome == outcome_text(0, 0, 0)
     state = "none with an error" if is_good else f'<span class="bad">{outcome}</span>'
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"])) if rows else ""
     sections = [
-        f"<h1>Run {_text(run)}</h1>",
+        f"<h1>Run {_text(manifest['run'])}</h1>",
         f"<p>{rows:,} rows, {state}. <span class=soft>{_text(began)}</span></p>",
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
@@ -62,15 +66,7 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
         _errors(errors, statistics.get("reasons", [])),
         _workers(statistics),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">\n"
-        f"<title>Run {_text(run)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return _PAGE.format(run=_text(manifest["run"]), style=_STYLE, sections="\n".join(sections))
 
 
 def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None) -> str:
@@ -103,13 +99,9 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
     width, tokens = timeline.get("bin_s", 0.0), timeline.get("tokens", [])
     if width <= 0 or not any(tokens):
         return ""
-    rates = [count / width for count in tokens]
-    marks = [(share * len(rates), _duration(share * width * len(rates))) for share in (0, 1 / 3, 2 / 3, 1)]
-    chart = _chart(rates, marks, "Tokens a second over the time of the run", _WIDE)
-    return (
-        "<h2>Tokens generated a second</h2>"
-        f"{chart}<p class=soft>A shard's tokens count evenly from its beginning to its end.</p>"
-    )
+    marks = [_duration(width * place) for place in range(len(tokens))]
+    note = "<p class=soft>A shard's tokens count evenly from its beginning to its end.</p>"
+    return _chart("Tokens generated a second", [count / width for count in tokens], marks) + note
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
@@ -118,75 +110,55 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     known = {int(bound): count for bound, count in lengths.items()}
     # Ranges without rows are drawn too: few long answers stand apart from the others.
     bounds = [bound for bound in BOUNDS if min(known) <= bound <= max(known)]
-    counts = [known.get(bound, 0) for bound in bounds]
-    every = max(1, -(-len(bounds) // 7))
-    marks = [(place + 0.5, f"{bounds[place]:,}") for place in range(0, len(bounds), every)]
-    chart = _chart([float(count) for count in counts], marks, title, _NARROW)
-    return f"<section><h2>{_text(title)}</h2>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
+    chart = _chart(title, [known.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds])
+    return f"<section>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
 
 
-def _chart(values: Sequence[float], marks: Sequence[tuple[float, str]], label: str, width: int) -> str:
-    """Draw bars from 0. marks: what stands below, and where, counted in bars."""
-    most = max(values)
-    inner, height = width - _LEFT - 8, _HEIGHT - _TOP - _BOTTOM
-    step = inner / len(values)
-    gap = min(2.0, step / 6)
-    kind = "wide" if width == _WIDE else "narrow"
-    shapes = []
-    for share in (0, 0.5, 1):
-        y = _TOP + height * (1 - share)
-        shapes.append(f'<line class="axis" x1="{_LEFT}" x2="{width - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(most * share)}</text>')
-    for place, value in enumerate(values):
-        tall = height * value / most if most else 0.0
-        shapes.append(
-            f'<rect class="bar" x="{_LEFT + place * step + gap / 2:.1f}" y="{_TOP + height - tall:.1f}" '
-            f'width="{step - gap:.1f}" height="{tall:.1f}"/>'
-        )
-    for at, text in marks:
-        x = _LEFT + at * step
-        anchor = "end" if x + 5 * len(text) > width else "middle"
-        shapes.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{_text(text)}</text>')
-    return (
-        f'<svg class="{kind}" viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{_text(label)}">'
-        f"{''.join(shapes)}</svg>"
+def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
+    """Draw bars from 0. marks: what stands below each bar, where there is room."""
+    most, height, step = max(values), _HEIGHT - _BELOW, (_WIDTH - _LEFT) / len(values)
+    shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(most)}</text>']
+    for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
+        tall, left = height * value / most if most else 0.0, _LEFT + place * step
+        size = f'width="{0.9 * step:.1f}" height="{tall:.1f}"'
+        shapes.append(f'<rect x="{left:.1f}" y="{height - tall:.1f}" {size}/>')
+        if place % max(1, -(-len(values) // 7)) == 0:
+            shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(mark)}</text>')
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)}">{"".join(shapes)}</svg>'
+    return f"<h2>{_text(title)}</h2>{svg}"
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table; whole numbers stand to the right."""
+    cells = (
+        "".join(f"<td class=n>{each:,}</td>" if isinstance(each, int) else f"<td>{_text(each)}</td>" for each in row)
+        for row in rows
     )
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    head = "".join(f"<th>{each}</th>" for each in heads)
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
     if not errors:
         return ""
-    rows = "".join(
-        f"<tr><td class=n>{each['rows']:,}</td><td>{_text(each['reason'])}</td>"
-        f"<td>{', '.join(f'{row:,}' for row in each['examples'])}</td></tr>"
-        for each in reasons
-    )
-    told = sum(each["rows"] for each in reasons)
-    rest = f"<p class=soft>{errors - told:,} more rows, whose reasons are not listed.</p>" if errors > told else ""
-    table = (
-        "<div class=scroll><table><thead><tr><th class=n>Rows</th><th>Reason</th><th>Such as row</th></tr>"
-        f"</thead><tbody>{rows}</tbody></table></div>"
-    )
-    return f"<h2>Rows with an error</h2>{table if rows else ''}{rest}"
+    rows = [(each["rows"], each["reason"], ", ".join(map(str, each["examples"]))) for each in reasons]
+    rest = errors - sum(each["rows"] for each in reasons)
+    more = f"<p class=soft>{rest:,} more rows, whose reasons are not listed.</p>" if rest > 0 else ""
+    return _table("Rows with an error", ("Rows", "Reason", "Such as row"), rows) + more
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
     workers = statistics.get("workers", [])
     if not workers:
         return ""
-    rows = "".join(
-        f"<tr><td>{_text(each['name'] or 'not told')}</td><td class=n>{each['rows']:,}</td>"
-        f"<td class=n>{each['errors']:,}</td><td class=n>{each['generated_tokens']:,}</td>"
-        f"<td class=n>{_duration(each['seconds'])}</td></tr>"
+    rows = [
+        (each["name"] or "not told", each["rows"], each["errors"], each["generated_tokens"], _duration(each["seconds"]))
         for each in workers
-    )
-    more = statistics.get("num_workers", 0) - len(workers)
-    rest = f"<p class=soft>And {more:,} more workers.</p>" if more > 0 else ""
-    return (
-        "<h2>Workers</h2><div class=scroll><table><thead><tr><th>Name</th><th class=n>Rows</th>"
-        "<th class=n>Errors</th><th class=n>Tokens</th><th class=n>Time</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>{rest}"
-    )
+    ]
+    rest = statistics.get("num_workers", 0) - len(workers)
+    more = f"<p class=soft>And {rest:,} more workers.</p>" if rest > 0 else ""
+    return _table("Workers", ("Name", "Rows", "Errors", "Tokens", "Time"), rows) + more
 
 
 def _text(value: object) -> str:

@@ -16,14 +16,18 @@ LOOK_SHARE = 0.1
 
 
 class End(enum.Enum):
-    """How waiting for a run ended."""
+    """How waiting for a run ended, and what to do then."""
 
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    PLAN_FAILED = "planning failed"
-    SHARDS_FAILED = "shards failed"
-    STRANDED = "nothing is left to run, and the run did not finish"
-    FORGOTTEN = "this Redis no longer knows the run: it was flushed, or came back without its data"
+    FINISHED = "it is finished"
+    CANCELLED = "it was cancelled: submit it again to resume it"
+    PLAN_FAILED = "planning failed: repair what is named above, then submit again"
+    SHARDS_FAILED = "shards failed: repair what is named above, then submit again"
+    STRANDED = "nothing is left to run, and the run did not finish: submit it again, which also repairs its end"
+    FORGOTTEN = "this Redis no longer knows the run, and lost its data perhaps: submit it again to resume it"
+
+
+#: What a refused submit is told of a run that had finished.
+REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
 class Display:
@@ -46,6 +50,16 @@ class Followed:
     snapshot: RunSnapshot
     end: End
     seconds: float
+
+    @property
+    def problem(self) -> str | None:
+        """Say what is wrong with how the run ended; None for nothing."""
+        snapshot = self.snapshot
+        if self.end is End.FINISHED:
+            return None if snapshot.too_many_errors is None else f"it is finished, but {snapshot.too_many_errors}"
+        if self.end is End.CANCELLED and snapshot.stopped is not None:
+            return f"it was stopped: {snapshot.stopped}"
+        return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
 def follow(

@@ -1,16 +1,15 @@
 """What holds a run up: no worker listens, other jobs come first, or the worker that had it is gone."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
-from jobs.common.rq_jobs import WORKERS_KEY, JobStatus, queue_keys
+from jobs.common.rq_jobs import JobStatus, queue_keys
 from jobs.runs.plans.names import is_run_id, job_shard
-from jobs.runs.watching.snapshot import RunSnapshot
+from jobs.runs.watching.snapshot import RunSnapshot, living_workers
 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
@@ -50,13 +49,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 def listened_queues(connection: Redis) -> list[str]:
     """Return the names of the queues on which a living worker listens, sorted."""
-    keys: Any = connection.smembers(WORKERS_KEY)
-    with connection.pipeline(transaction=False) as pipe:
-        for key in keys:
-            pipe.hget(key, "queues")  # gone with the key of a worker that was killed
-        replies = pipe.execute(raise_on_error=False)
-    names = [stored.text(each).split(",") for each in replies if isinstance(each, bytes)]
-    return sorted({name for each in names for name in each})
+    return sorted({name for queues, *_ in living_workers(connection) for name in queues})
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:

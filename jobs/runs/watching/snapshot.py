@@ -40,7 +40,6 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
 
-
 #: What of a snapshot is told as JSON as it is there.
 _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
@@ -52,16 +51,13 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run's progress. Texts but the queue's name are as they may be shown.
+    """A run's progress. Texts but the queue's name are as they may be shown. rows, shards, model: None until planned.
 
-    rows, shards, model: None until the run is planned. gone: shards of those queued whose job is in Redis no more,
-    looked for while none runs. claimed: those that a worker holds; it may be writing the run's end. rows_done, tokens:
-    running shards included; tokens are those generated, the other counts of tokens the output's columns in finished
-    shards. errors, failed_checks, cut: rows there with an error, that failed their check, or ended at their limit of
-    tokens. queue_length: jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why
-    it was cancelled without anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends.
-    submitted_at, began_at, ended_at: Unix seconds, of the last submission, of work on it, and of its last part.
-    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s, for which workers had shards of it.
+    gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
+    end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
+    jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
+    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. submitted_at, began_at,
+    ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
@@ -357,19 +353,15 @@ def failure_text(connection: Redis, job_id: str) -> str:
 
 def error_line(error: str) -> str:
     """Return the last line of an error as it may be shown, before the line that classes it; "" for none."""
-    lines = error.strip().splitlines()
-    if lines and lines[-1].startswith(FAULT_PREFIX):
-        lines.pop()
+    lines = [each for each in error.strip().splitlines() if not each.startswith(FAULT_PREFIX)]
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
 
 
 @dataclass(frozen=True)
 class RunQueue:
-    """What RQ's keys say of a queue, whichever runs are on it.
+    """What RQ's keys say of a queue: entries of its registries, how many jobs wait, how many workers live.
 
-    started, failed: entries of its registries. length: jobs that wait. workers: those that listen and live.
-    models: the names by which jobs may ask for the models that those workers serve; None where one of them
-    does not say, as RQ's own workers do not. Those of a silent worker are not among them.
+    models: names of the models that those serve, silent ones aside; None where one does not say, as RQ's own do not.
     """
 
     started: Sequence[bytes]
@@ -391,27 +383,36 @@ def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
     return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
 
 
-def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
-    """Return how many workers of a queue live, and all names of the models that they serve, if all say that.
+def living_workers(connection: Redis) -> list[tuple[list[str], dict[str, Any], int]]:
+    """Return of each worker its queues, what it told last, and for how many seconds that is kept.
 
     RQ's list of a queue's workers is not asked: producers may not read it, as they could then write it.
     """
     keys: Any = connection.smembers(WORKERS_KEY)
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
+            told = worker_key(stored.text(key).removeprefix(WORKER_PREFIX))
             pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
-            pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
-            pipe.ttl(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
+            pipe.get(told)
+            pipe.ttl(told)
         replies = pipe.execute(raise_on_error=False)
     each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
-    listening = [told for told in each if queue in stored.text(told[0] or b"").split(",")]
-    facts = [(stored.json_object(fact), left_s) for _, fact, left_s in listening]
-    if any(told == {} for told, _ in facts):
-        return len(facts), None
+    return [
+        (stored.text(queues).split(","), stored.json_object(told), left_s)
+        for queues, told, left_s in each
+        if isinstance(queues, bytes)
+    ]
+
+
+def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
+    """Return how many workers of a queue live, and all names of the models that they serve, if all say that."""
+    listening = [(told, left_s) for queues, told, left_s in living_workers(connection) if queue in queues]
+    if any(told == {} for told, _ in listening):
+        return len(listening), None
     # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
-    served = [told.get("models") for told, left_s in facts if not 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S]
+    served = [told.get("models") for told, left_s in listening if not 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
-    return len(facts), models
+    return len(listening), models
 
 
 def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:

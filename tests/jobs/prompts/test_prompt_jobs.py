@@ -129,8 +129,6 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
         ("jobs.complete", [["a"] * (MAX_PROMPTS + 1)], {}, "10001 prompts, more than the limit of 10000"),
         ("jobs.chat", [[{"role": "", "content": ""}] * (MAX_MESSAGES + 1)], {}, "10001 messages"),
         ("jobs.complete", [["a"] * 101], {"n": 100}, "ask for 10100 answers, more than the limit"),
-        ("jobs.score_shard", ["../x", "p", 0], {}, "run is '../x'"),
-        ("jobs.score_shard", ["0" * 16, "p", "0"], {}, "shard is '0'"),
     ],
 )
 def test_wrong_arguments_fail_with_a_message_that_names_them(

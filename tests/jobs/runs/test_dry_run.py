@@ -1,10 +1,12 @@
 """What a dry run says of a run, compared with what the run then takes."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,11 +17,9 @@ from redis import Redis
 from jobs.cli.trial_commands import dry_run_lines
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
-from jobs.runs.watching.dry_run import NUM_TRIED, estimate, trial_of
-from jobs.runs.watching.trials import Trial, Tried
-from jobs.table import own_function
+from jobs.parquet.planning.survey import NUM_TRIED
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import Answer, FakeCompletion, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import MakeContext
 
 BLOCK = 16
@@ -38,20 +38,11 @@ def context(make_context: MakeContext) -> MakeContext:
     return lambda: replace(make_context(), meter=lambda: meter)
 
 
-def survey(context: MakeContext, source: Path, **arguments: Any) -> dict[str, Any]:
-    function = own_function("jobs.survey_parquet")
-    assert function is not None
-    found = function(context(), str(source), **arguments)
-    assert json.loads(json.dumps(found)) == found
+def survey(context: MakeContext, source: Path, answer: Answer = shout, **arguments: Any) -> dict[str, Any]:
+    found = run_task(context(), "jobs.survey_parquet", str(source), answer=answer, **arguments)
+    assert isinstance(found, dict)
+    assert json.loads(json.dumps(found)).keys() == found.keys()
     return found
-
-
-def answering(context: MakeContext, answer: Callable[[Request], FakeCompletion]) -> Callable[..., list[Tried]]:
-    def run(trials: Sequence[Trial]) -> list[Tried]:
-        values = [run_task(context(), each.function, answer=answer, **each.kwargs) for each in trials]
-        return [Tried(value, None, 0.0, 1.0) for value in values]
-
-    return run
 
 
 def skewed_prompts(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,19 +81,15 @@ def test_tokens_are_estimated_within_15_percent_on_skewed_files(
 ) -> None:
     columns, arguments = make(random.Random(5))
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
-    found = survey(context, tmp_path / "in.parquet", **arguments)
-    assert len(found["picked"]) <= NUM_TRIED
-    told = estimate(found, answering(context, written))
+    told = survey(context, tmp_path / "in.parquet", written, **arguments)
+    assert told["num_tried"] <= NUM_TRIED
     score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
     shared = context()
     work_off(redis, lambda: replace(context(), answers=shared.answers), answer=written)
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
-    assert told.prompt_tokens == manifest["prompt_tokens"]
-    for ours, theirs in (
-        (told.completion_tokens, manifest["completion_tokens"]),
-        (told.generated_tokens, manifest["generated_tokens"]),
-    ):
-        assert abs(ours - theirs) <= 0.15 * theirs
+    assert told["prompt_tokens"] == manifest["prompt_tokens"]
+    for name in ("completion_tokens", "generated_tokens"):
+        assert abs(told[name] - manifest[name]) <= 0.15 * manifest[name]
 
 
 def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeContext, tmp_path: Path) -> None:
@@ -110,10 +97,10 @@ def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeCon
     prompts = [f"{head}{n:03}" for n in range(5)] + ["z", "z", None, "w" * 6000, "v" * 7000, ""]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0})
-    assert (found["rows"], found["rows_read"], found["rows_failing"]) == (11, 11, 4)
-    assert (found["reasons"][0]["rows"], found["reasons"][0]["row"]) in ((2, 8), (2, 9))
+    assert (found["num_rows"], found["rows_read"], found["rows_failing"]) == (11, 11, 4)
+    assert (found["reasons"][0]["rows"], found["reasons"][0]["examples"]) == (2, [8, 9])
     assert (found["rows_repeated"], found["requests"]) == (1, 6)
-    assert (found["prompt_tokens"], found["request_tokens"]) == (5 * 43 + 2, 5 * 43 + 1)
+    assert found["prompt_tokens"] == 5 * 43 + 2
     assert found["cached_tokens"] == 4 * 32, "two blocks of 16 of each prompt but the first"
     drawn = survey(context, tmp_path / "in.parquet", rows_per_shard=3)
     assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
@@ -126,30 +113,51 @@ def test_rows_that_an_earlier_run_has_answered_cost_nothing(redis: Redis, contex
     work_off(redis, context)
     pq.write_table(pa.table({"prompt": ["new", "cc", "aa", "newer"]}), source)
     found = survey(context, source, reuse=[str(old)])
-    assert (found["rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (4, 2, 2, 8)
-    assert "2 are answered by earlier runs" in dry_run_lines(found, estimate(found, answering(context, shout)), None)[0]
+    assert (found["num_rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (4, 2, 2, 8)
+    assert "2 are answered by earlier runs" in dry_run_lines(found, None)[0]
 
 
 def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet")
-    found = survey(context, tmp_path / "in.parquet", max_rows=100)
-    assert (found["rows"], found["rows_read"]) == (1000, 100)
-    told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1, 2, 3])))
-    assert (told.prompt_tokens, told.completion_tokens) == (4000, pytest.approx(3000))
+    three = lambda request: FakeCompletion("", 0, [1, 2, 3])  # noqa: E731
+    found = survey(context, tmp_path / "in.parquet", three, max_rows=100)
+    assert (found["num_rows"], found["rows_read"]) == (1000, 100)
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (4000, pytest.approx(3000))
 
 
-def test_the_first_rows_are_asked_with_the_runs_own_seeds(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
+def test_the_first_rows_are_asked_as_the_run_asks_them(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
     columns = {"prompt": ["c", "a", None, "b"], "limit": [1, 2, 3, 4]}
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
-    arguments = {"sampling": {"seed": 7}, "sampling_columns": {"max_tokens": "limit"}}
-    found = survey(context, tmp_path / "in.parquet", pick=2, first=True, **arguments)
-    assert [(each["row"], each["prompt"]) for each in found["picked"]] == [(0, "c"), (1, "a")]
+    arguments = {"sampling": {"seed": 7, "n": 2}, "sampling_columns": {"max_tokens": "limit"}}
+    asked: list[dict[Any, Any]] = [{}, {}]
+
+    def noted(place: int) -> Answer:
+        return lambda request: asked[place].update({request.prompt: request.sampling}) or shout(request)
+
+    found = survey(context, tmp_path / "in.parquet", noted(0), first=2, **arguments)
+    shown = [(each["row"], each["prompt"], each["completions"], each["tokens"]) for each in found["shown"]]
+    assert shown[0] == (0, [{"role": "prompt", "content": "c"}], [("stop", "C"), ("stop", "C!")], 2)
+    assert [row for row, *_ in shown] == [0, 1]
+    unanswered = survey(context, tmp_path / "in.parquet", first=2, answers=False, **arguments)
+    assert [each.keys() for each in unanswered["shown"]] == [{"row", "prompt", "prompt_tokens"}] * 2
     score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
-    asked: dict[Any, Any] = {}
-    for job in queued_jobs(redis):
-        answer = lambda request: asked.update({request.prompt: request.sampling}) or FakeCompletion()  # noqa: E731
-        run_task(context(), job.func_name, *job.args, answer=answer)
-    assert [each["sampling"] for each in found["picked"]] == [dict(asked["c"]), dict(asked["a"])]
+    work_off(redis, context, answer=noted(1))
+    assert asked[0] == {name: asked[1][name] for name in ("a", "c")}
+
+
+def test_labels_are_shown_and_timed(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+
+    def scored(request: Request) -> FakeCompletion:
+        found = [SimpleNamespace(logprob=-each) for each in (1.0, 2.0)]
+        return FakeCompletion(loglikelihoods=found, num_prompt_tokens=1, finish_reason="stop")
+
+    found = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], first=1)
+    assert found["shown"][0]["label"] == "yes"
+    assert dict(found["shown"][0]["probabilities"])["yes"] == pytest.approx(1 / (1 + math.exp(-1)))
+    told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"])
+    assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 0)
+    assert told["seconds"] > 0
 
 
 def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path: Path) -> None:
@@ -162,36 +170,21 @@ def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path
         survey(lambda: replace(context(), meter=None), tmp_path / "in.parquet", prompt_column="a")
 
 
-def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": ["x", "y"]}), tmp_path / "in.parquet")
-    template = [{"role": "user", "content": "hi {a}"}]
-    found = survey(context, tmp_path / "in.parquet", template=template, pick=5, first=True)
-    assert [each["prompt"][0]["content"] for each in found["picked"]] == ["hi x", "hi y"]
-    told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1])))
-    assert (told.num_tried, told.num_failed, told.completion_tokens) == (2, 0, 2)
-
-
-def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
-    context: MakeContext, tmp_path: Path
+@pytest.mark.parametrize("prompt", [{}, {"template": [{"role": "user", "content": "{prompt}"}]}])
+def test_each_dry_run_times_prompts_that_no_other_has_brought_into_the_cache(
+    context: MakeContext, tmp_path: Path, prompt: dict[str, Any]
 ) -> None:
     prompts = [f"prompt {number}" for number in range(20)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
-    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0, "max_tokens": 2})
-    answer, asked = answering(context, written), set[str]()
+    asked: list[str] = []
 
-    def noted(trials: Sequence[Trial]) -> list[Tried]:
-        asked.update(trial.kwargs["prompt"] for trial in trials)
-        return answer(trials)
+    def noted(request: Request) -> FakeCompletion:
+        asked.append(request.prompt if isinstance(request.prompt, str) else request.messages[0]["content"])
+        return FakeCompletion("", 0, [1])
 
     for _ in range(3):
-        estimate(found, noted)
-    begun = [prompt.partition("prompt") for prompt in asked.difference(prompts)]
-    assert len({beginning for beginning, _, _ in begun}) == 6, "two tries each"
+        told = survey(context, tmp_path / "in.parquet", noted, sampling={"temperature": 0}, **prompt)
+    assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (20, 0, 20)
+    begun = [each.partition("prompt") for each in asked if each not in prompts]
+    assert len(begun) == len({beginning for beginning, _, _ in begun}) * 20 == 60
     assert {f"prompt{rest}" for _, _, rest in begun} == set(prompts)
-
-
-def test_log_probabilities_are_asked_by_the_names_of_each_job() -> None:
-    asked = {"prompt": "a", "is_chat": False, "sampling": {"logprobs": 0, "prompt_logprobs": 2}}
-    assert trial_of(asked, None).kwargs == {"prompt": "a", "logprobs": 0, "prompt_logprobs": 2}
-    of_chat = trial_of({**asked, "is_chat": True}, None).kwargs
-    assert of_chat == {"messages": "a", "logprobs": True, "top_logprobs": 0, "prompt_logprobs": 2}

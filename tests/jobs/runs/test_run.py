@@ -17,6 +17,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
+from jobs.errors import JobsError
 from jobs.parquet.asks.ask import row_seed
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.names import part_name, shard_job_id
@@ -240,3 +241,14 @@ def test_a_shard_shows_its_progress(runs: Runs, context: JobContext) -> None:
     assert later.items() <= task.progress().items()
     for _ in range(2):
         task.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"run": "../x"}, "run is '../x'"), ({"plan": 3}, "the path of its plan"), ({"shard": "0"}, "none numbered '0'")],
+    ids=str,
+)
+def test_a_shard_that_is_none_of_the_plan_fails_by_name(runs: Runs, changed: dict[str, Any], told: str) -> None:
+    named = {"run": runs.plan(runs.write(["a"]))["run"], "plan": str(runs.output / "_plan.json"), "shard": 0}
+    with pytest.raises(JobsError, match=told):
+        opened_task(runs.context(), "jobs.score_shard", (), {**named, **changed})

@@ -14,7 +14,6 @@ from jobs.cli import report_command
 from jobs.context.check_processes import Checks
 from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
 from jobs.parquet.shards.verify_work import sampled_rows
-from jobs.runs.watching.trials import Trial
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, Answer, FakeCompletion, refuse, run_task
 from tests.jobs.conftest import Invoke, MakeContext
@@ -168,15 +167,15 @@ def test_an_input_that_changed_is_told(site: Site) -> None:
 
 
 @pytest.fixture
-def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[Trial]:
+def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[dict[str, Any]]:
     """A worker that answers what the command enqueues."""
-    seen: list[Trial] = []
+    seen: list[dict[str, Any]] = []
 
-    def try_job(connection: Redis, queue: str, trial: Trial, model: str | None) -> Any:
+    def try_job(connection: Redis, queue: str, function: str, arguments: Any, model: str | None) -> Any:
         assert (queue, model) == ("bulk", MODEL.fingerprint)
-        seen.append(trial)
+        seen.append(arguments)
         try:
-            return run_task(site.runs.context(), trial.function, answer=drawn, **trial.kwargs)
+            return run_task(site.runs.context(), function, answer=drawn, **arguments)
         except JobsError as error:
             raise TrialFailed(str(error)) from None
 
@@ -184,7 +183,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[Trial]:
     return seen
 
 
-def test_the_command_tells_by_its_exit_code(invoke: Invoke, site: Site, answered: list[Trial]) -> None:
+def test_the_command_tells_by_its_exit_code(invoke: Invoke, site: Site, answered: list[dict[str, Any]]) -> None:
     run = site.run()
     for name in (run, site.output):
         result = invoke("verify", name, "--sample", "100%")
@@ -196,7 +195,7 @@ def test_the_command_tells_by_its_exit_code(invoke: Invoke, site: Site, answered
     assert "row 6, column completion" in result.stdout
     assert "\x1b" not in result.stdout
     result = invoke("verify", run, "--sample", 12, "--json", "--seed", 4)
-    assert (json.loads(result.stdout)["rows_different"], answered[-1].kwargs["seed"]) == (1, 4)
+    assert (json.loads(result.stdout)["rows_different"], answered[-1]["seed"]) == (1, 4)
     site.input.unlink()
     result = invoke("verify", run, "--sample", 3)
     assert (result.exit_code, result.stdout) == (2, "")
