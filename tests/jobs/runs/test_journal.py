@@ -1,5 +1,6 @@
 """What an execution of a shard has computed is not computed again by the one after it, whatever is asked of rows."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from jobs.context.check_processes import Checks
 from jobs.runs.plans.names import JOURNAL, keys_name
-from jobs.tasks import Completion, OpenTask, Request
+from jobs.tasks import Completion, Request
 from tests.jobs.answering import MODEL, FakeCompletion, keep, opened_task, shout
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
@@ -48,8 +49,8 @@ class Shard:
     """One execution of the run's shard."""
 
     def __init__(self, runs: Runs, context: Any) -> None:
-        (job,) = runs.jobs
-        self.task: OpenTask = opened_task(context, job.func_name, job.args, job.kwargs)
+        job = runs.jobs[-1]
+        self.task: Any = opened_task(context, job.func_name, job.args, job.kwargs)
         self.asked: list[Request] = []
         self._waiting: list[int] = []
 
@@ -113,11 +114,19 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
         job.delete()
     shutil.rmtree(runs.output)
     plan(runs, name)
+    num_journalled = 0
     for tokens in (4, 0):
         killed = shard()
         killed.deliver(most)
         killed.keep(tokens)
+        num_journalled += len(killed.task.asked.answered)
         killed.task.close()
+    other = runs.output.with_name("other")
+    runs.plan(output=other, reuse=[str(runs.output)], **ASKS[name])
+    shard().end()
+    runs.jobs[-1].delete()
+    assert pq.read_table(other).to_pylist() == expected
+    assert json.loads((other / "_manifest.json").read_text())["rows_reused"] == num_journalled
     last = shard()
     last.end()
     assert runs.rows() == expected
