@@ -200,7 +200,7 @@ class Engine:
             self._prompts.check_continued(ready.token_ids, continued)
             seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
             seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
-            if resumed and params.logprobs is None and params.prompt_logprobs is None:
+            if resumed:
                 seqs = self._resumed(seqs, resumed) or self._sequences.make(
                     request_id, ready, params, lane=lane, seed=seed, continued=continued
                 )
@@ -248,14 +248,11 @@ class Engine:
         return request_progress(self._scheduler.running)
 
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
-        """Return the tokens of each unfinished sample, by request and index, without those that it continued.
-
-        Requests for log probabilities are left out: those of earlier tokens would be lost.
-        """
+        """Return the tokens of each unfinished sample, by request and index, without those that it continued."""
         return {
             request_id: {seq.index: seq.generated_token_ids[seq.num_continued :] for seq in seqs}
             for request_id, seqs in self._unfinished.items()
-            if seqs[0].generates and seqs[0].params.logprobs is None and seqs[0].params.prompt_logprobs is None
+            if seqs[0].generates
         }
 
     def chat_token_ids(
