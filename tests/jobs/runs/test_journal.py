@@ -26,7 +26,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": {"temperature": 0}, "prompt_column": "prompt"},
     "chain": {"prompts": CHAIN, "sampling": DRAWN},
     "attempts": {"check": {"regex": "never"}, "sampling": DRAWN, "prompt_column": "prompt"},
-    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompt_column": "prompt"},
+    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompts": CHAIN},
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
