@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "chain": {"prompts": CHAIN, "sampling": DRAWN},
     "attempts": {"check": {"regex": "never"}, "sampling": DRAWN, "prompt_column": "prompt"},
     "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompts": CHAIN},
+    "cut": {"continue_on_length": True, "sampling": {"temperature": 0, "max_tokens": 6}},
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
@@ -40,9 +41,14 @@ def answer(request: Request) -> FakeCompletion:
         return FakeCompletion(num_prompt_tokens=7, loglikelihoods=[SCORED, SCORED])
     if request.kind == "embed":
         return FakeCompletion(num_prompt_tokens=3, embedding=[1.5] * 4)
-    found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}", token_ids=[*range(6)])
+    found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}")
     found = replace(found, logprobs=[{7: SCORED}] if "logprobs" in request.sampling else None)
-    return replace(found, num_continued=len(request.resumed.get(0, ())))
+    if request.sampling.get("max_tokens") == 6 and not request.continued:
+        found = replace(found, finish_reason="length")
+    num_resumed = len(request.resumed.get(0, ()))
+    assert num_resumed <= 4
+    num_continued = len(request.continued) + num_resumed
+    return replace(found, token_ids=[*request.continued, *range(6)], num_continued=num_continued)
 
 
 class Shard:
@@ -75,8 +81,8 @@ class Shard:
 
     def keep(self, tokens: int = 0) -> bool:
         """Write an entry, with so many tokens of each request that waits; return whether anything was new."""
-        so_far: Mapping[int, Any] = {index: {0: [*range(tokens)]} for index in self._waiting} if tokens else {}
-        return keep(self.task, so_far)
+        waiting = [(index, self.asked[index].continued) for index in self._waiting if tokens]
+        return keep(self.task, {index: {0: [*continued, *range(tokens)]} for index, continued in waiting})
 
     def end(self) -> None:
         self.deliver(1000)
