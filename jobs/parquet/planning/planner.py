@@ -21,7 +21,7 @@ from jobs.parquet.outputs.plan_file import create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
-from jobs.parquet.planning.reusing import with_reused
+from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.planning.shard_lengths import shard_lengths
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
@@ -145,6 +145,7 @@ def _agreed_plan(
             plan = replace(plan, sizes=shard_lengths(context, storage, plan, inputs, row_source(spec)))
         if create_plan(storage, plan, context.execution_id):
             return plan
+        remove_reused(storage, plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, plan)
         plan = load_plan(storage, os.path.join(spec.output, PLAN))

@@ -1,5 +1,6 @@
 """What a new run takes from earlier ones: answers beside its plan, or the rows that none of them has answered."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.reuse.taken_answers import TakenAnswers
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.runs.plans.names import PLAN
+from jobs.runs.plans.names import PLAN, kept_name
 from jobs.runs.plans.plan import Plan, Reused
 from jobs.runs.redis_state.end_calls import Submission
 
@@ -68,6 +69,20 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
             taken.write()
     runs = tuple(map(asdict, old.told))
     return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
+
+
+def remove_reused(storage: Storage, plan: Plan) -> None:
+    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable."""
+    if plan.reused is None:
+        return
+    files = [each for each in plan.files if each.kept is not None]
+    with writing(plan.spec.output):
+        for path in {
+            *map(plan.rows_path, files),
+            *(os.path.join(plan.spec.output, kept_name(number, plan.reused.name)) for number in range(len(files))),
+            *map(plan.reused_path, () if files else range(len(plan.shards))),
+        }:
+            storage.remove(path)
 
 
 @dataclass

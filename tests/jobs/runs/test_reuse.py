@@ -14,6 +14,9 @@ from redis import Redis
 
 from jobs import client
 from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.planning import planner
+from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.conftest import Invoke
@@ -226,6 +229,26 @@ def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with
     assert [(row.row, row.file_row) for row in reader.failed(reader.shards())] == [(1, 3), (3, 5)]
     with pytest.raises(InvalidJob, match="only_new"):
         runs.plan(output=runs.output.parent / "other", only_new=True)
+
+
+@pytest.mark.parametrize("only_new", [True, False])
+def test_a_planner_that_comes_second_leaves_nothing(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch, only_new: bool
+) -> None:
+    runs.write(["a", "x", "b"])
+    new, own, create = runs.output.parent / "new", set[str](), planner.create_plan
+
+    def create_late(storage: Storage, plan: Plan, execution_id: str) -> bool:
+        monkeypatch.setattr(planner, "create_plan", create)
+        own.update(state_of(new))
+        runs.plan(output=new, **options)
+        return create(storage, plan, execution_id)
+
+    options = {"sampling": GREEDY, "reuse": [str(old)], "only_new": only_new}
+    monkeypatch.setattr(planner, "create_plan", create_late)
+    runs.plan(output=new, **options)
+    assert own
+    assert not own & state_of(new).keys()
 
 
 def test_all_rows_answered_before_make_an_empty_run_of_new_rows(runs: Runs, old: Path) -> None:
