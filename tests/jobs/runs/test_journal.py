@@ -155,8 +155,9 @@ def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Op
     first.deliver(1)
     assert first.keep(2)
     assert first.keep(3)
-    names = sorted(path.name.split(".", 2)[2] for path in (runs.output / JOURNAL).iterdir())
-    assert names == ["answers.0", "answers.1", "now.3"]
+    names = sorted(path.name.split(".") for path in (runs.output / JOURNAL).iterdir())
+    assert [name[2:] for name in names] == [["answers", "0"], ["answers", "1"], ["now", "3"]]
+    assert {name[0] for name in names} == {"_00000"}, "polars reads others of such a folder"
 
 
 def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +181,9 @@ def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) ->
     assert frozen.keep(3)
     frozen.end()
     assert not (runs.output / JOURNAL).exists()
+    (runs.output / JOURNAL).mkdir()  # as in a store
+    (runs.output / JOURNAL / "_00000.execution.answers.2").write_bytes(b"")
+    runs.score(output=runs.output.with_name("new"), answer=pytest.fail, reuse=[str(runs.output)], **ASKS["samples"])
 
 
 def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(
