@@ -75,13 +75,11 @@ def remove_reused(storage: Storage, plan: Plan) -> None:
     """Remove what was written for a plan that another planner came before. Raises OutputNotWritable."""
     if plan.reused is None:
         return
-    files = [each for each in plan.files if each.kept is not None]
+    paths = list(map(plan.reused_path, range(len(plan.shards))))
+    for number, file in enumerate(plan.files if plan.spec.only_new else ()):
+        paths += [plan.rows_path(file), os.path.join(plan.spec.output, kept_name(number, plan.reused.name))]
     with writing(plan.spec.output):
-        for path in {
-            *map(plan.rows_path, files),
-            *(os.path.join(plan.spec.output, kept_name(number, plan.reused.name)) for number in range(len(files))),
-            *map(plan.reused_path, () if files else range(len(plan.shards))),
-        }:
+        for path in paths:
             storage.remove(path)
 
 
