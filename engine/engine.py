@@ -177,7 +177,7 @@ class Engine:
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         continued: token ids of an unfinished completion of this prompt: params.max_tokens more follow, the same as
         if they had been asked for at once.
-        resumed: the tokens behind those that samples of this request had elsewhere, by index, as of `samples_so_far`:
+        resumed: the tokens behind those that samples of this request had elsewhere, by index, as `samples_so_far` ends:
         they go on as they would have there, and one that is whole ends at once. Left out where they cannot be.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest, UnsupportedTask.
@@ -200,7 +200,7 @@ class Engine:
             self._prompts.check_continued(ready.token_ids, continued)
             seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
             seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
-            if resumed and params.logprobs is None and params.prompt_logprobs is None:
+            if resumed:
                 seqs = self._resumed(seqs, resumed) or self._sequences.make(
                     request_id, ready, params, lane=lane, seed=seed, continued=continued
                 )
@@ -248,14 +248,11 @@ class Engine:
         return request_progress(self._scheduler.running)
 
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
-        """Return the tokens of each unfinished sample, by request and index, without those that it continued.
-
-        Requests for log probabilities are left out: those of earlier tokens would be lost.
-        """
+        """Return the tokens of each unfinished sample, by request and index, with those that it continued."""
         return {
-            request_id: {seq.index: seq.generated_token_ids[seq.num_continued :] for seq in seqs}
+            request_id: {seq.index: seq.generated_token_ids for seq in seqs}
             for request_id, seqs in self._unfinished.items()
-            if seqs[0].generates and seqs[0].params.logprobs is None and seqs[0].params.prompt_logprobs is None
+            if seqs[0].generates
         }
 
     def chat_token_ids(

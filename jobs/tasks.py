@@ -149,8 +149,9 @@ class OpenTask(abc.ABC):
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
         """Return what writes down, in any thread, what another worker needs to go on; None where nothing is new.
 
-        so_far: the tokens of requests that were sent and not delivered, by index and sample. Not called again before
-        what it has returned has run; where that raises, the next call has all that was new.
+        so_far: the tokens of requests that were sent and not delivered, by index and sample, with those that they
+        continue. Not called again before what it has returned has run; where that raises, the next call has all that
+        was new.
         """
         return None
 

@@ -16,7 +16,7 @@ def is_complete(seq: Sequence) -> bool:
     """Return whether a finished sequence has its whole completion; a sibling may score its prompt."""
     if seq.params.prompt_logprobs is None or seq.error is not None:
         return True
-    return sum(len(part.ranks) for part in seq.prompt_logprobs) == seq.num_prompt_tokens - 1
+    return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
 
 
 def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
@@ -25,7 +25,11 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
-        logprobs = as_dicts(seq.logprobs, token_ids[seq.num_continued :], seq.sample_top, tokenizer.token_text)
+        first = begin = seq.num_prompt_tokens + seq.num_continued
+        known = seq.logprobs
+        if seq.num_resumed:
+            known, first = [*seq.scored, *known], seq.first_scored
+        logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:
         marks = seq.params.reasoning_marks

@@ -112,5 +112,5 @@ def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
             row += 1
     for seq, count in batch.scored:
         if seq.status is not SequenceStatus.FINISHED:
-            seq.prompt_logprobs.append(logprobs.rows(row, row + count))
+            seq.scored.append(logprobs.rows(row, row + count))
         row += count

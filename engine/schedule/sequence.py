@@ -53,12 +53,12 @@ class Sequence:
     `num_stale` pending samples are dropped. `slot`: its row in the slot table while it runs. The scheduler owns
     status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
 
-    Prompt tokens from `next_scored` to `score_end` still need log probabilities; `prompt_logprobs` holds the known
-    ones, `logprobs` those of the completion. `score_top`, `sample_top`: the number of likely tokens with each, or
-    NOT_WANTED. A sequence that does not generate scores `targets`, branch `index` of `tree`, or its hidden states
-    are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
-    the request, and the `num_resumed` behind those are of another engine. `arrived_at`, `first_token_at`: monotonic
-    seconds.
+    Known tokens from `next_scored` to `score_end` still need log probabilities; `scored` holds those from
+    `first_scored` on, `prompt_logprobs` is the one of the first sample, `logprobs` has those of sampled tokens.
+    `score_top`, `sample_top`: the number of likely tokens with each, or NOT_WANTED. A sequence that does not generate
+    scores `targets`, branch `index` of `tree`, or its hidden states are `pooled`. `followers` wait until it is
+    finished. The first `num_continued` tokens behind the prompt came with the request, and the `num_resumed` behind
+    those are of another engine. `arrived_at`, `first_token_at`: monotonic seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends it, the model's own included unless ignored.
@@ -100,6 +100,7 @@ class Sequence:
     num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
+    first_scored: int = field(default=1, init=False)
     next_scored: int = field(default=1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
@@ -110,12 +111,14 @@ class Sequence:
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
-    prompt_logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
+    scored: list[RowLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[RowLogprobs] = field(init=False)
     pooled: PooledStates | None = field(default=None, init=False)
     followers: list[Sequence] = field(default_factory=list, init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
+        self.prompt_logprobs = self.scored
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.generates = self.targets is None
         self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
@@ -143,11 +146,13 @@ class Sequence:
     def resume(self, token_ids: Collection[int], max_model_len: int) -> None:
         """Learn the tokens that it has had in another engine, before it is scheduled; it may end with the last.
 
+        Where log probabilities are wanted the last one is sampled again, and those of the others computed.
         Raises InvalidRequest if it cannot have had them.
         """
         self.max_len = min(self.max_len, max_model_len)
+        known = list(token_ids)[:-1] if self.wants_logprobs else token_ids
         try:
-            for token_id in token_ids:
+            for token_id in known:
                 if self.finish_reason is not None:
                     raise InvalidRequest("it has ended before")
                 self.append(token_id)
@@ -155,8 +160,11 @@ class Sequence:
                     raise InvalidRequest(f"another token than {token_id} comes next")
         except Exception as error:
             raise InvalidRequest(f"it cannot have had these tokens: {error}") from error
-        self.num_resumed = len(token_ids)
-        self.num_tokens += len(token_ids)
+        self.num_resumed = len(known)
+        begin, self.num_tokens = self.num_tokens, self.num_tokens + len(known)
+        if self.sample_top != NOT_WANTED:
+            self.first_scored = self.next_scored = 1 if self.score_end else begin
+            self.score_top, self.score_end = max(self.score_top, self.sample_top), self.num_tokens
 
     def pool_alone(self, pooled: PooledStates) -> None:
         """Pool the prompt's hidden states and generate nothing. Before it is queued."""
@@ -195,11 +203,11 @@ class Sequence:
 
     def forget_scored(self) -> None:
         """Score again from the first unknown token: launched steps are withdrawn."""
-        num_known = sum(len(part.ranks) for part in self.prompt_logprobs)
+        num_known = sum(len(part.ranks) for part in self.scored)
         if self.targets is not None:
             self.targets.next = num_known
         else:
-            self.next_scored = 1 + num_known
+            self.next_scored = self.first_scored + num_known
 
     @property
     def generated_token_ids(self) -> list[int]:

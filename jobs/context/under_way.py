@@ -6,7 +6,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class KeptCompletion:
     error: str | None
     reasoning: str | None
     num_continued: int = 0
-    logprobs: None = None
-    prompt_logprobs: None = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     prompt_text: None = None
     prompt_tokens: None = None
     embedding: None = None
@@ -31,7 +31,15 @@ class KeptCompletion:
 
 
 _NAMES = tuple(KeptCompletion.__dataclass_fields__)
-_KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[9:]
+_KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[11:]
+
+
+class KeptLogprob(NamedTuple):
+    """What is kept of a token's log probability."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,24 @@ class UnderWay:
 
 
 def _kept(completion: Any) -> list[Any]:
-    return [completion.index, _packed(completion.token_ids), *(getattr(completion, name) for name in _KEPT)]
+    kept = [completion.index, _packed(completion.token_ids), *(getattr(completion, name) for name in _KEPT)]
+    return [*kept, *(_entries(each) for each in (completion.logprobs, completion.prompt_logprobs))]
 
 
 def _completion(index: int, token_ids: str, *others: Any) -> KeptCompletion:
-    return KeptCompletion(index, _unpacked(token_ids), *others)
+    *kept, logprobs, of_prompt = others
+    own = {"logprobs": _logprobs(logprobs), "prompt_logprobs": _logprobs(of_prompt)}
+    return KeptCompletion(index, _unpacked(token_ids), **dict(zip(_KEPT, kept, strict=True)), **own)
+
+
+def _entries(found: Any) -> Any:
+    return found and [
+        each and [[token, own.logprob, own.rank, own.decoded_token] for token, own in each.items()] for each in found
+    ]
+
+
+def _logprobs(kept: Any) -> Any:
+    return kept and [each and {token: KeptLogprob(*own) for token, *own in each} for each in kept]
 
 
 def _packed(token_ids: Sequence[int]) -> str:

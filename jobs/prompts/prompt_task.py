@@ -82,9 +82,10 @@ class OpenPrompts(OpenTask):
         self._unsent = deque(
             (place, prompt) for place, prompt in enumerate(task.prompts) if isinstance(prompt, Request)
         )
-        #: What answers lead to, and of each request that was sent: its prompt's place, and the prompt's way.
+        #: What answers lead to, and of each request that was sent: its prompt's place, the prompt's way, and how many
+        #: tokens it continues.
         self._following: deque[tuple[int, Attempts | None, Request]] = deque()
-        self._sent: list[tuple[int, Attempts | None]] = []
+        self._sent: list[tuple[int, Attempts | None, int]] = []
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in task.prompts
         ]
@@ -114,7 +115,10 @@ class OpenPrompts(OpenTask):
                 self._following.append((place, attempts, replace(following, resumed=tokens)))
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        tokens = {self._sent[index][0]: samples for index, samples in so_far.items()}
+        tokens = dict[int, dict[int, Sequence[int]]]()
+        for index, samples in so_far.items():
+            place, _, num_continued = self._sent[index]
+            tokens[place] = {number: each[num_continued:] for number, each in samples.items()}
         left = {place: self._left(place, tokens.get(place, {})) for place in (*self._delivered, *tokens)}
         for place, found in self._found.items():  # of which some may wait for the engine still
             if place not in left or left[place].under_way.length < found.under_way.length:
@@ -137,7 +141,7 @@ class OpenPrompts(OpenTask):
             else:
                 place, request = self._unsent.popleft()
                 attempts = self._attempts(request)
-            self._sent.append((place, attempts))
+            self._sent.append((place, attempts, len(request.continued)))
             yield request
 
     def _attempts(self, request: Request) -> Attempts | None:
@@ -159,14 +163,14 @@ class OpenPrompts(OpenTask):
         return self._repairs.check is not None
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        _, attempts = self._sent[index]
+        _, attempts, _ = self._sent[index]
         assert attempts is not None, "inspected without a check"
         attempts.inspect(completions[0])
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
-        place, attempts = self._sent[index]
-        self._sent[index] = place, None
+        place, attempts, _ = self._sent[index]
+        self._sent[index] = place, None, 0
         self._take(place, attempts, completions)
 
     def _take(self, place: int, attempts: Attempts | None, completions: Sequence[Completion]) -> None:

@@ -32,6 +32,7 @@ def engine(folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator
         max_num_seqs=4,
         max_num_batched_tokens=16,
         async_scheduling=request.param,
+        deterministic=True,
     )
     with Engine(config) as built:
         yield built
@@ -47,7 +48,9 @@ def run(engine: Engine, *requests: tuple[str, SamplingParams, list[int]]) -> dic
 
 
 RESUMED = {
-    **{name: wish for name, wish in WISHES.items() if wish.logprobs is None},
+    **WISHES,
+    "all log probabilities": replace(DRAWN, n=2, logprobs=1, prompt_logprobs=3, ignore_eos=False),
+    "of the prompt": replace(DRAWN, n=2, prompt_logprobs=0, stop_token_ids=list(range(8))),
     "two samples": replace(DRAWN, n=2, ignore_eos=False, stop_token_ids=list(range(8))),
     "stop string": replace(DRAWN, stop=["qu", "e"], min_tokens=3),
 }
@@ -76,7 +79,9 @@ def test_a_request_goes_on_wherever_it_was(engine: Engine, wish: str) -> None:
     assert any(cuts[0]) or len(cuts) > 1
     for so_far in cuts:
         again = finished(engine, params, so_far)
-        assert [each.num_continued for each in again] == [len(so_far[each.index]) for each in again]
+        for each in again:  # the last token is computed anew where its log probability is wanted, or the prompt's
+            is_scored = params.logprobs is not None or (each.index == 0 and params.prompt_logprobs is not None)
+            assert each.num_continued == max(0, len(so_far[each.index]) - is_scored)
         assert [replace(each, num_continued=0, num_cached_tokens=0) for each in again] == [
             replace(each, num_cached_tokens=0) for each in whole
         ]
@@ -87,7 +92,7 @@ def test_it_goes_on_behind_what_it_continued(engine: Engine) -> None:
     whole = run(engine, ("whole", DRAWN, []))["whole"]
     less = replace(DRAWN, max_tokens=14)
     engine.add("it", PROMPT, less, continued=cut(whole, 10), resumed={0: whole.token_ids[10:16]})
-    assert engine.samples_so_far() == {"it": {0: whole.token_ids[10:16]}}
+    assert engine.samples_so_far() == {"it": {0: whole.token_ids[:16]}}
     more: list[Completion] = []
     while engine.has_unfinished:
         more += engine.step()
@@ -108,17 +113,8 @@ def test_a_completion_as_long_as_the_model_takes_has_ended(engine: Engine) -> No
 )
 def test_what_it_cannot_have_had_is_left_out(engine: Engine, resumed: dict[int, list[int]]) -> None:
     params = replace(DRAWN, stop_token_ids=[9])
+    finished(engine, params, {})  # fills the cache
     assert finished(engine, params, resumed) == finished(engine, params, {})
-
-
-def test_log_probabilities_are_computed_anew(engine: Engine) -> None:
-    params = replace(DRAWN, logprobs=1)
-    engine.add("it", PROMPT, params)
-    for _ in range(4):
-        engine.step()
-    assert engine.samples_so_far() == {}
-    engine.abort("it")
-    assert finished(engine, params, {0: [5, 6]}) == finished(engine, params, {})
 
 
 def cut(completion: Completion, length: int) -> list[int]:

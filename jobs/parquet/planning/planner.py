@@ -23,7 +23,7 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
 from jobs.parquet.planning.ordering import in_order
-from jobs.parquet.planning.reusing import with_reused
+from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.tables.columns import ROW_NUMBER
@@ -140,6 +140,7 @@ def _agreed_plan(
             plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
         if create_plan(storage, plan, context.execution_id):
             return plan
+        remove_reused(storage, plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, plan)
         plan = load_plan(storage, os.path.join(spec.output, PLAN))

@@ -1,7 +1,9 @@
 """What a new run takes from earlier ones: answers beside its plan, or the rows that none of them has answered."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
-from jobs.parquet.files.storage import Storage
+from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import answer_fields, embedding_size
 from jobs.parquet.outputs.plan_file import begin_folder
@@ -23,6 +25,7 @@ from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.reuse.taken_answers import TakenAnswers
 from jobs.parquet.shards.shard_texts import rendered_shards
+from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused
 from jobs.runs.redis_state.end_calls import Submission
 
@@ -48,16 +51,35 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
     source = row_source(spec, context.check_sampling)
     asks = ask_of(plan, source, context), source
-    matches = match(context, storage, plan, asks, old, submission.reuse_from_any_model)
+    look_up = partial(match, context, storage, plan, asks, old, submission.reuse_from_any_model)
+    matches = look_up()
     if spec.only_new:
-        for _ in answers(old, matches, pa.schema([pa.field("error", pa.string())])):
+        for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
         plan = only_rows(storage, plan, plan, matches.places < 0)
     else:
         fields = answer_fields(replace(spec, reused_column=None), embedding_size(spec, context.model))
-        take(storage, plan, pa.schema(fields), old, matches)
+        with TakenAnswers(storage, plan, schema := pa.schema(fields)) as taken:
+            for rows, batch, sources in answers(old, matches, look_up, schema):
+                marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
+                taken.add(rows, batch, pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string()))
+            taken.write()
     runs = tuple(map(asdict, old.told))
     return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
+
+
+def remove_reused(storage: Storage, plan: Plan) -> None:
+    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable."""
+    if plan.reused is None:
+        return
+    paths = list(map(plan.reused_path, range(len(plan.shards))))
+    for number, file in enumerate(plan.files):
+        if not file.kept:
+            continue
+        paths += [plan.rows_path(file), os.path.join(plan.spec.output, kept_name(number, plan.reused.name))]
+    with writing(plan.spec.output):
+        for path in paths:
+            storage.remove(path)
 
 
 @dataclass
@@ -70,14 +92,21 @@ class Matches:
 
 
 def match(
-    context: JobContext, storage: Storage, plan: Plan, asks: tuple[Ask, RowSource], old: OldRuns, any_model: bool
+    context: JobContext,
+    storage: Storage,
+    plan: Plan,
+    asks: tuple[Ask, RowSource],
+    old: OldRuns,
+    any_model: bool,
+    found: Matches | None = None,
 ) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. asks: what is asked, of which rows. Raises InputError."""
+    """Look up each row of a plan, whose inputs can be read. asks: what is asked, of which rows. found: has no match of
+    those that are looked up again. Raises InputError."""
     ask, source = asks
     marks = model_mark(context.model.fingerprint)
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
-    found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
+    found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
     repeated = np.array(plan.repeated, np.int64)  # ascending
     for start, rows in rendered_shards(context, storage, plan, source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
@@ -93,30 +122,24 @@ def match(
 
 
 def answers(
-    old: OldRuns, matches: Matches, schema: pa.Schema
+    old: OldRuns, matches: Matches, look_up: Callable[[Matches], Matches], schema: pa.Schema
 ) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch, list[str]]]:
     """Yield the answers of matches, by the names of `schema`: the new rows that have them, and which old rows they are.
 
-    Where all were yielded, what has an error or could not be read is no match any more, and `old` counts the others.
+    What has an error or cannot be read is no match; `look_up` may find it in another run. `old` counts the others.
     """
-    rows = np.flatnonzero(matches.places >= 0)
-    rows = rows[np.argsort(matches.places[rows], kind="stable")]
-    is_good = np.zeros(len(rows), bool)
-    for part, which, batch in old.answers(matches.places[rows], schema):
-        is_good[which] = True
-        part.told.rows += len(which)
-        first = part.plan.first_row(part.shard) - part.first
-        yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
-    matches.places[rows[~is_good]] = -1
-
-
-def take(storage: Storage, plan: Plan, schema: pa.Schema, old: OldRuns, matches: Matches) -> None:
-    """Copy the answers of matches beside the plan. schema: of the answers, by their own names.
-
-    Raises DiskFull or OutputNotWritable.
-    """
-    with TakenAnswers(storage, plan, schema) as taken:
-        for rows, batch, sources in answers(old, matches, schema):
-            marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-            taken.add(rows, batch, pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string()))
-        taken.write()
+    is_taken = np.zeros(len(matches.places), bool)
+    for run in old.told:
+        rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
+        rows = rows[np.argsort(matches.places[rows], kind="stable")]
+        for part, which, batch in old.answers(matches.places[rows], schema):
+            is_taken[rows[which]] = True
+            part.told.rows += len(which)
+            first = part.plan.first_row(part.shard) - part.first
+            yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
+        lost = rows[~is_taken[rows]]
+        old.keys.forget(matches.places[lost])
+        matches.places[lost] = -1
+        if not len(lost) or run is old.told[-1]:
+            return
+        look_up(matches)

@@ -32,6 +32,10 @@ class KnownKeys:
         self._order = np.argsort(self._first, kind="stable")
         self._first = self._first[self._order]
 
+    def forget(self, places: Places) -> None:
+        """Find what was added at these places no more."""
+        self._second[places] = 0
+
     def find(self, keys: Keys) -> Places:
         """Return the place of each key among those added, -1 where it is not.
 

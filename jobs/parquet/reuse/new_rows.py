@@ -20,9 +20,6 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 
-#: Places and bytes after which a row group ends.
-GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
-
 
 def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray[np.bool_]) -> Plan:
     """Write the rows that are kept, file by file; return the plan of these.
@@ -60,7 +57,7 @@ def write_kept(storage: Storage, plan: Plan, file: int, kept: Places) -> None:
 
 def _write(storage: Storage, source: str, target: str, kept: Places) -> list[int]:
     """Copy rows of a Parquet file, which ascend; return how many each row group has."""
-    groups, waiting, start, rows, size = list[int](), list[pa.RecordBatch](), 0, 0, 0
+    groups, start = list[int](), 0
     with writing(target):
         storage.make_folder(os.path.dirname(target))
     with closing(TableReading(storage, source)) as file, writing(target), storage.open_output(target) as sink:
@@ -68,20 +65,12 @@ def _write(storage: Storage, source: str, target: str, kept: Places) -> list[int
         for batch in file.batches():
             storage.check_interrupted()
             begin, end = np.searchsorted(kept, [start, start + batch.num_rows])
-            is_wanted = np.zeros(batch.num_rows, bool)
-            is_wanted[kept[begin:end] - start] = True
+            if begin < end:
+                writer = writer or pq.ParquetWriter(sink, batch.schema)
+                writer.write_batch(batch.take(pa.array(kept[begin:end] - start)))
+                groups.append(int(end - begin))
             start += batch.num_rows
-            is_last = end == len(kept)
-            if begin == end:
-                continue
-            waiting.append(batch.filter(pa.array(is_wanted)))
-            rows, size = rows + int(end - begin), size + int(waiting[-1].nbytes)
-            writer = writer or pq.ParquetWriter(sink, batch.schema)
-            if is_last or rows >= GROUP_ROWS or size >= GROUP_BYTES:
-                groups.append(rows)
-                writer.write_table(pa.Table.from_batches(waiting, batch.schema))
-                waiting, rows, size = [], 0, 0
-            if is_last:
+            if end == len(kept):
                 break
         if writer is not None:
             writer.close()

@@ -1,52 +1,64 @@
 """Earlier runs whose answers a new run takes: their keys in one index, and their answers part by part."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
 
-from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PlanDamaged
-from jobs.parquet.asks.row_keys import NO_KEYS, Keys
+from jobs.errors import CannotReuse, CorruptParquet, InputNotFound, PartDamaged, PathSwapped, PlanDamaged, TableNotRead
+from jobs.parquet.asks.row_keys import NO_KEYS, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.output_file import open_part
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
+from jobs.parquet.reuse.taken_answers import KEY, ROW
 from jobs.parquet.tables.columns import ColumnChoice
-from jobs.runs.plans.names import KEYS, PLAN, part_shard
+from jobs.parquet.tables.table_reading import TableReading
+from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, part_shard
 from jobs.runs.plans.plan import Plan
 
-#: Of an old run so many parts that cannot be read are named.
+#: Of an old run so many files that cannot be read are named.
 MAX_NAMED = 10
+
+#: What is raised for a file of a run that cannot be read.
+UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
+
+_JOURNAL = re.compile(r"_(\d{5,9})\..*\.answers\.\d+", re.ASCII)
 
 
 @dataclass
 class ReusedRun:
-    """What a new run has of an old one. rows: that were taken. passed_over: parts that could not be read, and why."""
+    """What a new run has of an old one. rows: that were taken. passed_over: files that could not be read, and why."""
 
     output: str
     run: str
     rows: int = 0
     passed_over: list[str] = field(default_factory=list)
 
-    def pass_over(self, error: PartDamaged | InputNotFound) -> None:
-        """Note a part that cannot be read; its rows are computed."""
+    def pass_over(self, error: Exception) -> None:
+        """Note a file that cannot be read; its rows are computed."""
         if len(self.passed_over) < MAX_NAMED:
             self.passed_over.append(": ".join(map(str, (*error.args, "it is gone")[:2])))
 
 
 @dataclass(frozen=True)
 class OldPart:
-    """A part with keys. first: the place of its first row among all old rows."""
+    """A part with keys; of a shard that has none its journal. first: the place of its first row among all old rows."""
 
     plan: Plan
     shard: int
     first: int
     told: ReusedRun
+    journal: tuple[str, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.plan.shards[self.shard].rows
 
 
 class OldRuns:
@@ -58,61 +70,81 @@ class OldRuns:
         self.told: list[ReusedRun] = []
         self.parts: list[OldPart] = []
         self.seed: int | None = None  # of the first of them
-        found: list[tuple[Plan, int, ReusedRun]] = []
+        size = 0
         for output in dict.fromkeys(storage.resolve(each) for each in outputs):
             run, plan = _plan_of(storage, output)
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))
-            found += [(plan, shard, self.told[-1]) for shard in _answered(storage, plan)]
-        firsts = [0, *accumulate(plan.shards[shard].rows for plan, shard, _ in found)]
-        self.keys, marks = KnownKeys(firsts[-1]), list[Keys]()
-        for plan, shard, told in found:
+            for shard, journal in sorted(_answered(storage, plan).items()):
+                self.parts.append(OldPart(plan, shard, size, self.told[-1], tuple(journal)))
+                size += self.parts[-1].num_rows
+        self.keys, marks = KnownKeys(size), list[Keys]()
+        for part in self.parts:
             storage.check_interrupted()
+            keys: Keys = np.zeros((part.num_rows, 2), np.uint64)
             try:
-                keys, models = read_keys(storage, plan, shard)
+                if part.journal:
+                    self._read_journal(part, keys)
+                    marks.append(model_mark(part.plan.model.fingerprint))
+                else:
+                    keys, models = read_keys(storage, part.plan, part.shard)
+                    marks.append(models)
             except PartDamaged as error:
-                told.pass_over(error)
-                continue
-            self.parts.append(OldPart(plan, shard, self.keys.size, told))
+                part.told.pass_over(error)
             self.keys.add(keys)
-            marks.append(models)
         self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)
         self.keys.sort()
 
+    def _read_journal(self, part: OldPart, keys: Keys) -> None:
+        for path in part.journal:
+            try:
+                with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
+                    for batch in file.batches():
+                        keys[batch.column(ROW).fill_null(-1)] = as_keys(b"".join(batch.column(KEY).to_pylist()))
+            except (*UNREADABLE, LookupError, TypeError, ValueError) as error:
+                part.told.pass_over(error if isinstance(error, UNREADABLE) else PartDamaged(path, "it has no keys"))
+
     def answers(self, places: Places, schema: pa.Schema) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers at places, which ascend, part by part: which of the places, and their columns, by the names
-        of `schema`, a new run's. Rows with an error, and parts that are damaged or lack a column, are left out."""
+        of `schema`, a new run's. Rows with an error, and files that are damaged or lack a column, are left out."""
         for part in self.parts:
-            rows = part.plan.shards[part.shard].rows
-            begin, end = np.searchsorted(places, [part.first, part.first + rows])
-            if begin < end:
+            begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
+            wanted, is_open = places[begin:end] - part.first, np.ones(end - begin, bool)
+            for path in (part.journal or [part.plan.part_path(part.shard)]) if begin < end else ():
                 try:
-                    yield from self._of_part(part, places, range(begin, end), schema)
-                except (PartDamaged, InputNotFound) as error:
+                    for found, batch in self._of_file(part, path, wanted, schema):
+                        new = is_open[found]
+                        is_open[found] = False
+                        yield part, begin + found[new], batch.filter(pa.array(new))
+                except UNREADABLE as error:
                     part.told.pass_over(error)
 
-    def _of_part(
-        self, part: OldPart, places: Places, which: range, schema: pa.Schema
-    ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        path, rows = part.plan.part_path(part.shard), part.plan.shards[part.shard].rows
-        read_part_stats(self._storage, path, part.told.run, part.shard, rows)  # its rows are those of the keys
-        prefix = part.plan.spec.output_prefix
-        names = [f"{prefix}{name}" for name in schema.names]
-        wanted = places[which.start : which.stop] - part.first
-        with open_part(self._storage, part.plan, part.shard, ColumnChoice(tuple(names))) as file:
-            for field_, name in zip(schema, names, strict=True):
-                place = file.schema.get_field_index(name)
-                if place < 0 or file.schema.field(place).type != field_.type:
-                    raise PartDamaged(path, f"it has no column {name!r} of {field_.type}")
+    def _of_file(
+        self, part: OldPart, path: str, wanted: Places, schema: pa.Schema
+    ) -> Iterator[tuple[Places, pa.RecordBatch]]:
+        prefix = "" if part.journal else part.plan.spec.output_prefix
+        if not part.journal:  # its rows are those of the keys
+            read_part_stats(self._storage, path, part.told.run, part.shard, part.num_rows)
+        own = pa.schema([each.with_name(f"{prefix}{each.name}") for each in schema])
+        read = own.append(pa.field(ROW, pa.int64())) if part.journal else own
+        with closing(TableReading(self._storage, path, ColumnChoice(tuple(read.names)))) as file:
+            for each in read:
+                place = file.schema.get_field_index(each.name)
+                if place < 0 or file.schema.field(place).type != each.type:
+                    raise PartDamaged(path, f"it has no column {each.name!r} of {each.type}")
             start = 0
             for batch in file.batches():
                 self._storage.check_interrupted()
-                begin, end = np.searchsorted(wanted, [start, start + batch.num_rows])
-                taken = batch.select(names).take(pa.array(wanted[begin:end] - start))
-                good = np.asarray(taken.column(f"{prefix}error").is_null())
+                rows: Places = np.arange(start, start := start + batch.num_rows)
+                if part.journal:
+                    rows = np.asarray(batch.column(ROW).fill_null(-1))
+                order = np.argsort(rows, kind="stable")
+                begin, end = np.searchsorted(wanted, [rows.min(initial=0), rows.max(initial=-1) + 1])
+                places = order[np.searchsorted(rows, wanted[begin:end], sorter=order)]
+                taken = batch.select(own.names).take(pa.array(places))
+                good = np.asarray(taken.column(f"{prefix}error").is_null()) & (rows[places] == wanted[begin:end])
                 answers = pa.RecordBatch.from_arrays(taken.columns, schema=schema).filter(pa.array(good))
-                yield part, which.start + begin + np.flatnonzero(good), answers
-                start += batch.num_rows
+                yield begin + np.flatnonzero(good), answers
 
 
 def _plan_of(storage: Storage, output: str) -> tuple[str, Plan]:
@@ -124,13 +156,20 @@ def _plan_of(storage: Storage, output: str) -> tuple[str, Plan]:
     return plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
 
 
-def _answered(storage: Storage, plan: Plan) -> list[int]:
-    """Return the shards whose part is there. Raises CannotReuse where they have no keys."""
-    shards = {part_shard(name) for name in _names(storage, plan.spec.parts_folder)}
-    found = sorted(shard for shard in shards if shard is not None and shard < len(plan.shards))
-    if found and not _names(storage, os.path.join(plan.spec.output, KEYS)):
+def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
+    """Return the shards whose part is there, and others that have a journal, with its files' paths.
+
+    Raises CannotReuse for parts without keys.
+    """
+    found: dict[int, list[str]] = {}
+    for name in sorted(_names(storage, folder := os.path.join(plan.spec.output, JOURNAL))):
+        if (match := _JOURNAL.match(name)) is not None:
+            found.setdefault(int(match[1]), []).append(os.path.join(folder, name))
+    shards = {shard for name in _names(storage, plan.spec.parts_folder) if (shard := part_shard(name)) is not None}
+    if shards and not _names(storage, os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
-    return found
+    found |= {shard: [] for shard in shards}
+    return {shard: journal for shard, journal in found.items() if shard < len(plan.shards)}
 
 
 def _names(storage: Storage, folder: str) -> list[str]:

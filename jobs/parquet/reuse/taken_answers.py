@@ -21,8 +21,9 @@ from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.plan import Plan
 
-#: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was.
-ROW, MODEL, SOURCE = "_row", "_model", "_source"
+#: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was. In
+#: a journal the key that the row has in `_keys/`.
+ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(16)), pa.field(SOURCE, pa.string())]
 
 #: Rows that are sorted at once, and so many files for that at most.

@@ -21,14 +21,15 @@ from jobs.context.served_model import ServedModel
 from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
+from jobs.parquet.asks.row_keys import SIZE, Keys
 from jobs.parquet.outputs.part import answer_column, embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import read_answers
+from jobs.parquet.reuse.taken_answers import KEY, ROW, read_answers
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 
-#: What stands beside an answer: its row in the shard, and the tokens generated for it and equal rows, with the first.
-_ROW, _TOKENS = "_row", "_tokens"
+#: What stands beside an answer too: the tokens generated for it and equal rows, with the first.
+_TOKENS = "_tokens"
 
 #: What stands beside a row that is under way, as JSON.
 _UNDER_WAY = "_under_way"
@@ -50,14 +51,14 @@ class Journalled:
 class ShardJournal:
     """The journal of one shard, as one execution reads and goes on with it."""
 
-    def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str) -> None:
-        """asked: RowKeys.name."""
+    def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys) -> None:
+        """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
         plan = folder.plan
-        self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"{shard:05d}."
+        self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
         self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
-        self._names: set[str] = set()
+        self._keys, self._names = keys, set[str]()
         self._writing, self._is_closed = threading.Lock(), False
 
     def read(self) -> Journalled:
@@ -85,7 +86,7 @@ class ShardJournal:
                 if known is None or was.length > known.length:
                     found.under_way[row] = was
         else:
-            for (row, num_tokens), answer in read_answers(file, (_ROW, _TOKENS)):
+            for (row, num_tokens, _), answer in read_answers(file, (ROW, _TOKENS, KEY)):
                 found.num_tokens += 0 if row in found.answers else num_tokens
                 found.answers[row] = answer
 
@@ -108,13 +109,14 @@ class ShardJournal:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
             rows, tokens, answers = zip(*answered, strict=True)
-            schema = pa.schema([(_ROW, pa.int64()), (_TOKENS, pa.int64()), *self._fields])
+            keys = [bytes(SIZE) if each.error else self._keys[row].tobytes() for row, _, each in answered]
+            beside = [(ROW, pa.int64()), (_TOKENS, pa.int64()), (KEY, pa.binary(SIZE))]
             columns = [answer_column([each.column(own.name) for each in answers], own.type) for own in self._fields]
-            self._put("answers", pa.table([rows, tokens, *columns], schema))
+            self._put("answers", pa.table([rows, tokens, keys, *columns], pa.schema([*beside, *self._fields])))
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]
-            before, self._now = self._now, self._put("now", pa.table({_ROW: list(under_way), _UNDER_WAY: texts}))
+            before, self._now = self._now, self._put("now", pa.table({ROW: list(under_way), _UNDER_WAY: texts}))
             if before:
                 self._storage.remove(os.path.join(self._folder, before))
 

@@ -191,7 +191,8 @@ class ShardRequests:
         tokens: defaultdict[int, dict[int, Mapping[int, Sequence[int]]]] = defaultdict(dict)
         for index, samples in so_far.items():
             if (sent := self._sent[index]) is not None and sent[0].rows:
-                tokens[sent[0].rows[0]][sent[1]] = samples
+                group, place, num_continued = sent
+                tokens[group.rows[0]][place] = {number: each[num_continued:] for number, each in samples.items()}
         found = (
             (row, UnderWay(tuple(group.delivered.items()), tokens.get(row, {}), group.num_tokens))
             for row, group in self._open.items()

@@ -168,11 +168,12 @@ class ShardWork(RowsTask):
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
-        self._marks = np.repeat(model_mark(context.model.fingerprint), len(rows), axis=0)
+        mark = model_mark(context.model.fingerprint)
+        self._marks = np.repeat(mark, len(rows), axis=0)
         found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
-        for row, (answer, mark) in found.items():
-            rows[row], self._marks[row] = answer, as_keys(mark)
-        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name)
+        for row, (answer, others) in found.items():
+            rows[row], self._marks[row] = answer, as_keys(others)
+        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark)
         left = self._journal.read()
         for row, answer in left.answers.items():
             rows[row] = answer

@@ -79,6 +79,15 @@ def test_attempts_go_on_and_no_answer_is_checked_twice(opened: Open, monkeypatch
     assert task.result()["choices"][0]["attempts"] == 3
 
 
+def test_an_answer_that_was_cut_goes_on_behind_all_that_it_has(opened: Open) -> None:
+    first = opened("a", continue_on_length=True)
+    list(first.requests())
+    first.deliver(0, [FakeCompletion("ab", 0, [5, 6], "length")])
+    (second,) = first.requests()
+    assert keep(first, {1: {0: [5, 6, 7]}})
+    assert list(opened("a", continue_on_length=True).requests()) == [replace(second, resumed={0: [7]})]
+
+
 def test_it_expires_and_has_at_most_its_bound(opened: Open, redis: Redis, checking: JobContext) -> None:
     begin(opened([f"{number}" for number in range(100)]), 0, tokens=4000)
     key = journal_key(checking.job_id)

@@ -1,7 +1,8 @@
 """What an execution of a shard has computed is not computed again by the one after it, whatever is asked of rows."""
 
+import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from jobs.context.check_processes import Checks
 from jobs.runs.plans.names import JOURNAL, keys_name
-from jobs.tasks import Completion, OpenTask, Request
+from jobs.tasks import Completion, Request
 from tests.jobs.answering import MODEL, FakeCompletion, keep, opened_task, shout
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
@@ -25,7 +26,8 @@ ASKS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": {"temperature": 0}, "prompt_column": "prompt"},
     "chain": {"prompts": CHAIN, "sampling": DRAWN},
     "attempts": {"check": {"regex": "never"}, "sampling": DRAWN, "prompt_column": "prompt"},
-    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompt_column": "prompt"},
+    "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompts": CHAIN},
+    "cut": {"continue_on_length": True, "sampling": {"temperature": 0, "max_tokens": 6}},
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
@@ -39,17 +41,22 @@ def answer(request: Request) -> FakeCompletion:
         return FakeCompletion(num_prompt_tokens=7, loglikelihoods=[SCORED, SCORED])
     if request.kind == "embed":
         return FakeCompletion(num_prompt_tokens=3, embedding=[1.5] * 4)
-    found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}", token_ids=[*range(6)])
+    found = replace(shout(request), text=f"{request.prompt}{request.sampling.get('seed')}")
     found = replace(found, logprobs=[{7: SCORED}] if "logprobs" in request.sampling else None)
-    return replace(found, num_continued=len(request.resumed.get(0, ())))
+    if request.sampling.get("max_tokens") == 6 and not request.continued:
+        found = replace(found, finish_reason="length")
+    num_resumed = len(request.resumed.get(0, ()))
+    assert num_resumed <= 4
+    num_continued = len(request.continued) + num_resumed
+    return replace(found, token_ids=[*request.continued, *range(6)], num_continued=num_continued)
 
 
 class Shard:
     """One execution of the run's shard."""
 
     def __init__(self, runs: Runs, context: Any) -> None:
-        (job,) = runs.jobs
-        self.task: OpenTask = opened_task(context, job.func_name, job.args, job.kwargs)
+        job = runs.jobs[-1]
+        self.task: Any = opened_task(context, job.func_name, job.args, job.kwargs)
         self.asked: list[Request] = []
         self._waiting: list[int] = []
 
@@ -74,8 +81,8 @@ class Shard:
 
     def keep(self, tokens: int = 0) -> bool:
         """Write an entry, with so many tokens of each request that waits; return whether anything was new."""
-        so_far: Mapping[int, Any] = {index: {0: [*range(tokens)]} for index in self._waiting} if tokens else {}
-        return keep(self.task, so_far)
+        waiting = [(index, self.asked[index].continued) for index in self._waiting if tokens]
+        return keep(self.task, {index: {0: [*continued, *range(tokens)]} for index, continued in waiting})
 
     def end(self) -> None:
         self.deliver(1000)
@@ -113,11 +120,19 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
         job.delete()
     shutil.rmtree(runs.output)
     plan(runs, name)
+    num_journalled = 0
     for tokens in (4, 0):
         killed = shard()
         killed.deliver(most)
         killed.keep(tokens)
+        num_journalled += len(killed.task.asked.answered)
         killed.task.close()
+    other = runs.output.with_name("other")
+    runs.plan(output=other, reuse=[str(runs.output)], **ASKS[name])
+    shard().end()
+    runs.jobs[-1].delete()
+    assert pq.read_table(other).to_pylist() == expected
+    assert json.loads((other / "_manifest.json").read_text())["rows_reused"] == num_journalled
     last = shard()
     last.end()
     assert runs.rows() == expected
@@ -140,8 +155,9 @@ def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Op
     first.deliver(1)
     assert first.keep(2)
     assert first.keep(3)
-    names = sorted(path.name.split(".", 2)[2] for path in (runs.output / JOURNAL).iterdir())
-    assert names == ["answers.0", "answers.1", "now.3"]
+    names = sorted(path.name.split(".") for path in (runs.output / JOURNAL).iterdir())
+    assert [name[2:] for name in names] == [["answers", "0"], ["answers", "1"], ["now", "3"]]
+    assert {name[0] for name in names} == {"_00000"}, "polars reads others of such a folder"
 
 
 def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +181,9 @@ def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) ->
     assert frozen.keep(3)
     frozen.end()
     assert not (runs.output / JOURNAL).exists()
+    (runs.output / JOURNAL).mkdir()  # as in a store
+    (runs.output / JOURNAL / "_00000.execution.answers.2").write_bytes(b"")
+    runs.score(output=runs.output.with_name("new"), answer=pytest.fail, reuse=[str(runs.output)], **ASKS["samples"])
 
 
 def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(

@@ -14,6 +14,9 @@ from redis import Redis
 
 from jobs import client
 from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.planning import planner
+from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.conftest import Invoke
@@ -188,7 +191,9 @@ def test_what_cannot_be_reused_is_refused_by_name(
     assert not (runs.output.parent / "new" / "_plan.json").exists()
 
 
-def test_a_column_says_where_a_row_came_from(runs: Runs, old: Path) -> None:
+def test_a_column_says_where_a_row_came_from_by_a_name_of_its_own(runs: Runs, old: Path) -> None:
+    with pytest.raises(ColumnConflict, match="error"):
+        runs.plan(output=runs.output.parent / "other", reuse=[str(old)], reused_column="error")
     runs.write(["e", "x", "a"])
     rows, _, _ = new_run(runs, reused_column="from", output_prefix="my_")
     assert [row["from"] for row in rows] == [f"{old}#6", None, f"{old}#0"]
@@ -226,12 +231,30 @@ def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with
     assert [(row.row, row.file_row) for row in reader.failed(reader.shards())] == [(1, 3), (3, 5)]
     with pytest.raises(InvalidJob, match="only_new"):
         runs.plan(output=runs.output.parent / "other", only_new=True)
+    options = {"sampling": GREEDY, "only_new": True, "reuse": [str(old), str(runs.output.parent / "new")]}
+    runs.write(["a", "x"])
+    empty = runs.score(output=runs.output.parent / "empty", answer=pytest.fail, **options)
+    assert empty.num_rows == 0
 
 
-def test_all_rows_answered_before_make_an_empty_run_of_new_rows(runs: Runs, old: Path) -> None:
-    runs.write(["a", "b"])
-    rows, asked, manifest = new_run(runs, only_new=True)
-    assert (rows, asked, manifest["rows"]) == ([], [], 0)
+@pytest.mark.parametrize("only_new", [True, False])
+def test_a_planner_that_comes_second_leaves_nothing(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch, only_new: bool
+) -> None:
+    runs.write(["a", "x", "b"])
+    new, own, create = runs.output.parent / "new", set[str](), planner.create_plan
+
+    def create_late(storage: Storage, plan: Plan, execution_id: str) -> bool:
+        monkeypatch.setattr(planner, "create_plan", create)
+        own.update(state_of(new))
+        runs.plan(output=new, **options)
+        return create(storage, plan, execution_id)
+
+    options = {"sampling": GREEDY, "reuse": [str(old)], "only_new": only_new}
+    monkeypatch.setattr(planner, "create_plan", create_late)
+    runs.plan(output=new, **options)
+    assert own
+    assert not own & state_of(new).keys()
 
 
 def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
@@ -269,15 +292,13 @@ def test_rows_of_another_model_are_left_out_of_a_verification(
 
 
 def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(runs: Runs, old: Path) -> None:
-    part = old / "part-00000.parquet"
+    part, second = old / "part-00000.parquet", old.with_name("second")
+    shutil.copytree(old, second)
     pq.write_table(pq.read_table(part).slice(1), part)
     runs.write(["a", "b", "c"])
+    options = {"sampling": GREEDY, "reuse": [str(old), str(second)]}
+    runs.score(output=old.with_name("third"), answer=pytest.fail, **options)  # what one cannot give the other does
     rows, asked, manifest = new_run(runs)
     assert sorted(asked) == ["a", "b"]
     assert [row["completion"] for row in rows] == ["A", "B", "C"]
     assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
-
-
-def test_a_column_of_where_rows_came_from_takes_no_name_of_the_answers(runs: Runs, old: Path) -> None:
-    with pytest.raises(ColumnConflict, match="error"):
-        runs.plan(output=runs.output.parent / "new", reuse=[str(old)], reused_column="error")
