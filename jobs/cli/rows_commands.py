@@ -181,7 +181,7 @@ def _reader_of(run: str, folder: str | None) -> FolderReader:
     reader, why = folder_reader(folder)
     if reader is None:
         missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
-        raise RunNotHere(run, folder or "its output", missing)
+        raise RunNotHere(run, missing, folder or "its output")
     return reader
 
 
