@@ -1,12 +1,14 @@
 """Errors of the worker."""
 
-from jobs.errors import ToldError
+from typing import ClassVar
+
+from jobs.errors import Fault, ToldError
 
 
 class WorkerError(ToldError):
     """Base of the worker's errors."""
 
-    fault = "server"
+    fault: ClassVar[Fault] = "server"
 
 
 class StartupError(WorkerError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -14,13 +14,13 @@ from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_o
 from jobs.context.job_journal import LeftPrompt
 from jobs.context.served_model import parse_model
 from jobs.context.under_way import UnderWay
-from jobs.errors import InvalidJob, ResultTooLarge
-from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from jobs.errors import ResultTooLarge
+from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
-from jobs.prompts.templated_task import TemplatedTask
+from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
@@ -47,16 +47,16 @@ class Respond(Protocol):
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are to be answered.
 
-    sampling: that of every request. model: what the job asks for; None takes whichever is served. repairs:
-    what is asked of the answers.
+    model: what the job asks for; None takes whichever is served. sampling: that of every request. repairs: what is
+    asked of the answers.
     """
 
     blocking: ClassVar[bool] = False
 
     prompts: Sequence[Request | Unusable]
-    sampling: Mapping[str, Any]
     respond: Respond
     model: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
 
@@ -218,6 +218,13 @@ class OpenPrompts(OpenTask):
         return {**named, "model": self._model_name, **content}
 
 
+def text_requests(
+    prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
+) -> list[Request | Unusable]:
+    """Return what asks for each of some texts with the same values."""
+    return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
+
+
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
@@ -227,21 +234,15 @@ def complete_task(
     values, options = completion_options(parse_sampling(others))
     refuse_chat_options(values)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
-    respond = partial(text_completion, options=options)
 
-    def task(prompt: object) -> PromptTask:
+    def task(_: str, prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
         check_prompts(repairs, prompts)
-        requests = [
-            item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
-            for item in prompts
-        ]
-        return PromptTask(requests, values, respond, asked_for, repairs)
+        respond = partial(text_completion, options=options)
+        return PromptTask(text_requests(prompts, values), respond, asked_for, values, repairs)
 
-    if not _has_template("prompt", prompt, prompt_template):
-        return task(prompt)
-    return TemplatedTask("prompt_template", prompt_template, task)
+    return asked_task(task, prompt=prompt, prompt_template=prompt_template)
 
 
 def chat_task(
@@ -253,23 +254,10 @@ def chat_task(
     others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
     check_repairs(repairs, values, has_tools=chat.has_tools)
-    respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
 
-    def task(messages: object) -> PromptTask:
+    def task(_: str, messages: object) -> PromptTask:
         request = Request(None, parse_messages(messages), values, chat.template)
-        return PromptTask([request], values, respond, asked_for, repairs)
+        respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
+        return PromptTask([request], respond, asked_for, values, repairs)
 
-    if not _has_template("messages", messages, messages_template):
-        return task(messages)
-    return TemplatedTask("messages_template", messages_template, task)
-
-
-def _has_template(name: str, given: object, template: object) -> bool:
-    """Whether a template says what to ask. Raises InvalidJob unless one of the two does."""
-    if template is None and given is None:
-        raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
-        )
-    if template is not None and given is not None:
-        raise InvalidJob(f"{name} and {name}_template each say what to ask: give one of them")
-    return template is not None
+    return asked_task(task, messages=messages, messages_template=messages_template)

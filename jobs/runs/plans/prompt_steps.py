@@ -156,12 +156,10 @@ class PromptStep:
         return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
 
 
-def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
+def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
-    if value is None:
-        return None
     if not isinstance(value, list) or not value:
-        raise unlike("prompts", value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
+        raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
     if len(value) > MAX_STEPS:
         raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
     return [_parse_prompt(each, number) for number, each in enumerate(value)]
