@@ -259,11 +259,8 @@ class TaskFiles:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
         place = Place(opens=False, job_number=job.number)
-        call = PoolCall(lambda: _result_of(job), then, self._finished, is_ours=True, place=place)
+        call = PoolCall(lambda: _result_of(job), then, lambda job, _: self._packer.finished(job), True, place=place)
         self._calls.submit(self._writers, job, call)
-
-    def _finished(self, job: HeldJob, value: Any) -> None:
-        self._packer.finished(job)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
         """Close the open files of a job that has ended."""
