@@ -14,9 +14,16 @@ MAX_TEMPLATE_MESSAGES = 100
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
-    if isinstance(template, str):
-        _check_size(len(template))
-        return [template], None
+    texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
+    if (chars := sum(map(len, (*texts, *roles)))) > MAX_TEMPLATE_CHARS:
+        raise InvalidJob(
+            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
+            "or write the long part into a column"
+        )
+    return texts, roles or None
+
+
+def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     if not isinstance(template, list) or not template:
         raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
     if len(template) > MAX_TEMPLATE_MESSAGES:
@@ -28,16 +35,7 @@ def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
             raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
         if not all(isinstance(value, str) for value in message.values()):
             raise InvalidJob(f"message {number} of the template: role and content must be strings")
-    _check_size(sum(len(value) for message in template for value in message.values()))
     return [message["content"] for message in template], tuple(message["role"] for message in template)
-
-
-def _check_size(chars: int) -> None:
-    if chars > MAX_TEMPLATE_CHARS:
-        raise InvalidJob(
-            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
-            "or write the long part into a column"
-        )
 
 
 #: Seconds that a template may take to be compiled, or for one row.

@@ -15,7 +15,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import parse_sampling
-from jobs.prompts.attempts import check_run_repairs
+from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
@@ -269,8 +269,12 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         if asked and not is_met:
             raise InvalidJob(what)
     check_nothing_generated(vars(spec), is_chat=spec.is_chat)
-    check_run_repairs(
-        spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
+    check_repairs(
+        spec.repairs,
+        spec.sampling,
+        has_tools=spec.chat[1].has_tools,
+        has_steps=spec.prompts is not None,
+        has_labels=spec.labels is not None,
     )
 
 
