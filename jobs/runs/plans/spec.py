@@ -14,22 +14,26 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
-from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
-from jobs.prompts.response_options import LOGPROBS, run_values
+from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans.embedding_options import EMBED, TASKS, check_nothing_generated
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
-from jobs.runs.plans.prompt_steps import PromptStep, Template, jinja_hint, make_steps, parse_prompts
+from jobs.runs.plans.prompt_steps import (
+    MAX_ROWS_PER_SHARD,
+    PromptStep,
+    Template,
+    jinja_hint,
+    make_steps,
+    parse_prompts,
+    run_sampling,
+)
 from jobs.values import column_name, one_of, some_text, truth, whole_number
-
-#: A shard's prompts and answers are held in memory until its part is written.
-MAX_ROWS_PER_SHARD = 1_000_000
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
@@ -112,7 +116,7 @@ class RunSpec:
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
         is_chat = isinstance(values["template"], list) or sources in (["messages_column"], ["prompts"])
-        values["sampling"] = _sampling(values["sampling"], values["rows_per_shard"], is_chat=is_chat)
+        values["sampling"] = run_sampling(values["sampling"], values["rows_per_shard"], is_chat=is_chat)
         spec = cls(**values)
         _check_together(spec, given)
         return spec
@@ -163,11 +167,8 @@ class RunSpec:
         if self.prompts is None:
             return ()
 
-        def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-            return _sampling(values, self.rows_per_shard, is_chat=is_chat)
-
         from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
-        return make_steps(self.prompts, self.sampling, parse, from_columns, self.rows_per_shard, has_labels)
+        return make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -302,27 +303,3 @@ def check_queue_name(value: Any) -> None:
     """Raise InvalidValue for what can be no queue's name."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
         raise unlike("queue", value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
-
-
-def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidJob(
-            f"sampling is {type(value).__name__}, expected a mapping: "
-            "on the command line write sampling:='{\"max_tokens\": 64}'"
-        )
-    sampling = parse_sampling(value)
-    if is_chat:
-        split_chat_options(sampling)
-    else:
-        refuse_chat_options(sampling)
-    sampling = run_values(sampling)
-    n = sampling.get("n", 1)
-    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
-            f"{rows_per_shard} rows: give fewer rows_per_shard",
-            brief(n),
-        )
-    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
-        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
-    return sampling

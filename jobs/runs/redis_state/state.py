@@ -48,7 +48,7 @@ class RunState(RecordedParts):
 
         self._change(write)
 
-    def _put(self, pipe: Pipeline, facts: Mapping[str, Any], *gone: str) -> None:
+    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
         """Have `pipe` take some fields out of the run's hash, and write others."""
         if gone:
             pipe.hdel(self._key, *gone)
