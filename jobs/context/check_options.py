@@ -7,8 +7,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.values import some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.values import some_text, truth, whole_number
 
 #: What a check may be; one of them is given.
 KINDS = ("function", "json", "regex")

@@ -6,6 +6,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
+from jobs.context.values import truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
 from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_text, parse_prompts, text_problem
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
@@ -15,7 +16,6 @@ from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, Request, Task
-from jobs.values import truth, whole_number
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
 RERANK_PROMPT = (

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief, is_unicode
+from jobs.context.values import column_name
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
-from jobs.values import column_name
 
 #: How exactly log probabilities are written, and how templates are; the first by default.
 LOGPROB_TYPES = ("float32", "float16")

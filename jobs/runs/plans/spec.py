@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
+from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
@@ -33,7 +34,6 @@ from jobs.runs.plans.prompt_steps import (
     parse_prompts,
     run_sampling,
 )
-from jobs.values import column_name, one_of, some_text, truth, whole_number
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000

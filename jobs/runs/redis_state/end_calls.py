@@ -9,11 +9,11 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
+from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
 from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
-from jobs.values import truth
 
 #: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
 #: of which it was told that it has failed.
