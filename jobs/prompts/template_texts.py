@@ -41,7 +41,7 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
 #: Seconds that a template may take to be compiled, or for one row.
 LIMIT_S = 2.0
 
-_TASKS = "jobs.prompts.jinja_environment"
+_TASK = "jobs.prompts.jinja_environment:fill_in"
 
 
 class TemplateProblem(Exception):
@@ -55,7 +55,7 @@ class JinjaTexts:
         """Raises InvalidJob for what is no template."""
         self.texts = list(texts)
         try:
-            found = _asked("find_names", {"texts": self.texts})
+            found = _asked(texts=self.texts)
         except TemplateProblem as problem:
             what, *of_template = problem.args
             raise (InvalidValue(what, *of_template) if of_template else InvalidJob(what)) from None
@@ -63,13 +63,12 @@ class JinjaTexts:
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
         """Return each text with values of JSON filled in. Raises TemplateProblem."""
-        texts: list[str] = _asked("render_values", {"texts": self.texts, "values": values})["texts"]
-        return texts
+        return list(_asked(texts=self.texts, values=values)["texts"])
 
 
-def _asked(task: str, question: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(**question: Any) -> dict[str, Any]:
     try:
-        found, _ = CHILDREN.call(lambda child: child.ask(f"{_TASKS}:{task}", question, Limits(LIMIT_S)))
+        found, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:
         raise TemplateProblem(f"the template {error}") from None
     if "problem" in found:

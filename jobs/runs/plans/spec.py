@@ -251,24 +251,26 @@ def _repairs(given: Mapping[str, Any]) -> RepairOptions:
 
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other, or need another one."""
-    if spec.template is not None:
-        _check_template(spec)
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
-    values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
-    has_logprobs = any(name in each for each in values for name in LOGPROBS)
-    is_jinja, embeds = spec.template_format == "jinja", "are for embeddings: give task 'embed' too"
+    is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
+    is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
     for asked, is_met, what in (
-        (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates alone"),
-        (is_jinja, spec.template, "template_format says how a template is written, and there is none: give one too"),
-        (spec.defaults, spec.template or spec.prompts, "defaults stand for null in a template: give a template too"),
-        (spec.model_alias, spec.single_file == OPENAI_BATCH, "model_alias is for batch files: give input_format"),
+        (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates"),
+        (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
+        (spec.defaults, is_filled, "defaults stand for null in a template, and there is none: give a template too"),
+        (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
-        ("logprob_type" in given, has_logprobs, "logprob_type is for log probabilities: name logprobs too"),
-        (spec.dimensions or spec.prompt_name, spec.task == EMBED, f"dimensions and prompt_name {embeds}"),
+        (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
+        (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),
     ):
         if asked and not is_met:
             raise InvalidJob(what)
+    values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
+    if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
+        raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
+    if spec.template is not None:
+        _check_template(spec)
     check_nothing_generated(vars(spec), is_chat=spec.is_chat)
     check_repairs(
         spec.repairs,
