@@ -145,7 +145,7 @@ class Run:
         """
         reader = self._reader("table")
         if not reader.has_ended:
-            raise RunNotHere(self.id, self.output, f"there is no {SUCCESS} yet, the mark of its end,")
+            raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
         return reader.table()
 
     def frame(self) -> Any:
@@ -178,7 +178,7 @@ class Run:
         if is_stored(self.output):
             return FolderReader(self.output)
         if not os.path.isdir(self.output):
-            raise RunNotHere(self.id, self.output, "there is no such folder")
+            raise RunNotHere(self.id, "there is no such folder", self.output)
         return FolderReader(os.path.realpath(self.output))
 
 

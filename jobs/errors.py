@@ -4,6 +4,7 @@ Every message says what was found, what was expected and what to do. All values 
 so that an error pickles and its text can be rebuilt in another process.
 """
 
+import re
 from typing import Any, ClassVar, Literal
 
 from jobs.common.display import HIDDEN, brief
@@ -21,19 +22,27 @@ def fault_line(fault: Fault) -> str:
     return f"{FAULT_PREFIX}{fault}"
 
 
-class JobsError(Exception):
-    """Base of every error of this package: `message` is formatted with the positional arguments, and a note tells the
-    fault."""
+class ToldError(Exception):
+    """Base of errors whose docstring is their message, with the positional arguments by name, in that order."""
 
     message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "client"
 
+    def __init_subclass__(cls) -> None:
+        text = " ".join((cls.__doc__ or "").split())
+        if names := list(dict.fromkeys(re.findall(r"{(\w+)", text))):
+            cls.message = re.sub(r"{(\w+)", lambda found: f"{{{names.index(found[1])}", text)
+
+    def __str__(self) -> str:
+        return self.message.format(*self.args) if self.args else self.message
+
+
+class JobsError(ToldError):
+    """Base of every error of this package; a note tells the fault."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.add_note(fault_line(self.fault))
-
-    def __str__(self) -> str:
-        return self.message.format(*self.args)
 
     @property
     def log_text(self) -> str:
@@ -42,10 +51,9 @@ class JobsError(Exception):
 
 
 class NotInstalled(JobsError):
-    """Raised when the package was copied and not installed, so that an entry point is missing: (name)."""
+    """no entry point {name!r} of the group 'tokenmill' is installed: install Tokenmill with pip"""
 
     fault = "server"
-    message = "no entry point {0!r} of the group 'tokenmill' is installed: install Tokenmill with pip"
 
 
 class InvalidJob(JobsError):
@@ -72,24 +80,16 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
 
 
 class ModelNotServed(InvalidJob):
-    """Raised when a job asks for a model that its worker does not serve: (model, the served one's name)."""
-
-    message = (
-        "the job asks for model {0!r}, and this worker serves {1!r}: name that one, leave `model` out, or "
-        "use a queue whose workers serve {0!r}"
-    )
+    """the job asks for model {model!r}, and this worker serves {served!r}: name that one, leave `model` out, or use a
+    queue whose workers serve {model!r}"""
 
 
 class AnswerMissing(JobsError):
-    """Raised when a job has left no answer for one that depends on it: (its id, what was found)."""
-
-    message = "no answer of job {0}, on which this one depends: {1}"
+    """no answer of job {job}, on which this one depends: {found}"""
 
 
 class RequestFailed(JobsError):
-    """Raised when the engine refused the prompts of a job: (index of the first, the engine's reason)."""
-
-    message = "request {0} of this job failed: {1}"
+    """request {index} of this job failed: {reason}"""
 
     @property
     def log_text(self) -> str:
@@ -99,12 +99,8 @@ class RequestFailed(JobsError):
 
 
 class ResultTooLarge(JobsError):
-    """Raised when a job's value is larger than a worker writes to Redis: (the limit in bytes)."""
-
-    message = (
-        "the job's result has more than the limit of {0} bytes: ask for less in one job, score a Parquet "
-        "file, or raise the worker's setting TOKENMILL_MAX_RESULT_BYTES"
-    )
+    """the job's result has more than the limit of {limit} bytes: ask for less in one job, score a Parquet file, or
+    raise the worker's setting TOKENMILL_MAX_RESULT_BYTES"""
 
 
 class RunError(JobsError):
@@ -116,131 +112,79 @@ class InputError(RunError):
 
 
 class PathOutsideRoots(InputError):
-    """Raised when a path leads outside the data roots: (path, roots joined by ':')."""
-
-    message = (
-        "{0} lies outside the data roots {1}: move the file below a root, "
-        "or add its folder to the worker's setting TOKENMILL_DATA_ROOTS"
-    )
+    """{path} lies outside the data roots {roots}: move the file below a root, or add its folder to the worker's setting
+    TOKENMILL_DATA_ROOTS"""
 
 
 class UnsupportedScheme(InputError):
-    """Raised when a path names a storage that is not built: (path, scheme)."""
-
-    message = "{0} names the storage {1!r}: name a local path, or file://, s3://, gs:// or az://"
+    """{path} names the storage {scheme!r}: name a local path, or file://, s3://, gs:// or az://"""
 
 
 class InputNotFound(InputError):
-    """Raised when an input names nothing: (input)."""
-
-    message = (
-        "no input file at {0}: name a regular file, a folder that holds *.parquet or files of one other "
-        "format, a glob, or a list"
-    )
+    """no input file at {path}: name a regular file, a folder that holds *.parquet or files of one other format, a glob,
+    or a list"""
 
 
 class SearchTooLong(InputError):
-    """Raised when the search for a run's input meets too many names: (folder of the last, limit)."""
-
-    message = (
-        "the search for the input has met more than {1} names, the last in {0}: name the folders that hold "
-        "the files, and keep other files out of them"
-    )
+    """the search for the input has met more than {limit} names, the last in {folder}: name the folders that hold the
+    files, and keep other files out of them"""
 
 
 class NestedFolders(InputError):
-    """Raised when a folder's files lie in folders of plain names: (folder, one of the files, its suffix)."""
-
-    message = (
-        "{0} holds files deeper down, such as {1}: name '{0}/**/*{2}' to read all of them, or '{0}/*{2}' for "
-        "those of its first level only"
-    )
+    """{folder} holds files deeper down, such as {file}: name '{folder}/**/*{suffix}' to read all of them, or
+    '{folder}/*{suffix}' for those of its first level only"""
 
 
 class CorruptParquet(InputError):
-    """Raised when a file is not readable Parquet: (path, reason)."""
-
-    message = (
-        "{0} is not readable as Parquet ({1}): write it again, leave it out, or say with input_format "
-        "(--input-format) what else it is"
-    )
+    """{path} is not readable as Parquet ({reason}): write it again, leave it out, or say with input_format
+    (--input-format) what else it is"""
 
 
 class CorruptTable(InputError):
-    """Raised when a file is not readable in its format: (path, the format, reason)."""
-
-    message = "{0} is not readable as {1} ({2}): write it again, leave it out, or name its input_format"
+    """{path} is not readable as {format} ({reason}): write it again, leave it out, or name its input_format"""
 
 
 class MixedFormats(InputError):
-    """Raised when a run's files have several formats: (path, its format, path of another, its format)."""
-
-    message = (
-        "{0} is {1} by its name, and {2} is {3}: name files of one format, or say with input_format "
-        "(--input-format) what they are"
-    )
+    """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or say with input_format
+    (--input-format) what they are"""
 
 
 class TableNotRead(InputError):
-    """Raised when a file takes more to be read than it may: (path, what reading it did)."""
-
-    message = (
-        "{0}: reading it {1}: write it anew with shorter values, smaller pages or fewer columns, or raise "
-        "the worker's setting TOKENMILL_MAX_SHARD_BYTES"
-    )
+    """{path}: reading it {what}: write it anew with shorter values, smaller pages or fewer columns, or raise the
+    worker's setting TOKENMILL_MAX_SHARD_BYTES"""
 
 
 class SchemaMismatch(InputError):
-    """Raised when columns contradict each other: (path, what differs)."""
-
-    message = "{0}: {1}: every file of a run needs the same, distinct columns"
+    """{path}: {difference}: every file of a run needs the same, distinct columns"""
 
 
 class MissingColumn(InputError):
-    """Raised when the input lacks a column: (column, path, columns found)."""
-
-    message = "no column {0!r} in {1}: it holds {2}; name one of them"
+    """no column {column!r} in {path}: it holds {found}; name one of them"""
 
 
 class WrongColumnType(InputError):
-    """Raised when a column cannot be rendered as a prompt: (column, its type, what is expected)."""
-
-    message = "column {0!r} is of type {1}, expected {2}: convert the column, or name another"
+    """column {column!r} is of type {type}, expected {expected}: convert the column, or name another"""
 
 
 class ColumnConflict(InputError):
-    """Raised when the input holds a column that the output adds: (column, what to do)."""
-
-    message = "the input already has a column {0!r}, which the output adds: {1}"
+    """the input already has a column {column!r}, which the output adds: {remedy}"""
 
 
 class ShardTooLarge(InputError):
-    """Raised when a shard reads too much: (path, what takes how much, limit, its share, what to do)."""
-
-    message = "{0}: {1}, more than {2} bytes ({3}TOKENMILL_MAX_SHARD_BYTES): {4}, or raise that setting"
+    """{path}: {what}, more than {limit} bytes ({share}TOKENMILL_MAX_SHARD_BYTES): {remedy}, or raise that setting"""
 
 
 class InputChanged(InputError):
-    """Raised when an input file is not the one that was planned: (path, what changed)."""
-
-    message = (
-        "{0} changed since this run was planned ({1}): restore the file, or submit into another folder with --reuse "
-        "and the path of this run's, which computes only what is new; finished parts stay"
-    )
+    """{path} changed since this run was planned ({change}): restore the file, or submit into another folder with
+    --reuse and the path of this run's, which computes only what is new; finished parts stay"""
 
 
 class ConvertedInputGone(InputError):
-    """Raised when what planning has made of an input is gone: (path, the input's)."""
-
-    message = "{0}, which planning has made of {1}, is gone: submit the run again, which makes it anew"
+    """{path}, which planning has made of {input}, is gone: submit the run again, which makes it anew"""
 
 
 class NewRowsGone(InputError):
-    """Raised when the rows that planning wrote for a run are gone: (path, the input's, the run's output)."""
-
-    message = (
-        "{0}, which holds the rows of {1} that this run has, is gone: submit into another output, and --reuse {2} too"
-    )
+    """{path}, which holds this run's rows of {input}, is gone: submit into another output, and --reuse {output} too"""
 
 
 class OutputError(RunError):
@@ -248,48 +192,35 @@ class OutputError(RunError):
 
 
 class OutputHoldsAnotherRun(OutputError):
-    """Raised when a folder holds a run with other arguments: (output, what differs)."""
-
-    message = (
-        "{0} holds another run ({1}): submit with the same arguments to resume it, or choose another output, "
-        "with --reuse {0} to take over what was asked alike"
-    )
+    """{output} holds another run ({difference}): submit with the same arguments to resume it, or choose another output,
+    with --reuse {output} to take over what was asked alike"""
 
 
 class OutputHoldsForeignFiles(OutputError):
-    """Raised when a new run's folder is not empty: (output, a name found there)."""
-
-    message = "{0} is not empty and holds no run (found {1!r}): choose an empty or a new folder"
+    """{output} is not empty and holds no run (found {name!r}): choose an empty or a new folder"""
 
 
 class OutputNotWritable(OutputError):
-    """Raised when the output cannot be written: (path, reason)."""
+    """cannot write {path} ({reason}): make the folder writable for the worker, then submit again; finished parts
+    stay"""
 
     fault = "server"
-    message = "cannot write {0} ({1}): make the folder writable for the worker, then submit again; finished parts stay"
 
 
 class DiskFull(OutputError):
-    """Raised when the output's disk or quota is full: (path, reason)."""
+    """no space left while writing {path} ({reason}): free some, then submit again; finished parts stay"""
 
     fault = "server"
-    message = "no space left while writing {0} ({1}): free some, then submit again; finished parts stay"
 
 
 class PlanDamaged(OutputError):
-    """Raised when a run's plan is not usable: (path, reason)."""
-
-    message = "{0} is not this run's plan ({1}): restore it, or submit with another output"
+    """{path} is not this run's plan ({reason}): restore it, or submit with another output"""
 
 
 class PartDamaged(OutputError):
-    """Raised when a part, or the output file of all parts, is not what the run has written: (path, what was found)."""
-
-    message = (
-        "{0} is not what the run has written ({1}): restore it, or submit into another folder with --reuse {2}, which "
-        "computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file and "
-        "submit again"
-    )
+    """{path} is not what the run has written ({found}): restore it, or submit into another folder with --reuse
+    {output}, which computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file
+    and submit again"""
 
     def __str__(self) -> str:
         path, found = self.args
@@ -297,63 +228,44 @@ class PartDamaged(OutputError):
 
 
 class CannotReuse(OutputError):
-    """Raised when no answer can be taken from an earlier run: (its output, what was found)."""
-
-    message = "cannot reuse {0} ({1}): name the output folder of another run, or submit without it"
+    """cannot reuse {output} ({found}): name the output folder of another run, or submit without it"""
 
 
 class PathSwapped(RunError):
-    """Raised when a path leads elsewhere than when it was looked up: (path, what was found)."""
+    """{path} is not where it was ({found}): put the folder or file itself back in its place, no link to it, then submit
+    again; finished parts stay"""
 
     fault = "server"
-    message = (
-        "{0} is not where it was ({1}): put the folder or file itself back in its place, no link to it, then "
-        "submit again; finished parts stay"
-    )
 
 
 class RunOfAnotherModel(RunError):
-    """Raised when a run is another model's: (run, the run's model, what asks for it)."""
-
-    message = (
-        "run {0} is of model {1}, not of {2}: start a worker that serves the run's model, or submit it with "
-        "another output"
-    )
+    """run {run} is of model {model}, not of {other}: start a worker that serves the run's model, or submit it with
+    another output"""
 
 
 class PlanningUnderWay(RunError):
-    """Raised when a run is being planned, but not as it is submitted now: (run, how)."""
-
-    message = "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then submit again"
+    """run {run} is being planned already, {how}: wait for that, or `tokenmill cancel {run}`, then submit again"""
 
 
 class RunCancelled(RunError):
-    """Raised when a job belongs to a cancelled run: (run)."""
+    """run {run} was cancelled: submit it again with the same arguments to resume it"""
 
     fault = "cancelled"
-    message = "run {0} was cancelled: submit it again with the same arguments to resume it"
 
 
 class RunResubmitted(RunError):
-    """Raised when a run that is being cancelled or stopped was submitted again meanwhile: (run)."""
-
-    message = "run {0} was submitted again while being cancelled, and goes on: cancel again if that is meant"
+    """run {run} was submitted again while being cancelled, and goes on: cancel again if that is meant"""
 
 
 class UnknownRun(RunError):
-    """Raised when Redis has no such run, and no folder holds it: (run, or path of a folder)."""
-
-    message = (
-        "this Redis knows no run {0!r}, and it is no run's output folder: name the folder, "
-        "or submit again, which resumes a run"
-    )
+    """this Redis knows no run {run!r}, and it is no run's output folder: name the folder, or submit again, which
+    resumes a run"""
 
 
 class RunBusy(RunError):
-    """Raised when a run's lock cannot be had or was lost, or the job that plans it is another's: (run)."""
+    """another process is planning or cancelling run {run}: wait for it, then submit again"""
 
     fault = "server"
-    message = "another process is planning or cancelling run {0}: wait for it, then submit again"
 
 
 class TrialFailed(RunError):
@@ -361,31 +273,22 @@ class TrialFailed(RunError):
 
 
 class RunFailed(RunError):
-    """Raised when a run that was awaited did not finish as it should: (run, how it ended)."""
-
-    message = "run {0}: {1}"
+    """run {run}: {how}"""
 
 
 class InputBeingWritten(InputChanged):
-    """Raised when an input file is another one after a look at it than before: (path)."""
-
-    message = "{0} is being written to: submit once it is whole, or submit a copy"
+    """{path} is being written to: submit once it is whole, or submit a copy"""
 
 
 class WebhookFailed(RunError):
-    """Raised when a receiver did not take a run's end, but may take it later: (what came)."""
+    """the webhook of a run's end failed: {found}"""
 
     fault = "server"
-    message = "the webhook of a run's end failed: {0}"
 
 
 class WebhookRefused(RunError):
-    """Raised when a receiver refuses a run's end for good: (what came)."""
-
-    message = "the webhook of a run's end was refused: {0}"
+    """the webhook of a run's end was refused: {found}"""
 
 
 class RunNotHere(RunError):
-    """Raised when a run's files are asked for and cannot be read here: (run, folder, what is missing)."""
-
-    message = "run {0}: {2} in {1}: name its folder as this machine knows it, once it is there"
+    """run {run}: {missing} in {folder}: name its folder as this machine knows it, once it is there"""

@@ -26,7 +26,7 @@ from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Request
 
 if TYPE_CHECKING:
-    from engine import Completion, Engine, ModelIdentity, RequestParams
+    from engine import Completion, Engine, ModelIdentity
     from worker.settings import WorkerSettings
 
 #: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
@@ -73,44 +73,36 @@ def drive(task: OpenTask, engine: Engine) -> None:
     None stays behind after an error or timeout: a `SimpleWorker` gives the next job the same engine and the same ids.
     """
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
+    missing: dict[int, int] = {}
+    stream = _stream(task)
     try:
-        _drive(task, engine, samples)
+        while True:
+            _refill(task, engine, stream, samples, missing)
+            if not samples:
+                return
+            for completion in engine.step():
+                index = int(completion.request_id)
+                if index not in samples:
+                    continue  # another sample of a request that has failed already
+                samples[index].append(completion)
+                missing[index] -= 1
+                if missing[index] == 0 or completion.finish_reason == "error":
+                    engine.abort(str(index))  # what is left of a request that failed
+                    _deliver(task, index, samples.pop(index))
     finally:
         for index in samples:
             engine.abort(str(index))
 
 
-class _Stream:
-    """A task's requests by number, and the further ones that its answers lead to."""
-
-    def __init__(self, task: OpenTask) -> None:
-        self._task, self._requests, self._numbers = task, task.requests(), count()
-
-    def pull(self) -> tuple[int, Request] | None:
-        """Return the next request, None if there is none by now."""
-        request = next(self._requests, None)
-        if request is None and self._task.has_more:
-            self._requests = self._task.requests()
-            request = next(self._requests, None)
-        return None if request is None else (next(self._numbers), request)
-
-
-def _drive(task: OpenTask, engine: Engine, samples: dict[int, list[Completion]]) -> None:
-    stream, missing = _Stream(task), dict[int, int]()
+def _stream(task: OpenTask) -> Iterator[tuple[int, Request] | None]:
+    """Yield a task's requests by number, and those that its answers lead to; None where there is none by now."""
+    numbers, requests = count(), task.requests()
     while True:
-        _refill(task, engine, stream, samples, missing)
-        if not samples:
-            return
-        for completion in engine.step():
-            index = int(completion.request_id)
-            if index not in samples:
-                continue  # another sample of a request that has failed already
-            samples[index].append(completion)
-            missing[index] -= 1
-            if missing[index] == 0 or completion.finish_reason == "error":
-                engine.abort(str(index))  # what is left of a request that failed
-                del missing[index]
-                _deliver(task, index, samples.pop(index))
+        yield from ((next(numbers), request) for request in requests)
+        if task.has_more:
+            requests = task.requests()
+        else:
+            yield None
 
 
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
@@ -120,30 +112,24 @@ def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> N
 
 
 def _refill(
-    task: OpenTask, engine: Engine, stream: _Stream, samples: dict[int, list[Completion]], missing: dict[int, int]
+    task: OpenTask,
+    engine: Engine,
+    stream: Iterator[tuple[int, Request] | None],
+    samples: dict[int, list[Completion]],
+    missing: dict[int, int],
 ) -> None:
-    from engine import Completion, InvalidRequest, request_params
+    from engine import Completion, InvalidRequest
+    from worker.engine_thread.intake import read_request
 
-    while len(samples) < MAX_PENDING and (item := stream.pull()) is not None:
+    while len(samples) < MAX_PENDING and (item := next(stream)) is not None:
         index, request = item
         try:
-            params = request_params(request.kind, request.sampling)
-            prompt = _prompt(engine, request, params)
+            prompt, params = read_request(engine, request)
             engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
         except InvalidRequest as error:
             _deliver(task, index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
         else:
             samples[index], missing[index] = [], params.n
-
-
-def _prompt(engine: Engine, request: Request, params: RequestParams) -> str | list[int]:
-    if request.messages is not None:
-        options = dict(request.chat_options)
-        if params.truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
-        return engine.chat_token_ids(request.messages, **options)
-    assert request.prompt is not None
-    return request.prompt
 
 
 def _current_job() -> Job:

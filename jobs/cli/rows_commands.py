@@ -171,7 +171,7 @@ def reader_of(run: str, folder: str | None) -> FolderReader:
         if folder is None or not is_stored(folder):
             raise
         missing = f"nothing can be read ({error})"
-    raise RunNotHere(run, folder or "an output that is not on this machine", missing)
+    raise RunNotHere(run, missing, folder or "an output that is not on this machine")
 
 
 def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:

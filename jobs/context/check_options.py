@@ -1,16 +1,14 @@
 """What a job or run asks of its answers: a check, how often it may be tried again, and whether it goes on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue
-
-#: Names of the options, as jobs and runs take them.
-NAMES = ("check", "continue_on_length", "max_attempts", "repair_template")
+from jobs.context.values import some_text, truth, whole_number
+from jobs.errors import InvalidJob, InvalidValue, unlike
 
 #: What a check may be; one of them is given.
 KINDS = ("function", "json", "regex")
@@ -38,13 +36,13 @@ class RepairOptions:
     """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
 
     max_attempts: answers of a prompt at most, the first one included. continue_on_length: one that ended with
-    "length" goes on. template: the text behind an answer that failed; None for the one that fits.
+    "length" goes on. repair_template: the text behind an answer that failed; None for the one that fits.
     """
 
     check: Mapping[str, Any] | None = None
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
-    template: str | None = None
+    repair_template: str | None = None
 
     @property
     def is_asked_for(self) -> bool:
@@ -62,7 +60,7 @@ class RepairOptions:
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
         """Return what asks for another answer, for this reason."""
-        template = self.template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
+        template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
         return template.replace(REASON, reason)
 
 
@@ -72,39 +70,30 @@ NO_REPAIRS = RepairOptions()
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
     """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
     others = {name: value for name, value in values.items() if name not in NAMES}
-    return others, repair_options(**{name: values[name] for name in NAMES if name in values})
+    return others, repair_options(**{name: values[name] for name in NAMES if values.get(name) is not None})
 
 
-def repair_options(
-    check: Any = None, max_attempts: Any = None, continue_on_length: Any = None, repair_template: Any = None
-) -> RepairOptions:
+def repair_options(**given: Any) -> RepairOptions:
     """Return the options, checked but for what only a worker can tell. Raises InvalidJob."""
-    found = RepairOptions(
-        None if check is None else _check(check),
-        DEFAULT_MAX_ATTEMPTS if max_attempts is None else _attempts(max_attempts),
-        _truth(continue_on_length),
-        None if repair_template is None else _repair_template(repair_template),
-    )
-    if max_attempts is not None and not found.is_asked_for:
+    found = RepairOptions(**{name: _PARSERS[name](name, value) for name, value in given.items()})
+    if "max_attempts" in given and not found.is_asked_for:
         raise InvalidJob(
             "max_attempts says how often an answer may be tried again, and nothing does that: "
             "give a check, or continue_on_length"
         )
-    if found.template is not None and found.check is None:
+    if found.repair_template is not None and found.check is None:
         raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
     return found
 
 
-def _check(value: Any) -> dict[str, Any]:
+def _check(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
-        raise InvalidValue(
-            'check is {}, expected one of {{"json": schema}}, {{"regex": pattern}} and {{"function": "module.name"}}',
-            brief(value),
-        )
+        kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
+        raise unlike(name, value, kinds)
     ((kind, what),) = value.items()
     if kind == "json":
         return {"json": _schema(what)}
-    text = _text(f"{kind} of check", what)
+    text = some_text(f"{kind} of check", what, MAX_CHARS)
     if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
         raise InvalidValue(
             "function of check is {}, which names no function in a module: write module.function", brief(text)
@@ -114,50 +103,32 @@ def _check(value: Any) -> dict[str, Any]:
 
 def _schema(value: Any) -> dict[str, Any]:
     """Return a JSON schema that is an object, or the text of one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidJob(f"json of check is a text that is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidValue("json of check is {}, expected a JSON schema: an object", brief(value))
     try:
+        if isinstance(value, str):
+            value = json.loads(value)
         size = len(json.dumps(value))
-    except (ValueError, RecursionError) as error:
-        raise InvalidJob(f"json of check cannot be written as JSON: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidJob(f"json of check is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise unlike("json of check", value, "a JSON schema: an object")
     if size > MAX_CHARS:
         raise InvalidJob(f"json of check has {size} characters, more than the limit of {MAX_CHARS}")
     return value
 
 
-def _repair_template(value: Any) -> str:
-    text = _text("repair_template", value, MAX_REPAIR_CHARS)
+def _repair_template(name: str, value: Any) -> str:
+    text = some_text(name, value, MAX_REPAIR_CHARS)
     if (number := text.count(REASON)) > MAX_REASONS:
-        raise InvalidJob(
-            f"repair_template has {REASON} {number} times, more than the limit of {MAX_REASONS}: once is enough"
-        )
+        raise InvalidJob(f"{name} has {REASON} {number} times, more than the limit of {MAX_REASONS}: once is enough")
     return text
 
 
-def _text(what: str, value: Any, max_chars: int = MAX_CHARS) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= max_chars:
-        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {max_chars} characters", brief(value))
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidJob(f"{what} is not valid Unicode: it holds half of a surrogate pair") from None
-    return value
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "check": _check,
+    "continue_on_length": truth,
+    "max_attempts": partial(whole_number, most=MOST_ATTEMPTS),
+    "repair_template": _repair_template,
+}
 
-
-def _attempts(value: Any) -> int:
-    if isinstance(value, str):
-        raise InvalidValue("max_attempts arrived as the text {}: write max_attempts:=3", brief(value))
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ATTEMPTS:
-        raise InvalidValue(f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", brief(value))
-    return value
-
-
-def _truth(value: Any) -> bool:
-    if value not in (None, True, False) or isinstance(value, int) != isinstance(value, bool):
-        raise InvalidValue("continue_on_length is {}, expected true or false", brief(value))
-    return bool(value)
+#: Names of the options, as jobs and runs take them.
+NAMES = tuple(_PARSERS)

@@ -38,25 +38,17 @@ class Checks:
         hint = f"did you mean {near[0]}?" if near else "its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
         raise InvalidJob(f"function of check: {name} is not allowed on this worker: {hint}")
 
-    def prepare(self, options: RepairOptions) -> None:
+    def prepare(self, options: RepairOptions, **asked: Any) -> dict[str, Any]:
         """Raise InvalidJob for a check that can check nothing. It may take as long as an import."""
         self.admit(options)
-        if options.check is not None:
-            try:
-                self._ask(options)
-            except ChildFailed as error:
-                raise _useless(error) from None
+        try:
+            return {} if options.check is None else self._ask(options, **asked)
+        except ChildFailed as error:
+            raise _useless(error) from None
 
     def version(self, options: RepairOptions) -> str:
         """Return what a check's function is: another text once its source is another one. Raises InvalidJob."""
-        if options.function is None:
-            return ""
-        self.admit(options)
-        try:
-            found: str = self._ask(options, version=True)["version"]
-        except ChildFailed as error:
-            raise _useless(error) from None
-        return found
+        return "" if options.function is None else str(self.prepare(options, version=True)["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob."""

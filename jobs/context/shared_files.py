@@ -40,19 +40,16 @@ class SharedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[Hashable, _KeptPlan] = {}
+        self._plans: dict[Hashable, _Once] = {}
         self._files: dict[str, _OpenFile] = {}
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
         with self._lock:
-            kept = self._plans.setdefault(key, _KeptPlan())
+            kept = self._plans.setdefault(key, _Once())
             while len(self._plans) > MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-        with kept.loading:
-            if kept.plan is None:
-                kept.plan = load()
-            return cast("P", kept.plan)
+        return cast("P", kept.get(load))
 
     def enter(self, path: str) -> None:
         """Note that a shard of this file is open: it may read the file until it leaves."""
@@ -98,12 +95,18 @@ class SharedFiles:
             kind.idle.append(reader)
 
 
-@dataclass
-class _KeptPlan:
-    """A plan, once it is read. loading: so that no two threads parse the same one."""
+class _Once:
+    """What is loaded once: no two threads read the same file for it."""
 
-    loading: threading.Lock = field(default_factory=threading.Lock)
-    plan: Any = None
+    def __init__(self) -> None:
+        self._loading = threading.Lock()
+        self._found: Any = None
+
+    def get(self, load: Callable[[], Any]) -> Any:
+        with self._loading:
+            if self._found is None:
+                self._found = load()
+            return self._found
 
 
 @dataclass

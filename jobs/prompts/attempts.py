@@ -43,17 +43,20 @@ class Attempted:
 
 
 class Attempts:
-    """One prompt: for each request `inspect` in any thread, then `deliver`. row: what a function that checks gets."""
+    """One prompt: for each request `inspect` in any thread, then `deliver`.
+
+    row: what a function that checks gets. reason: why the last answer is not valid, also where it was inspected before.
+    """
 
     def __init__(self, request: Request, row: Any, options: RepairOptions, checks: Checks) -> None:
         self._request, self._row, self._options, self._checks = request, row, options, checks
+        self.reason: str | None = None
         self._seed = request.sampling.get("seed")
         self._number = 1
         self._first: Completion | None = None
         self._answer: Completion | None = None
         self._continued: Sequence[int] = ()
         self._logprobs: list[Mapping[int, Logprob]] = []
-        self._reason: str | None = None
         self._error: str | None = None
         self._prompt = self._cached = self._generated = 0
 
@@ -63,24 +66,16 @@ class Attempts:
         if completion.finish_reason == "error":  # the one before stands, and was not checked where it was cut
             answer = self._answer if self._continued else None
         if answer is not None and self._options.check is not None and not self._goes_on(completion):
-            self._reason = self._checks.reason(self._options, self._row, answer.text)
-
-    @property
-    def reason(self) -> str | None:
-        """Return why the last answer is not valid; set by whoever has had it inspected elsewhere."""
-        return self._reason
-
-    @reason.setter
-    def reason(self, reason: str | None) -> None:
-        self._reason = reason
+            self.reason = self._checks.reason(self._options, self._row, answer.text)
 
     def deliver(self, completion: Completion) -> Request | None:
         """Take an answer; return what to ask next, or None once `outcome` stands."""
         self._first = self._first or completion
         self._prompt += completion.num_prompt_tokens + len(self._continued)
         self._cached += completion.num_cached_tokens
-        if completion.finish_reason == "error":
-            self._refused(completion.error or "the engine gave no reason")
+        if completion.finish_reason == "error":  # the answer before stands, beside an error if it is not valid
+            if self._answer is not None and not self._continued:
+                self._error = f"attempt {self._number} failed: {completion.error or 'the engine gave no reason'}"
             return None
         self._generated += len(completion.token_ids) - len(self._continued)
         if not self._continued:
@@ -88,7 +83,7 @@ class Attempts:
         self._logprobs += completion.logprobs or ()
         self._answer = completion
         goes_on = self._goes_on(completion)
-        if not goes_on and (self._reason is None or self._number == self._options.max_attempts):
+        if not goes_on and (self.reason is None or self._number == self._options.max_attempts):
             return None
         self._number += 1
         if goes_on:
@@ -105,7 +100,7 @@ class Attempts:
         answer = self._answer or self._first
         return Attempted(
             attempts=self._number,
-            check_error=self._reason,
+            check_error=self.reason,
             num_generated_tokens=self._generated,
             num_prompt_tokens=self._prompt,
             num_cached_tokens=self._cached,
@@ -122,16 +117,11 @@ class Attempts:
             and self._number < self._options.max_attempts
         )
 
-    def _refused(self, error: str) -> None:
-        """Let the answer before a refused attempt stand, beside an error if it is not valid."""
-        if self._answer is not None and not self._continued:
-            self._error = f"attempt {self._number} failed: {error}"
-
     def _repair(self, text: str) -> Request:
         """Return what asks for another answer than `text`, behind all that was asked and answered."""
-        assert self._reason is not None
+        assert self.reason is not None
         request, is_chat = self._request, self._request.messages is not None
-        behind = self._options.text_behind(self._reason, is_chat)
+        behind = self._options.text_behind(self.reason, is_chat)
         seed = {} if self._seed is None else {"seed": attempt_seed(self._seed, self._number)}
         asked = replace(request, sampling=self._sampling(seed))
         if request.messages is not None:
@@ -146,31 +136,29 @@ class Attempts:
 
 
 def check_repairs(
-    options: RepairOptions, sampling: Mapping[str, Any], *, has_tools: bool = False, prompt_only: bool = False
+    options: RepairOptions,
+    sampling: Mapping[str, Any],
+    *,
+    has_tools: bool = False,
+    prompt_only: bool = False,
+    has_steps: bool = False,
+    has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for what answers cannot be tried again with."""
+    """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
     if not options.is_asked_for:
         return
     name = "continue_on_length" if options.check is None else "check"
     n = sampling.get("n", 1)
     if type(n) is int and n > 1:
         raise InvalidValue(f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n))
-    if prompt_only:
-        raise InvalidJob(f"{name} and max_tokens=0: there is no answer that could be tried again")
-    if options.check is not None and has_tools:
-        raise InvalidJob("check and tools: a check is of an answer's text, and a call of a tool has none")
-
-
-def check_run_repairs(
-    options: RepairOptions, sampling: Mapping[str, Any], has_tools: bool, has_steps: bool, has_labels: bool
-) -> None:
-    """Check the same of a run. has_steps: each row has several prompts. has_labels: nothing is generated."""
-    check_repairs(options, sampling, has_tools=has_tools)
-    if options.is_asked_for and (has_steps or has_labels):
-        name = "continue_on_length" if options.check is None else "check"
-        if has_labels:
-            raise InvalidJob(f"{name} and labels: a label is no answer that could be tried again")
-        raise InvalidJob(f"{name} and prompts: rows of several prompts are asked once: leave one out")
+    for is_so, problem in (
+        (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
+        (has_tools and options.check, "check and tools: a check is of an answer's text, and a call of a tool has none"),
+        (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
+        (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
+    ):
+        if is_so:
+            raise InvalidJob(problem)
 
 
 def check_prompts(options: RepairOptions, prompts: Sequence[object]) -> None:

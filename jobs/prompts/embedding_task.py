@@ -3,78 +3,49 @@
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jobs.common.display import brief
+from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.served_model import parse_model
-from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import Unusable, parse_prompts
+from jobs.context.values import one_of, some_text, truth, whole_number
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.arguments import parse_prompts
 from jobs.prompts.client_values import without_neutral
-from jobs.prompts.labels import parse_truncation
-from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.labels import truncation
+from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
-from jobs.tasks import Completion, Request
+from jobs.tasks import Completion
 
 ENCODINGS = ("float", "base64")
 
+_POOLING: Mapping[str, Callable[[str, Any], Any]] = {
+    "dimensions": whole_number,
+    "normalize": truth,
+    "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
+}
+
 
 def embed_task(
-    input: object = None,
-    *,
-    dimensions: object = None,
-    encoding_format: object = "float",
-    normalize: object = None,
-    prompt_name: object = None,
-    truncate_prompt_tokens: object = None,
-    model: object = None,
-    **others: Any,
+    input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
 ) -> PromptTask:
     """Return the task of jobs.embed. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
+    given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
-    if encoding_format is None:
-        encoding_format = "float"
-    if encoding_format not in ENCODINGS:
-        raise unlike("encoding_format", encoding_format, "'float' or 'base64'")
+    encoding = ENCODINGS[0] if encoding_format is None else one_of("encoding_format", encoding_format, ENCODINGS)
     if input is None:
         raise InvalidJob("input is missing: a text, token ids, or a list of either")
-    values = pooling_values(dimensions, normalize, prompt_name, truncate_prompt_tokens)
-    requests = [
-        each if isinstance(each, Unusable) else Request(each, None, values, kind="embed")
-        for each in parse_prompts(input)
-    ]
-    respond = partial(_embeddings, is_base64=encoding_format == "base64")
-    return PromptTask(requests, {}, respond, asked_for)
+    requests = text_requests(parse_prompts(input), pooling_values(**given), kind="embed")
+    return PromptTask(requests, partial(_embeddings, is_base64=encoding == "base64"), asked_for)
 
 
-def pooling_values(
-    dimensions: object = None,
-    normalize: object = None,
-    prompt_name: object = None,
-    truncate_prompt_tokens: object = None,
-) -> dict[str, Any]:
+def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> dict[str, Any]:
     """Return the values of a request for an embedding; see engine.PoolingParams. Raises InvalidJob."""
-    values: dict[str, Any] = {}
-    if dimensions is not None:
-        if type(dimensions) is not int or dimensions < 1:
-            raise unlike(
-                "dimensions", dimensions, "a positive integer: on the command line of RQ write dimensions:=256"
-            )
-        values["dimensions"] = dimensions
-    if normalize is not None:
-        if not isinstance(normalize, bool):
-            raise unlike("normalize", normalize, "true or false")
-        values["normalize"] = normalize
-    if prompt_name is not None:
-        if not isinstance(prompt_name, str):
-            raise unlike("prompt_name", prompt_name, "a text such as 'query'")
-        values["prompt_name"] = prompt_name
-    if truncate_prompt_tokens is not None:
-        values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)
-    return values
+    values = {name: _POOLING[name](name, value) for name, value in given.items() if value is not None}
+    return {**values, **truncation(truncate_prompt_tokens)}
 
 
 def packed(embedding: Sequence[float]) -> bytes:

@@ -118,19 +118,15 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     return rendered
 
 
-def find_names(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Compile the texts of a template, and tell what names they take from outside."""
+def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
+    """Render the texts of a template with values of JSON; without any, tell what names they take from outside."""
+    texts = worker.question["texts"]
     try:
-        names = set[str]().union(*(_compiled(text)[1] for text in worker.question["texts"]))
+        if "values" in worker.question:
+            found: dict[str, Any] = {"texts": render(texts, worker.question["values"])}
+        else:
+            found = {"names": sorted(set[str]().union(*(_compiled(text)[1] for text in texts)))}
     except TemplateProblem as problem:
         yield {"problem": problem.args}
     else:
-        yield {"names": sorted(names)}
-
-
-def render_values(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render the texts of a template with one set of values, which JSON holds."""
-    try:
-        yield {"texts": render(worker.question["texts"], worker.question["values"])}
-    except TemplateProblem as problem:
-        yield {"problem": problem.args}
+        yield found

@@ -35,10 +35,10 @@ class Classified:
         return self.probabilities[self.label]
 
 
-def parse_labels(labels: object) -> list[str]:
+def parse_labels(name: str, labels: object) -> list[str]:
     """Return a copy of a list of labels. Raises InvalidJob for what is none."""
     if not isinstance(labels, list | tuple):
-        raise unlike("labels", labels, 'a list of texts such as ["yes", "no"]')
+        raise unlike(name, labels, 'a list of texts such as ["yes", "no"]')
     if not 2 <= len(labels) <= MAX_LABELS:
         raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
     for number, label in enumerate(labels):
@@ -51,17 +51,16 @@ def parse_labels(labels: object) -> list[str]:
 
 def scoring_of(labels: Sequence[str], truncate_prompt_tokens: object = None) -> dict[str, Any]:
     """Return the values of a request that scores labels; see engine.ScoringParams."""
-    values: dict[str, Any] = {"continuations": list(labels), "score_end": "auto"}
-    if truncate_prompt_tokens is not None:
-        values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)
-    return values
+    return {"continuations": list(labels), "score_end": "auto", **truncation(truncate_prompt_tokens)}
 
 
-def parse_truncation(value: object) -> int:
-    """Return how many tokens of a prompt are read. Raises InvalidJob."""
+def truncation(value: object) -> dict[str, int]:
+    """Return the value of a request that says how many tokens of its prompt are read, if any. Raises InvalidJob."""
+    if value is None:
+        return {}
     if type(value) is not int or (value < 1 and value != -1):
         raise unlike("truncate_prompt_tokens", value, "a number of tokens, or -1 for what fits")
-    return value
+    return {"truncate_prompt_tokens": value}
 
 
 def classify(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
+from jobs.prompts.arguments import MAX_PROMPT_BYTES, checked_text
 
 MAX_MESSAGES = 10_000
 
@@ -15,27 +15,21 @@ MAX_MESSAGES = 10_000
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
 
-class UnusableMessages(ValueError):
-    """Raised with the reason why messages are no chat."""
-
-
 def normal_messages(messages: object) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
 
-    A content is a text or a list of texts; an assistant's with tool calls may be null. Raises UnusableMessages.
+    A content is a text or a list of texts; an assistant's with tool calls may be null. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
-        raise UnusableMessages("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
     if len(messages) > MAX_MESSAGES:
-        raise UnusableMessages(
-            f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it"
-        )
+        raise InvalidJob(f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it")
     normal = [_message(message, number) for number, message in enumerate(messages)]
     if sum(len(each["content"]) for each in normal if isinstance(each["content"], list)) > MAX_MESSAGES:
-        raise UnusableMessages(f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it")
+        raise InvalidJob(f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it")
     total = sum(_num_bytes(value) for message in normal for value in message.values())
     if total > MAX_PROMPT_BYTES:
-        raise UnusableMessages(f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them")
+        raise InvalidJob(f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them")
     return normal
 
 
@@ -43,19 +37,19 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
     """Parse a job's own, as normal_messages. Raises InvalidJob."""
     try:
         return normal_messages(messages)
-    except UnusableMessages as problem:
+    except InvalidJob as problem:
         hint = "" if isinstance(messages, list) else "; from the command line: messages:='[{\"role\": ...}]'"
         raise InvalidJob(f"{problem}{hint}") from None
 
 
 def _message(message: object, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
-        raise UnusableMessages(f"message {number} must be an object with 'role' and 'content'")
+        raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
     given = {key: value for key, value in message.items() if value is not None and value != []}
     for key in given:
         if key not in ("role", "content", "tool_calls", *TEXTS):
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
-            raise UnusableMessages(f"message {number} holds {brief(key)}, which is not built: {known}")
+            raise InvalidJob(f"message {number} holds {brief(key)}, which is not built: {known}")
     calls = given.get("tool_calls")
     content = message.get("content")
     if content is None and calls is not None:
@@ -63,40 +57,40 @@ def _message(message: object, number: int) -> dict[str, Any]:
     if isinstance(content, list):
         content = [{"type": "text", "text": _part(part, number)} for part in content]
     else:
-        content = _text(content, f"content of message {number}")
-    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}"), "content": content}
+        content = checked_text(content, f"content of message {number}")
+    normal: dict[str, Any] = {"role": checked_text(message["role"], f"role of message {number}"), "content": content}
     if calls is not None:
         if not isinstance(calls, list):
-            raise UnusableMessages(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
+            raise InvalidJob(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
         normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
         if key in given:
-            normal[key] = _text(given[key], f"{key} of message {number}")
+            normal[key] = checked_text(given[key], f"{key} of message {number}")
     return normal
 
 
 def _part(part: object, number: int) -> str:
-    """Return the text of a part. Raises UnusableMessages where it is no text."""
+    """Return the text of a part. Raises InvalidJob where it is no text."""
     given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if isinstance(given.get("type"), str) and given["type"] != "text":
-        raise UnusableMessages(
+        raise InvalidJob(
             f"message {number} holds a part of the type {brief(given['type'])}: "
             "text alone is read, no images, audio or video"
         )
     if given.keys() != {"type", "text"}:
-        raise UnusableMessages(f"a part of message {number} must be {{'type': 'text', 'text': ...}}")
-    return _text(given["text"], f"content of message {number}")
+        raise InvalidJob(f"a part of message {number} must be {{'type': 'text', 'text': ...}}")
+    return checked_text(given["text"], f"content of message {number}")
 
 
 def _call(call: object, number: int) -> dict[str, Any]:
     """One call of a function, its arguments as JSON text or an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
-        raise UnusableMessages(
+        raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
     if call.get("type", "function") != "function":
-        raise UnusableMessages(
+        raise InvalidJob(
             f"message {number} holds a tool call of the type {brief(call['type'])}: functions alone are built"
         )
     what = f"tool call of message {number}"
@@ -104,18 +98,11 @@ def _call(call: object, number: int) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        arguments = _text(arguments, f"the arguments of a {what}")
-    normal = {"type": "function", "function": {"name": _text(function["name"], what), "arguments": arguments}}
+        arguments = checked_text(arguments, f"the arguments of a {what}")
+    normal = {"type": "function", "function": {"name": checked_text(function["name"], what), "arguments": arguments}}
     if call.get("id") is not None:
-        normal["id"] = _text(call["id"], f"the id of a {what}")
+        normal["id"] = checked_text(call["id"], f"the id of a {what}")
     return normal
-
-
-def _text(text: object, what: str) -> str:
-    if problem := text_problem(text, what):
-        raise UnusableMessages(problem)
-    assert isinstance(text, str)
-    return text
 
 
 def _num_bytes(value: Any) -> int:
@@ -127,7 +114,7 @@ def _num_bytes(value: Any) -> int:
     try:
         return len(json.dumps(value))
     except RecursionError:
-        raise UnusableMessages("the arguments of a tool call are nested too deeply") from None
+        raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
 MAX_TOOLS = 1_000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -14,13 +14,13 @@ from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_o
 from jobs.context.job_journal import LeftPrompt
 from jobs.context.served_model import parse_model
 from jobs.context.under_way import UnderWay
-from jobs.errors import InvalidJob, ResultTooLarge
-from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from jobs.errors import ResultTooLarge
+from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
-from jobs.prompts.templated_task import TemplatedTask
+from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
@@ -47,16 +47,16 @@ class Respond(Protocol):
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are to be answered.
 
-    sampling: that of every request. model: what the job asks for; None takes whichever is served. repairs:
-    what is asked of the answers.
+    model: what the job asks for; None takes whichever is served. sampling: that of every request. repairs: what is
+    asked of the answers.
     """
 
     blocking: ClassVar[bool] = False
 
     prompts: Sequence[Request | Unusable]
-    sampling: Mapping[str, Any]
     respond: Respond
     model: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
 
@@ -68,130 +68,129 @@ class PromptTask(Task):
         return OpenPrompts(context, self)
 
 
+@dataclass
+class _Asked:
+    """A prompt of a job.
+
+    request: the next one, until it is sent. attempts: its way, where answers are tried again. answers: once they stand.
+    num_continued: tokens that the request which was sent goes on behind.
+    delivered: where a journal is kept, what its requests got, and why a check did not take it.
+    """
+
+    place: int
+    request: Request | None
+    attempts: Attempts | None
+    answers: Sequence[Completion] = ()
+    num_continued: int = 0
+    delivered: list[tuple[Sequence[Completion], str | None]] = field(default_factory=list)
+
+    def left(self, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
+        """Return what another worker needs to go on. so_far: the tokens of the request that is not delivered."""
+        completions = [(number, each) for number, (each, _) in enumerate(self.delivered)]
+        return LeftPrompt(UnderWay(completions, {len(completions): so_far}), [reason for _, reason in self.delivered])
+
+
 class OpenPrompts(OpenTask):
     """Holds its answers, and its requests until asked for, in memory: a job is no larger than what Redis took."""
 
     def __init__(self, context: JobContext, task: PromptTask) -> None:
-        self._job_id, self._model_name = context.job_id, context.model.name
-        self._max_bytes, self._num_chars = context.max_result_bytes, 0
+        self._context, self._repairs = context, task.repairs
         self._sampling, self._respond, self._clock = task.sampling, task.respond, task.clock
-        self._repairs, self._checks = task.repairs, context.checks
         self._began_at: float | None = None
         self._shown_at, self._shown = 0.0, dict[str, int]()
-        self._num_tokens = 0
-        self._unsent = deque(
-            (place, prompt) for place, prompt in enumerate(task.prompts) if isinstance(prompt, Request)
-        )
-        #: What answers lead to, and of each request that was sent: its prompt's place, the prompt's way, and how many
-        #: tokens it continues.
-        self._following: deque[tuple[int, Attempts | None, Request]] = deque()
-        self._sent: list[tuple[int, Attempts | None, int]] = []
-        self._answers: list[Sequence[Completion]] = [
-            self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in task.prompts
-        ]
-        self._num_done = sum(map(bool, self._answers))
-        self._journal = context.journal
-        #: What each prompt got, and why a check did not take it.
-        self._delivered: defaultdict[int, list[tuple[Sequence[Completion], str | None]]] = defaultdict(list)
+        self._num_chars = self._num_tokens = 0
         self._found = {} if context.journal is None else context.journal.read()
-        self._resume(self._found)
+        self._prompts = [self._asked(place, prompt) for place, prompt in enumerate(task.prompts)]
+        waiting = [prompt for prompt in self._prompts if not prompt.answers]
+        self._waiting = deque(sorted(waiting, key=lambda prompt: prompt.place not in self._found))
+        self._sent: list[_Asked] = []
 
-    def _resume(self, left: Mapping[int, LeftPrompt]) -> None:
-        """Take prompts up where another execution has left them."""
-        resumed = [each for each in self._unsent if each[0] in left]
-        self._unsent = deque(each for each in self._unsent if each[0] not in left)
-        for place, request in resumed:
-            attempts, (was, reasons) = self._attempts(request), left[place]
-            self._following.append((place, attempts, request))
-            for (_, completions), reason in zip(was.delivered, reasons, strict=False):
-                if not self._answers[place]:
-                    self._following.pop()
-                    if attempts is not None:
-                        attempts.reason = reason
-                    self._take(place, attempts, completions)
-            if not self._answers[place]:
-                _, _, following = self._following.pop()
-                tokens = was.so_far.get(len(was.delivered), {})
-                self._following.append((place, attempts, replace(following, resumed=tokens)))
+    def _asked(self, place: int, prompt: Request | Unusable) -> _Asked:
+        """Return a prompt, taken up where another execution has left it."""
+        if isinstance(prompt, Unusable):
+            return _Asked(place, None, None, self._failed(prompt.reason))
+        asked = _Asked(place, prompt, None)
+        if self._repairs.is_asked_for:
+            kind = "prompt" if prompt.messages is None else "messages"
+            asked.attempts = Attempts(prompt, {kind: getattr(prompt, kind)}, self._repairs, self._context.checks)
+        was, reasons = self._found.get(place, LeftPrompt(UnderWay(), ()))
+        for (_, completions), reason in zip(was.delivered, reasons, strict=False):
+            if not asked.answers:
+                if asked.attempts is not None:
+                    asked.attempts.reason = reason
+                self._take(asked, completions)
+        if asked.request is not None:
+            asked.request = replace(asked.request, resumed=was.so_far.get(len(was.delivered), {}))
+        return asked
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        if self._context.journal is None:
+            return None
         tokens = dict[int, dict[int, Sequence[int]]]()
         for index, samples in so_far.items():
-            place, _, num_continued = self._sent[index]
-            tokens[place] = {number: each[num_continued:] for number, each in samples.items()}
-        left = {place: self._left(place, tokens.get(place, {})) for place in (*self._delivered, *tokens)}
-        for place, found in self._found.items():  # of which some may wait for the engine still
-            if place not in left or left[place].under_way.length < found.under_way.length:
-                left[place] = found
+            sent = self._sent[index]
+            tokens[sent.place] = {number: each[sent.num_continued :] for number, each in samples.items()}
+        left = dict(self._found)  # of which some may wait for the engine still
+        for prompt in self._prompts:
+            now = prompt.left(tokens.get(prompt.place, {}))
+            if prompt.place not in left or now.under_way.length > left[prompt.place].under_way.length:
+                left[prompt.place] = now
         kept = [(place, each) for place, each in left.items() if each.under_way.can_be_kept]
-        return partial(self._journal.write, kept) if kept and self._journal is not None else None
-
-    def _left(self, place: int, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
-        delivered = self._delivered.get(place, [])
-        completions = [(number, each) for number, (each, _) in enumerate(delivered)]
-        return LeftPrompt(UnderWay(completions, {len(delivered): so_far}), [reason for _, reason in delivered])
+        return partial(self._context.journal.write, kept) if kept else None
 
     def requests(self) -> Iterator[Request]:
         if self._began_at is None:
             self._began_at = self._clock()
-        while self._following or self._unsent:
-            attempts: Attempts | None = None
-            if self._following:
-                place, attempts, request = self._following.popleft()
-            else:
-                place, request = self._unsent.popleft()
-                attempts = self._attempts(request)
-            self._sent.append((place, attempts, len(request.continued)))
+        while self._waiting:
+            prompt = self._waiting.popleft()
+            request, prompt.request = prompt.request, None
+            assert request is not None, "a prompt that waits without a request"
+            prompt.num_continued = len(request.continued)
+            self._sent.append(prompt)
             yield request
-
-    def _attempts(self, request: Request) -> Attempts | None:
-        if not self._repairs.is_asked_for:
-            return None
-        kind = "prompt" if request.messages is None else "messages"
-        return Attempts(request, {kind: getattr(request, kind)}, self._repairs, self._checks)
 
     @property
     def has_more(self) -> bool:
-        return bool(self._following)
+        return bool(self._waiting)
 
     @property
     def num_requests(self) -> int:
-        return len(self._sent) + len(self._following) + len(self._unsent)
+        return len(self._sent) + len(self._waiting)
 
     @property
     def inspects(self) -> bool:
         return self._repairs.check is not None
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        _, attempts, _ = self._sent[index]
+        attempts = self._sent[index].attempts
         assert attempts is not None, "inspected without a check"
         attempts.inspect(completions[0])
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
-        place, attempts, _ = self._sent[index]
-        self._sent[index] = place, None, 0
-        self._take(place, attempts, completions)
+        prompt = self._sent[index]
+        self._take(prompt, completions)
+        if not prompt.answers:
+            self._waiting.appendleft(prompt)
 
-    def _take(self, place: int, attempts: Attempts | None, completions: Sequence[Completion]) -> None:
-        if self._journal is not None:
-            self._delivered[place].append((completions, None if attempts is None else attempts.reason))
+    def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> None:
+        attempts = prompt.attempts
+        if self._context.journal is not None:
+            prompt.delivered.append((completions, None if attempts is None else attempts.reason))
         if attempts is not None:
-            following = attempts.deliver(completions[0])
-            if following is not None:
-                self._following.append((place, attempts, following))
+            prompt.request = attempts.deliver(completions[0])
+            if prompt.request is not None:
                 return
             completions = [attempts.outcome]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
             self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
-        if self._num_chars > self._max_bytes:
-            raise ResultTooLarge(self._max_bytes)
+        if self._num_chars > self._context.max_result_bytes:
+            raise ResultTooLarge(self._context.max_result_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
         samples: Sequence[Completion] = sorted(completions, key=lambda sample: sample.index)
         if failed is not None and attempts is None:
             samples = self._failed(failed.error)
-        self._answers[place] = samples
-        self._num_done += 1
+        prompt.request, prompt.attempts, prompt.answers = None, None, samples
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
 
     def progress(self) -> dict[str, Any] | None:
@@ -203,7 +202,8 @@ class OpenPrompts(OpenTask):
             return None
         if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
             self._shown_at = now
-            self._shown = {"prompts": len(self._answers), "prompts_done": self._num_done, "tokens": self._num_tokens}
+            num_done = sum(1 for prompt in self._prompts if prompt.answers)
+            self._shown = {"prompts": len(self._prompts), "prompts_done": num_done, "tokens": self._num_tokens}
         return self._shown
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
@@ -214,12 +214,21 @@ class OpenPrompts(OpenTask):
 
     def result(self) -> dict[str, Any]:
         """Return OpenAI's response shape. Raises RequestFailed when every prompt failed."""
-        assert all(self._answers), "result() before every request was delivered"
-        check_answers(self._answers)
-        content = self._respond(self._answers, self._job_id)
+        answers = [prompt.answers for prompt in self._prompts]
+        assert all(answers), "result() before every request was delivered"
+        check_answers(answers)
+        job_id = self._context.job_id
+        content = self._respond(answers, job_id)
         prefix = ID_PREFIXES.get(content["object"])
-        named = {} if prefix is None else {"id": f"{prefix}-{self._job_id}", "created": int(self._clock())}
-        return {**named, "model": self._model_name, **content}
+        named = {} if prefix is None else {"id": f"{prefix}-{job_id}", "created": int(self._clock())}
+        return {**named, "model": self._context.model.name, **content}
+
+
+def text_requests(
+    prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
+) -> list[Request | Unusable]:
+    """Return what asks for each of some texts with the same values."""
+    return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
 
 
 def complete_task(
@@ -231,21 +240,15 @@ def complete_task(
     values, options = completion_options(parse_sampling(others))
     refuse_chat_options(values)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
-    respond = partial(text_completion, options=options)
 
-    def task(prompt: object) -> PromptTask:
+    def task(_: str, prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
         check_prompts(repairs, prompts)
-        requests = [
-            item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
-            for item in prompts
-        ]
-        return PromptTask(requests, values, respond, asked_for, repairs)
+        respond = partial(text_completion, options=options)
+        return PromptTask(text_requests(prompts, values), respond, asked_for, values, repairs)
 
-    if not _has_template("prompt", prompt, prompt_template):
-        return task(prompt)
-    return TemplatedTask("prompt_template", prompt_template, task)
+    return asked_task(task, prompt=prompt, prompt_template=prompt_template)
 
 
 def chat_task(
@@ -257,23 +260,10 @@ def chat_task(
     others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
     check_repairs(repairs, values, has_tools=chat.has_tools)
-    respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
 
-    def task(messages: object) -> PromptTask:
+    def task(_: str, messages: object) -> PromptTask:
         request = Request(None, parse_messages(messages), values, chat.template)
-        return PromptTask([request], values, respond, asked_for, repairs)
+        respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
+        return PromptTask([request], respond, asked_for, values, repairs)
 
-    if not _has_template("messages", messages, messages_template):
-        return task(messages)
-    return TemplatedTask("messages_template", messages_template, task)
-
-
-def _has_template(name: str, given: object, template: object) -> bool:
-    """Whether a template says what to ask. Raises InvalidJob unless one of the two does."""
-    if template is None and given is None:
-        raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
-        )
-    if template is not None and given is not None:
-        raise InvalidJob(f"{name} and {name}_template each say what to ask: give one of them")
-    return template is not None
+    return asked_task(task, messages=messages, messages_template=messages_template)

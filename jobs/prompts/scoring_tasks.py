@@ -6,14 +6,15 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
+from jobs.context.values import truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
 from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_text, parse_prompts, text_problem
-from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
+from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
-from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
-from jobs.prompts.templated_task import TemplatedTask
+from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, Request, Task
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
@@ -34,66 +35,43 @@ def classify_task(
     prompt: object = None,
     labels: object = None,
     *,
-    messages: object = None,
-    prompt_template: object = None,
-    messages_template: object = None,
-    **options: Any,
-) -> Task:
-    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
-    templates = {"prompt_template": prompt_template, "messages_template": messages_template}
-    given = [name for name, template in templates.items() if template is not None]
-    if not given:
-        return _classify_task(prompt, labels, messages=messages, **options)
-    if len(given) > 1 or prompt is not None or messages is not None:
-        raise InvalidJob(f"a classification with {given[0]} has no other prompt or messages beside it")
-    name, parsed = given[0], list(parse_labels(labels))
-
-    def task(asked: Any) -> Task:
-        return _classify_task(labels=parsed, **{name.removesuffix("_template"): asked}, **options)
-
-    return TemplatedTask(name, templates[name], task)
-
-
-def _classify_task(
-    prompt: object = None,
-    labels: object = None,
-    *,
-    messages: object = None,
-    calibrate: object = False,
+    calibrate: object = None,
     truncate_prompt_tokens: object = None,
     model: object = None,
     **options: Any,
-) -> PromptTask:
-    asked_for, found = parse_model(model), parse_labels(labels)
+) -> Task:
+    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
+    asked_for, found = parse_model(model), parse_labels("labels", labels)
     values = scoring_of(found, truncate_prompt_tokens)
-    if (prompt is None) == (messages is None):
-        raise InvalidJob("a classification needs a prompt or messages, and not both")
-    for name in options.keys() - set(CHAT_NAMES) if messages is not None else options:
-        raise InvalidValue("{} is no argument of jobs.classify", brief(name))
+    given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
     template = split_chat_options(options)[1].template
-    asked = [prompt if messages is None else messages]
-    if calibrate is not False and calibrate is not None:
-        asked.append(_content_free(asked[0], calibrate, is_chat=messages is not None))
-    requests = [
-        Request(_one_prompt(each), None, values, kind="score")
-        if messages is None
-        else Request(None, parse_messages(each), values, template, kind="score")
-        for each in asked
-    ]
-    return PromptTask(requests, {}, partial(_classification, labels=found), asked_for)
+
+    def task(kind: str, asked: object) -> PromptTask:
+        is_chat = kind == "messages"
+        for name in options.keys() - set(CHAT_NAMES) if is_chat else options:
+            raise InvalidValue("{} is no argument of jobs.classify", brief(name))
+        both = [asked]
+        if calibrate is not False and calibrate is not None:
+            both.append(_content_free(asked, calibrate, is_chat=is_chat))
+        requests = [
+            Request(None, parse_messages(each), values, template, kind="score")
+            if is_chat
+            else Request(_one_prompt(each), None, values, kind="score")
+            for each in both
+        ]
+        return PromptTask(requests, partial(_classification, labels=found), asked_for)
+
+    return asked_task(task, prompt=prompt, **given)
 
 
 def loglikelihood_task(
     prompt: object, continuations: object, *, truncate_prompt_tokens: object = None, model: object = None
 ) -> PromptTask:
     """Return the task of jobs.loglikelihood. Raises InvalidJob when an argument is wrong."""
-    asked_for = parse_model(model)
-    found = _continuations(continuations)
-    values: dict[str, Any] = {"continuations": found}
-    if truncate_prompt_tokens is not None:
-        values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)
+    asked_for, found = parse_model(model), _continuations(continuations)
+    values = {"continuations": found, **truncation(truncate_prompt_tokens)}
     request = Request(_one_prompt(prompt), None, values, kind="score")
-    return PromptTask([request], {}, partial(_loglikelihood, continuations=found), asked_for)
+    return PromptTask([request], partial(_loglikelihood, continuations=found), asked_for)
 
 
 def rerank_task(
@@ -117,18 +95,15 @@ def rerank_task(
             f"query and instruction stand before each of {len(texts)} documents, {num_bytes} bytes in all, "
             f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
         )
-    if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise unlike("top_n", top_n, "a number of documents")
-    if not isinstance(return_documents, bool):
-        raise unlike("return_documents", return_documents, "true or false")
-    values = scoring_of(RERANK_LABELS)
-    requests: list[Request | Unusable] = []
+    most = None if top_n is None else whole_number("top_n", top_n)
+    prompts: list[str | Unusable] = []
     for number, text in enumerate(texts):
         asked = RERANK_PROMPT.format(instruction=instruction, query=query, document=text)
         problem = text_problem(asked, f"the prompt of document {number}")
-        requests.append(Unusable(problem) if problem else Request(asked, None, values, kind="score"))
-    respond = partial(_ranking, documents=texts if return_documents else None, top_n=top_n)
-    return PromptTask(requests, {}, respond, asked_for)
+        prompts.append(Unusable(problem) if problem else asked)
+    shown = texts if truth("return_documents", return_documents) else None
+    requests = text_requests(prompts, scoring_of(RERANK_LABELS), kind="score")
+    return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
 
 
 def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dict[str, Any]:

@@ -14,9 +14,16 @@ MAX_TEMPLATE_MESSAGES = 100
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
-    if isinstance(template, str):
-        _check_size(len(template))
-        return [template], None
+    texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
+    if (chars := sum(map(len, (*texts, *roles)))) > MAX_TEMPLATE_CHARS:
+        raise InvalidJob(
+            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
+            "or write the long part into a column"
+        )
+    return texts, roles or None
+
+
+def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     if not isinstance(template, list) or not template:
         raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
     if len(template) > MAX_TEMPLATE_MESSAGES:
@@ -28,22 +35,13 @@ def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
             raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
         if not all(isinstance(value, str) for value in message.values()):
             raise InvalidJob(f"message {number} of the template: role and content must be strings")
-    _check_size(sum(len(value) for message in template for value in message.values()))
     return [message["content"] for message in template], tuple(message["role"] for message in template)
-
-
-def _check_size(chars: int) -> None:
-    if chars > MAX_TEMPLATE_CHARS:
-        raise InvalidJob(
-            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
-            "or write the long part into a column"
-        )
 
 
 #: Seconds that a template may take to be compiled, or for one row.
 LIMIT_S = 2.0
 
-_TASKS = "jobs.prompts.jinja_environment"
+_TASK = "jobs.prompts.jinja_environment:fill_in"
 
 
 class TemplateProblem(Exception):
@@ -57,7 +55,7 @@ class JinjaTexts:
         """Raises InvalidJob for what is no template."""
         self.texts = list(texts)
         try:
-            found = _asked("find_names", {"texts": self.texts})
+            found = _asked(texts=self.texts)
         except TemplateProblem as problem:
             what, *of_template = problem.args
             raise (InvalidValue(what, *of_template) if of_template else InvalidJob(what)) from None
@@ -65,13 +63,12 @@ class JinjaTexts:
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
         """Return each text with values of JSON filled in. Raises TemplateProblem."""
-        texts: list[str] = _asked("render_values", {"texts": self.texts, "values": values})["texts"]
-        return texts
+        return list(_asked(texts=self.texts, values=values)["texts"])
 
 
-def _asked(task: str, question: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(**question: Any) -> dict[str, Any]:
     try:
-        found, _ = CHILDREN.call(lambda child: child.ask(f"{_TASKS}:{task}", question, Limits(LIMIT_S)))
+        found, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:
         raise TemplateProblem(f"the template {error}") from None
     if "problem" in found:

@@ -4,6 +4,7 @@ import json
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jobs.common.display import brief, safe_name
@@ -139,6 +140,24 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 #: Answers that are null and are named where one of them is written.
 MAX_NULLS = 3
+
+
+def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
+    """Return the task of the one argument that says what to ask: a prompt, messages, or a template of either.
+
+    make: called with "prompt" or "messages", and what that is. Raises InvalidJob unless one of them is given.
+    """
+    found = [name for name, value in given.items() if value is not None]
+    if not found:
+        name = next(iter(given))
+        raise InvalidJob(
+            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+        )
+    if len(found) > 1:
+        raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
+    (name,) = found
+    kind = name.removesuffix("_template")
+    return make(kind, given[name]) if name == kind else TemplatedTask(name, given[name], partial(make, kind))
 
 
 class TemplatedTask(Task):

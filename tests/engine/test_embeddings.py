@@ -229,7 +229,7 @@ def test_a_result_that_is_too_large_is_given_up(embedding: Engine) -> None:
     [
         ({"input": None}, "input is missing"),
         ({"input": []}, "empty list"),
-        ({"input": "a", "dimensions": "8"}, "dimensions:=256"),
+        ({"input": "a", "dimensions": "8"}, "dimensions:=8"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format is 'int8', expected 'float'"),
         ({"input": "a", "temperature": 0}, "'temperature' is no argument of jobs.embed"),
     ],

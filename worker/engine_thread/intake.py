@@ -54,22 +54,10 @@ class _Waiting:
         self.form: Future[Any] | None = None
         self.error: BaseException | None = None
 
-    def read(self) -> tuple[Any, RequestParams]:
-        """Return the prompt and sampling of the request. Raises InvalidRequest, or a chat template's error."""
-        request = self.request
-        params = request_params(request.kind, request.sampling)
-        prompt = request.prompt
-        if request.messages is not None:
-            options = {**request.chat_options, **_truncation(params)}
-            prompt = self.engine.chat_token_ids(request.messages, **options)
-        if prompt is None:
-            raise InvalidRequest("the request has neither a prompt nor messages")
-        return prompt, params
-
     def prepare(self) -> None:
         """Prepare the request in a thread: all work that takes time with the length of the prompt."""
         try:
-            prompt, params = self.read()
+            prompt, params = read_request(self.engine, self.request)
             options: dict[str, Any] = {}
             if not isinstance(params, SamplingParams):
                 options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
@@ -84,6 +72,16 @@ class _Waiting:
     def is_ready(self) -> bool:
         """Whether it can enter the engine without waiting."""
         return self.is_prepared and (self.form is None or self.form.done())
+
+
+def read_request(engine: Engine, request: Request) -> tuple[Any, RequestParams]:
+    """Return the prompt and sampling of a request. Raises InvalidRequest, or a chat template's error."""
+    params, prompt = request_params(request.kind, request.sampling), request.prompt
+    if request.messages is not None:
+        return engine.chat_token_ids(request.messages, **request.chat_options, **_truncation(params)), params
+    if prompt is None:
+        raise InvalidRequest("the request has neither a prompt nor messages")
+    return prompt, params
 
 
 class _Preparer:
@@ -254,7 +252,7 @@ class Intake:
         if waiting.error is not None:
             return [_refused(request_id, waiting.error)]
         try:
-            prompt, params = waiting.prepared or waiting.read()
+            prompt, params = waiting.prepared or read_request(self._engine, request)
             self._engine.add(
                 request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
             )

@@ -93,7 +93,7 @@ class IoLoop:
     @property
     def jobs_ended(self) -> int:
         """The number of jobs this worker brought to an end."""
-        return self._runner.counts.ended
+        return self._runner.tally.num_finished + self._runner.tally.num_failed
 
     @property
     def why_not_claiming(self) -> str | None:
@@ -266,7 +266,7 @@ class IoLoop:
         self._log.error(
             "Redis did not answer (%s: %s); trying again in %.1f s", type(error).__name__, error, self._backoff_s
         )
-        self._runner.counts.tally.redis_failed(error)
+        self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases ran out meanwhile also of workers that live: they get the time to renew them.

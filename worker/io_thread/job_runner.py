@@ -1,5 +1,6 @@
 """The life of claimed jobs: admit, open, stream, deliver, and stop each one."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from jobs.tasks import OpenTask, Task
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.function_runner import FunctionRunner
-from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobCounts, JobState
+from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState, ended_job
 from worker.io_thread.held.journals import Journals
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
@@ -37,7 +38,7 @@ class JobRunner:
         traces, lent, post = parts.environment.traces, parts.environment.lent, parts.events.put
         self.jobs = HeldJobs(traces)
         self._surplus: list[ClaimedJob] = []
-        self.faults, self.counts = WorkerFaults(), JobCounts(parts.tally, traces)
+        self.faults, self.tally, self._traces = WorkerFaults(), parts.tally, traces
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
         inspections = Inspections(post, lent.checks)
@@ -213,10 +214,13 @@ class JobRunner:
         self._let_go(job)
         self._beginnings.forget(job)
         if not written:
-            self.counts.tally.lost()
+            self.tally.lost()
             self._log.warning("job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id)
         elif outcome is not None:
-            self.counts.add(job, outcome)
+            ended = ended_job(job, outcome)
+            self.tally.job_ended(ended, job.num_rows_done)
+            if job.trace is not None:
+                self._traces.ended(job.trace, ended, written_at=time.time())
             self._log.debug("%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status)
         self._close(job)
 
@@ -276,11 +280,8 @@ class JobRunner:
             if job.is_ending:
                 continue  # finish.lua or RQ's path finds out for itself
             self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
-            self.counts.tally.lost()
-            self._withdraw(job, JobStopped)
-            self._let_go(job)
-            if job.call is None:
-                self._close(job)
+            self.tally.lost()
+            self._withdraw_all([job])
 
     def take_over(self, claimed: ClaimedJob, deaths: int, fault: WorkerFault | None = None) -> None:
         """End a job that took too many workers with it, or queue its dependents."""

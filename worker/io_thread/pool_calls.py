@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from jobs.context import JobContext
@@ -246,7 +247,7 @@ class TaskFiles:
             then,
             self._opened,
             is_ours=True,
-            discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
+            discard=partial(self._close, job.claimed.job_id),
             place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
         )
         self._calls.submit(self._openers, job, call)
@@ -259,26 +260,18 @@ class TaskFiles:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
         place = Place(opens=False, job_number=job.number)
-        call = PoolCall(lambda: _result_of(job), then, self._finished, is_ours=True, place=place)
+        call = PoolCall(lambda: _result_of(job), then, lambda job, _: self._packer.finished(job), True, place=place)
         self._calls.submit(self._writers, job, call)
-
-    def _finished(self, job: HeldJob, value: Any) -> None:
-        self._packer.finished(job)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
         """Close the open files of a job that has ended."""
+        self._writers.submit(partial(self._close, job_id, opened), lambda _, error: None, raises=False)
 
-        def closed(_: Any, error: BaseException | None) -> None:
-            if error is not None:
-                self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
-
-        self._writers.submit(opened.close, closed, raises=False)
-
-    def _close_unawaited(self, job_id: str, opened: OpenTask) -> None:
-        """Close a task that was opened after its job had ended; runs in the given-up thread."""
+    def _close(self, job_id: str, opened: OpenTask) -> None:
+        """Close a task in a thread, be it one that was opened after its job had ended."""
         try:
             opened.close()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # the job has ended
             self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
     def check(self) -> None:

@@ -55,12 +55,12 @@ class Reporter:
         """Log the throughput if jobs are held and it is due."""
         if not self._runner.num_held or not self._tell.due(moment):
             return
-        counts = self._runner.counts
+        counts = self._runner.tally
         self._log.info(
             "%d jobs held, %d finished, %d failed; %d sequences running, %d waiting; %d tokens answered",
             self._runner.num_held,
-            counts.finished,
-            counts.failed,
+            counts.num_finished,
+            counts.num_failed,
             self.engine_stats.get("num_running", 0),
             self.engine_stats.get("num_waiting", 0),
             self._runner.streams.completion_tokens,
@@ -78,7 +78,7 @@ class Reporter:
         self._record.show(state, job_id, self._counters(), point)
 
     def _point(self, depth: Mapping[str, int]) -> Point:
-        stats, counts = self.engine_stats, self._runner.counts
+        stats, counts = self.engine_stats, self._runner.tally
         num_blocks = stats.get("num_blocks", 0)
         cached = stats.get("cached_tokens", 0)
         return Point(
@@ -92,9 +92,9 @@ class Reporter:
             num_preemptions=stats.get("num_preemptions", 0),
             kv_cache_usage=1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0,
             jobs_held=self._runner.num_held,
-            jobs_finished=counts.finished,
-            jobs_failed=counts.failed,
-            rows=counts.rows + self._runner.jobs.num_rows_done(),
+            jobs_finished=counts.num_finished,
+            jobs_failed=counts.num_failed,
+            rows=counts.rows_done + self._runner.jobs.num_rows_done(),
             depth=depth,
         )
 

@@ -47,6 +47,7 @@ class Tally:
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
+        self.num_finished = self.num_failed = self.rows_done = 0
         self.claims_lost = self.round_trips = self.round_trips_of_functions = 0
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
@@ -54,8 +55,13 @@ class Tally:
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
-    def job_ended(self, job: EndedJob) -> None:
-        """Count a job that has ended."""
+    def job_ended(self, job: EndedJob, rows_done: int = 0) -> None:
+        """Count a job that has ended. rows_done: of its file, answered here."""
+        if job.outcome == "finished":
+            self.num_finished += 1
+            self.rows_done += rows_done
+        else:
+            self.num_failed += 1
         self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
         if job.rows:
             self._count_rows(job)

@@ -18,7 +18,9 @@ class Embeddings(Ask):
 
     def __init__(self, spec: RunSpec) -> None:
         truncation = spec.chat[0].get("truncate_prompt_tokens")
-        self._values = pooling_values(spec.dimensions, prompt_name=spec.prompt_name, truncate_prompt_tokens=truncation)
+        self._values = pooling_values(
+            dimensions=spec.dimensions, prompt_name=spec.prompt_name, truncate_prompt_tokens=truncation
+        )
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:

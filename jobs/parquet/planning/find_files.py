@@ -128,7 +128,7 @@ class Search:
                     self.storage.check_interrupted()
                     self._num_names += 1
                     if self._num_names > MAX_NAMES:
-                        raise SearchTooLong(folder, MAX_NAMES)
+                        raise SearchTooLong(MAX_NAMES, folder)
                     found.append(each)
         except OSError:
             if not or_none:

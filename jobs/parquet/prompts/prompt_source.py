@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 from jobs.common.display import brief, to_json
-from jobs.errors import InvalidValue, WrongColumnType
+from jobs.errors import InvalidJob, InvalidValue, WrongColumnType
 from jobs.parquet.tables.columns import is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
-from jobs.prompts.messages import UnusableMessages, normal_messages
+from jobs.prompts.messages import normal_messages
 from jobs.runs.plans.prompt_steps import Template
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def checked_chat(messages: Any) -> str:
     """Return the JSON of a chat, in one order of keys, so that equal chats are equal texts."""
     try:
         return json.dumps(normal_messages(messages))
-    except UnusableMessages as problem:
+    except InvalidJob as problem:
         raise RowProblem(str(problem)) from None
 
 

@@ -1,29 +1,17 @@
 """Options of a run that asks for embeddings or labels, and what they go together with."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.embedding_task import pooling_values
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.runs.plans.option_checks import truth
 
 GENERATE, EMBED = TASKS = ("generate", "embed")
 
 #: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
 MAX_NUMBERS = 1 << 26
-
-
-def embedding_values(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `dimensions` and `prompt_name` as they are given. Raises InvalidJob."""
-    named = {name: options.get(name) for name in ("dimensions", "prompt_name")}
-    for name, value in named.items():
-        if value is not None and task != EMBED:
-            raise InvalidJob(f"{name} is for embeddings: give task 'embed' too")
-    pooling_values(**named)
-    return named
 
 
 def check_served(
@@ -62,13 +50,6 @@ _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_len
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
 
 
-def calibrate(value: Any, asks_labels: bool) -> bool:
-    """Return whether what labels have without content is subtracted. Raises InvalidJob."""
-    if (wanted := truth("calibrate", value)) and not asks_labels:
-        raise InvalidJob("calibrate is for labels, and there are none: name labels too")
-    return wanted
-
-
 def check_read(values: Iterable[str], what: str, read: Collection[str], whose: str = "sampling") -> None:
     """Raise InvalidValue for a sampling value that says something of an answer. what: is asked for."""
     for name in values:
@@ -76,31 +57,26 @@ def check_read(values: Iterable[str], what: str, read: Collection[str], whose: s
             raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))
 
 
-def check_nothing_generated(
-    task: str, labels: Sequence[str] | None, options: Mapping[str, Any], *, is_chat: bool
-) -> None:
-    """Raise InvalidJob for what a run cannot have that asks for labels or embeddings."""
+def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Raise InvalidJob for what a run cannot have that asks for labels or embeddings. options: the run's."""
+    task, labels, rows_per_shard = (options[name] for name in ("task", "labels", "rows_per_shard"))
     if task == EMBED and is_chat:
         raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
     if task != EMBED and labels is None:
         return
-    has_prompts = bool(options.get("prompts"))  # of which all but the last are answered
-    if task == EMBED:
-        check_read(options.get("sampling") or (), "embeddings", OF_PROMPTS[:1])
-    elif not has_prompts:
-        check_read(options.get("sampling") or (), "labels", OF_PROMPTS)
-    elif options.get("calibrate"):
-        raise InvalidJob("calibrate and prompts do not go together: without content, earlier prompts have no answers")
-    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if task == EMBED else ())):
-        if options.get(name):
-            kind = "task 'embed'" if task == EMBED else "labels"
-            raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")
-
-
-def check_num_labels(labels: Sequence[str] | None, rows_per_shard: int) -> None:
-    """Raise InvalidJob where a shard would hold too many probabilities."""
     if labels is not None and len(labels) * rows_per_shard > MAX_PROBABILITIES:
         raise InvalidJob(
             f"{len(labels)} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
             f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // len(labels)} rows_per_shard"
         )
+    has_prompts = bool(options["prompts"])  # of which all but the last are answered
+    if task == EMBED:
+        check_read(options["sampling"], "embeddings", OF_PROMPTS[:1])
+    elif not has_prompts:
+        check_read(options["sampling"], "labels", OF_PROMPTS)
+    elif options["calibrate"]:
+        raise InvalidJob("calibrate and prompts do not go together: without content, earlier prompts have no answers")
+    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if task == EMBED else ())):
+        if options[name]:
+            kind = "task 'embed'" if task == EMBED else "labels"
+            raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")

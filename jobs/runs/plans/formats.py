@@ -34,21 +34,21 @@ OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
 COMPRESSED = (".gz", ".zst", ".bz2")
 
 
-def parse_format(value: Any) -> str | None:
-    """Check a format that was asked for; None leaves it to the files' names. Raises InvalidValue."""
-    if value is not None and (not isinstance(value, str) or value not in SUFFIXES):
-        raise unlike("input_format", value, f"one of {', '.join(SUFFIXES)}")
+def parse_format(name: str, value: Any) -> str:
+    """Return a format of files that was asked for. Raises InvalidValue."""
+    if not isinstance(value, str) or value not in SUFFIXES:
+        raise unlike(name, value, f"one of {', '.join(SUFFIXES)}")
     return value
 
 
-def parse_single_file(value: Any) -> str | None:
+def parse_single_file(name: str, value: Any) -> str | None:
     """Return the format of a run's one output file, or None for parts. Raises InvalidValue."""
-    if value is None or value is False:
+    if value is False:
         return None
     if value is True:
         return PARQUET
     if not isinstance(value, str) or value not in OUTPUTS:
-        raise unlike("single_file", value, f"true, false, or one of {', '.join(OUTPUTS)}")
+        raise unlike(name, value, f"true, false, or one of {', '.join(OUTPUTS)}")
     return value
 
 

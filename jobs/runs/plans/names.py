@@ -90,5 +90,5 @@ def run_and_shard(job_id: str) -> tuple[str, int] | None:
 
 def job_shard(run: str, job_id: str) -> int | None:
     """Return the shard of a job of this run, or None when the job is not one of its shards."""
-    prefix, _, number = job_id.rpartition("-")
-    return int(number) if prefix == run and number.isdigit() else None
+    found = run_and_shard(job_id)
+    return found[1] if found is not None and found[0] == run else None

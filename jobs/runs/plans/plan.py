@@ -6,7 +6,7 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
@@ -178,21 +178,12 @@ class Plan:
             "format": FORMAT,
             "run": self.run,
             "arguments": self.spec.to_json(),
-            "seed": self.seed,
-            "model": asdict(self.model),
-            "version": self.version,
-            "added_columns": [asdict(column) for column in self.added_columns],
-            "input_format": self.input_format,
-            "columns": self.columns,
-            "repeated": self.repeated,
-            "sizes": self.sizes,
-            "reused": None if self.reused is None else asdict(self.reused),
-            "files": [asdict(file) for file in self.files],
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_AS_IT_IS},
             "shard_fields": Shard._fields,
         }
         # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        return f'{json.dumps(content)[:-1]}, "shards": [{shards}]}}'
+        return f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}]}}'
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
@@ -220,6 +211,10 @@ class Plan:
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
         return plan
+
+
+#: Fields that the plan's file has in another form, or not.
+_NOT_AS_IT_IS = ("spec", "shards", "input_folder")
 
 
 def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import Formatter
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS
-from jobs.errors import InvalidJob, unlike
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
-from jobs.prompts.messages import ChatOptions, split_chat_options
-from jobs.prompts.response_options import LOGPROBS
+from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
+from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.embedding_options import OF_PROMPTS, check_read
 
@@ -156,12 +157,10 @@ class PromptStep:
         return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
 
 
-def parse_prompts(value: Any) -> list[dict[str, Any]] | None:
+def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
-    if value is None:
-        return None
     if not isinstance(value, list) or not value:
-        raise unlike("prompts", value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
+        raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
     if len(value) > MAX_STEPS:
         raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
     return [_parse_prompt(each, number) for number, each in enumerate(value)]
@@ -189,19 +188,46 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     return {"name": name, "template": value["template"], **({"sampling": sampling} if sampling else {})}
 
 
+#: A shard's prompts and answers are held in memory until its part is written.
+MAX_ROWS_PER_SHARD = 1_000_000
+
+
+def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
+    """Return sampling values of a run's rows, without what asks for nothing. Raises InvalidJob."""
+    if not isinstance(value, dict):
+        raise InvalidJob(
+            f"sampling is {type(value).__name__}, expected a mapping: "
+            "on the command line write sampling:='{\"max_tokens\": 64}'"
+        )
+    sampling = parse_sampling(value)
+    if is_chat:
+        split_chat_options(sampling)
+    else:
+        refuse_chat_options(sampling)
+    sampling = run_values(sampling)
+    n = sampling.get("n", 1)
+    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
+        raise InvalidValue(
+            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
+            f"{rows_per_shard} rows: give fewer rows_per_shard",
+            brief(n),
+        )
+    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
+        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
+    return sampling
+
+
 def make_steps(
     prompts: Sequence[Mapping[str, Any]],
     sampling: Mapping[str, Any],
-    parse_sampling: Callable[[dict[str, Any], bool], dict[str, Any]],
     from_columns: Collection[str],
     rows_per_shard: int,
     has_labels: bool = False,
 ) -> tuple[PromptStep, ...]:
     """Return the prompts of a run with what each may name and ask checked.
 
-    prompts: as parse_prompts returned them. sampling: the run's. parse_sampling: of values, and whether they
-    are a chat's. from_columns: sampling values that each row brings. has_labels: the last prompt is scored.
-    Raises InvalidJob.
+    prompts: as parse_prompts returned them. sampling: the run's. from_columns: sampling values that each row brings.
+    has_labels: the last prompt is scored. Raises InvalidJob.
     """
     steps = []
     if sampling.get("n", 1) != 1:
@@ -210,13 +236,15 @@ def make_steps(
         template, name = Template.parse(prompt["template"]), prompt["name"]
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
-        own = parse_sampling(prompt.get("sampling") or {}, is_chat)  # by the names that the run's have
+        own = run_sampling(
+            prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
+        )  # by the names that the run's have
         if twice := sorted(own.keys() & from_columns):
             raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
         if is_scored := has_labels and number == len(prompts):
             check_read(own, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
             sampling = {key: value for key, value in sampling.items() if key in OF_PROMPTS}
-        values, chat = split_chat_options(parse_sampling({**sampling, **own}, is_chat))
+        values, chat = split_chat_options(run_sampling({**sampling, **own}, rows_per_shard, is_chat=is_chat))
         steps.append(PromptStep(name, template, values, chat, is_scored))
     _check_names(steps)
     return tuple(steps)

@@ -7,30 +7,33 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
+from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import parse_sampling
-from jobs.prompts.attempts import check_run_repairs
+from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
-from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
-from jobs.prompts.response_options import LOGPROBS, run_values
+from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans import embedding_options
 from jobs.runs.plans import option_checks as checks
-from jobs.runs.plans.embedding_options import GENERATE, TASKS, check_nothing_generated, check_num_labels
+from jobs.runs.plans.embedding_options import EMBED, TASKS, check_nothing_generated
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
-from jobs.runs.plans.option_checks import column_name
 from jobs.runs.plans.paths import real_path, run_path
-from jobs.runs.plans.prompt_steps import PromptStep, Template, jinja_hint, make_steps, parse_prompts
-
-#: A shard's prompts and answers are held in memory until its part is written.
-MAX_ROWS_PER_SHARD = 1_000_000
+from jobs.runs.plans.prompt_steps import (
+    MAX_ROWS_PER_SHARD,
+    PromptStep,
+    Template,
+    jinja_hint,
+    make_steps,
+    parse_prompts,
+    run_sampling,
+)
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
@@ -64,7 +67,7 @@ class RunSpec:
     limit: int | None = None
     sampling_columns: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
-    template_format: str = "fields"
+    template_format: str = checks.TEMPLATE_FORMATS[0]
     prompts: list[dict[str, Any]] | None = None
     labels: list[str] | None = None
     calibrate: bool = False
@@ -73,7 +76,7 @@ class RunSpec:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
     repair_template: str | None = None
-    task: str = GENERATE
+    task: str = TASKS[0]
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
@@ -99,49 +102,23 @@ class RunSpec:
             raise InvalidValue(
                 "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known), brief(min(unknown))
             )
-        get = given.get
-        prompt_column = get("prompt_column", DEFAULT_PROMPT_COLUMN)
-        messages_column, template = get("messages_column"), get("template")
-        has_prompts, is_batch = get("prompts") is not None, get("input_format") == OPENAI_BATCH
-        _check_one_prompt(prompt_column, messages_column, template, has_prompts)
-        rows = checks.whole_number("rows_per_shard", get("rows_per_shard", 1000), MAX_ROWS_PER_SHARD)
-        form = checks.template_format(given)
-        if template is not None:
-            _check_template(template, form, rows)
-        if is_batch:
+        given = {name: value for name, value in given.items() if value is not None}
+        sources = _sources(given)
+        if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
-        from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
-        is_chat = messages_column is not None or isinstance(template, list) or has_prompts
-        task = checks.one_of("task", get("task"), TASKS)
-        spec = cls(
-            input=_inputs(input),
-            output=real_path(run_path(output)),
-            prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
-            messages_column=checks.optional_column("messages_column", messages_column),
-            template=template,
-            sampling=_sampling(get("sampling"), rows, is_chat=is_chat),
-            rows_per_shard=rows,
-            filename_column=checks.optional_column("filename_column", get("filename_column")),
-            input_format=parse_format(get("input_format")),
-            single_file=OPENAI_BATCH if is_batch else parse_single_file(get("single_file")),
-            keep=["custom_id"] if is_batch else checks.column_names("keep", get("keep")),
-            drop=checks.column_names("drop", get("drop")),
-            output_prefix=checks.output_prefix(get("output_prefix")),
-            limit=None if get("limit") is None else checks.whole_number("limit", get("limit")),
-            sampling_columns=checks.sampling_columns(get("sampling_columns")),
-            defaults=checks.defaults(get("defaults"), template is not None or bool(get("prompts"))),
-            template_format=form,
-            prompts=parse_prompts(get("prompts")),
-            task=task,
-            **embedding_options.embedding_values(task, given),
-            model_alias=checks.model_alias(get("model_alias"), is_batch),
-            **checks.reused(given),
-            order=checks.order(given),
-            logprob_type=checks.one_of("logprob_type", get("logprob_type"), checks.LOGPROB_TYPES),
-            labels=None if get("labels") is None else parse_labels(get("labels")),
-            calibrate=embedding_options.calibrate(get("calibrate"), get("labels") is not None),
-            **checks.repairs(given),
-        )
+            sources = [OPENAI_BATCH]
+        named = {"input": input, "output": output, **_ALWAYS, **given, **asdict(_repairs(given))}
+        if sources not in ([], ["prompt_column"]):
+            named["prompt_column"] = None
+        values = {
+            name: value if value is None or name not in _PARSERS else _PARSERS[name](name, value)
+            for name, value in named.items()
+        }
+        if sources == [OPENAI_BATCH]:
+            values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
+        is_chat = isinstance(values["template"], list) or sources in (["messages_column"], ["prompts"])
+        values["sampling"] = run_sampling(values["sampling"], values["rows_per_shard"], is_chat=is_chat)
+        spec = cls(**values)
         _check_together(spec, given)
         return spec
 
@@ -191,11 +168,8 @@ class RunSpec:
         if self.prompts is None:
             return ()
 
-        def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-            return _sampling(values, self.rows_per_shard, is_chat=is_chat)
-
         from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
-        return make_steps(self.prompts, self.sampling, parse, from_columns, self.rows_per_shard, has_labels)
+        return make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -219,53 +193,110 @@ class RunSpec:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
-def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments that exclude each other."""
+def _inputs(name: str, value: Any) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise InvalidJob(f"{name} is an empty list: name at least one file, folder or glob")
+    check_num_files(len(items))
+    return [run_path(item) for item in items]
+
+
+#: What is made of an option's name and what was given; others are looked at together.
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "input": _inputs,
+    "output": lambda _, value: real_path(run_path(value)),
+    **dict.fromkeys(("prompt_column", "messages_column", "filename_column", "reused_column"), column_name),
+    "rows_per_shard": partial(whole_number, most=MAX_ROWS_PER_SHARD),
+    "input_format": parse_format,
+    "single_file": parse_single_file,
+    **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
+    "output_prefix": checks.output_prefix,
+    **dict.fromkeys(("limit", "dimensions"), whole_number),
+    "sampling_columns": checks.sampling_columns,
+    "defaults": checks.defaults,
+    "template_format": partial(one_of, known=checks.TEMPLATE_FORMATS),
+    "prompts": parse_prompts,
+    "labels": parse_labels,
+    **dict.fromkeys(("calibrate", "only_new"), truth),
+    "task": partial(one_of, known=TASKS),
+    "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
+    "model_alias": checks.model_alias,
+    "order": partial(one_of, known=("prefix",)),
+    "logprob_type": partial(one_of, known=checks.LOGPROB_TYPES),
+}
+
+#: What fields have that are in the JSON whatever they are.
+_ALWAYS: Mapping[str, Any] = {
+    "prompt_column": DEFAULT_PROMPT_COLUMN,
+    **dict.fromkeys(("messages_column", "template", "filename_column")),
+    "sampling": {},
+    "rows_per_shard": 1000,
+}
+
+
+def _sources(given: Mapping[str, Any]) -> list[str]:
+    """Return which option says what to ask, of each row another thing. Raises InvalidJob for more than one."""
+    found = [name for name in ("prompt_column", "messages_column", "template", "prompts") if name in given]
+    if given.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
+        found.remove("prompt_column")
+    if len(found) > 1:
+        raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
+    return found
+
+
+def _repairs(given: Mapping[str, Any]) -> RepairOptions:
+    found = split_repair_options(given)[1]
+    if "check_columns" in given and found.function is None:
+        raise InvalidJob("check_columns are for a function that checks, and there is none")
+    return found
+
+
+def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for arguments that exclude each other, or need another one."""
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
+    if spec.order is not None and spec.only_new:
+        raise InvalidJob("order sorts the rows of a whole run, and only_new leaves some out: give one of them")
+    is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
+    is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
+    for asked, is_met, what in (
+        (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates"),
+        (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
+        (spec.defaults, is_filled, "defaults stand for null in a template, and there is none: give a template too"),
+        (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
+        (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
+        (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
+        (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+    ):
+        if asked and not is_met:
+            raise InvalidJob(what)
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
-    if options.get("logprob_type") and not any(name in each for each in values for name in LOGPROBS):
+    if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
-    check_num_labels(spec.labels, spec.rows_per_shard)
-    check_nothing_generated(spec.task, spec.labels, {**options, "sampling": spec.sampling}, is_chat=spec.is_chat)
-    check_run_repairs(
-        spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
+    if spec.template is not None:
+        _check_template(spec)
+    check_nothing_generated(vars(spec), is_chat=spec.is_chat)
+    check_repairs(
+        spec.repairs,
+        spec.sampling,
+        has_tools=spec.chat[1].has_tools,
+        has_steps=spec.prompts is not None,
+        has_labels=spec.labels is not None,
     )
 
 
-def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, has_prompts: bool) -> None:
-    """Raise InvalidJob unless one source says what to ask, of each row another thing."""
-    named = {
-        "prompt_column": prompt_column not in (None, DEFAULT_PROMPT_COLUMN),
-        "messages_column": messages_column is not None,
-        "template": template is not None,
-        "prompts": has_prompts,
-    }
-    given = [name for name, is_given in named.items() if is_given]
-    if len(given) > 1:
-        raise InvalidJob(f"{' and '.join(given)} each say what to ask: give one of them")
-
-
-def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
+def _check_template(spec: RunSpec) -> None:
     """Raise InvalidJob for what is no template, fits no row or costs too much."""
-    if form == "jinja":
-        template_texts(template)
+    texts, _ = template_texts(spec.template)
+    if spec.template_format == "jinja":
         return
-    parsed = Template.parse(template)
+    parsed = Template.parse(spec.template)
     if not parsed.columns:
         raise InvalidJob(
             "the template names no column, so that every row would ask the same: "
-            f"write {{column}} where a row's value goes{jinja_hint(template_texts(template)[0])}"
+            f"write {{column}} where a row's value goes{jinja_hint(texts[:1])}"
         )
-    parsed.check_cost(rows_per_shard)
-
-
-def _inputs(value: Any) -> list[str]:
-    items = value if isinstance(value, list) else [value]
-    if not items:
-        raise InvalidJob("input is an empty list: name at least one file, folder or glob")
-    check_num_files(len(items))
-    return [run_path(item) for item in items]
+    parsed.check_cost(spec.rows_per_shard)
 
 
 def check_num_files(found: int) -> None:
@@ -278,29 +309,3 @@ def check_queue_name(value: Any) -> None:
     """Raise InvalidValue for what can be no queue's name."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
         raise unlike("queue", value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
-
-
-def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidJob(
-            f"sampling is {type(value).__name__}, expected a mapping: "
-            "on the command line write sampling:='{\"max_tokens\": 64}'"
-        )
-    sampling = parse_sampling(value)
-    if is_chat:
-        split_chat_options(sampling)
-    else:
-        refuse_chat_options(sampling)
-    sampling = run_values(sampling)
-    n = sampling.get("n", 1)
-    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
-            f"{rows_per_shard} rows: give fewer rows_per_shard",
-            brief(n),
-        )
-    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
-        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
-    return sampling

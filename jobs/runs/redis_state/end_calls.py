@@ -9,9 +9,9 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.served_model import parse_model
+from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
 from jobs.errors import InvalidValue, unlike
-from jobs.runs.plans.option_checks import truth
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 
@@ -55,8 +55,7 @@ class EndCalls:
 
     def to_fields(self) -> dict[str, str]:
         """Return them as fields of a run's hash."""
-        given = {WEBHOOK: self.webhook, ON_END: self.on_end}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 NO_CALLS = EndCalls()
@@ -90,21 +89,16 @@ class ErrorLimit:
             pass
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
-    def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
-        """Say whether finished rows stop a run; a whole one needs some row to succeed, unless the limit is 100%."""
-        if is_whole and 0 < rows == errors:
-            return self.share != 1
-        if self.rows is not None:
-            return errors > self.rows
-        assert self.share is not None
-        return rows >= MIN_JUDGED_ROWS and errors > self.share * rows
-
     def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
-        """Say how rows pass the limit, or return None while they do not."""
-        if not self.is_passed(rows, errors, is_whole):
-            return None
-        if is_whole and errors == rows:
+        """Say how rows pass the limit, or return None while they do not.
+
+        A whole run needs some row to succeed, unless the limit is 100%.
+        """
+        if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
+        most = self.rows if self.share is None else self.share * rows
+        if most is None or errors <= most or (self.rows is None and rows < MIN_JUDGED_ROWS):
+            return None
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
             "`error` of its parts"
@@ -152,11 +146,10 @@ class Submission:
 
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that `split` takes."""
-        limit = {} if self.limit == DEFAULT_LIMIT else {"max_errors": str(self.limit)}
-        model = {} if self.model is None else {"model": self.model}
-        reuse: dict[str, Any] = {"reuse": list(self.reuse)} if self.reuse else {}
-        reuse |= {_ANY_MODEL: True} if self.reuse_from_any_model else {}
-        return {"queue": self.queue, **model, **limit, **reuse, **self.calls.to_fields()}
+        limit = None if self.limit == DEFAULT_LIMIT else str(self.limit)
+        named = {"queue": self.queue, "model": self.model, "max_errors": limit, "reuse": list(self.reuse)}
+        given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls.to_fields()}
+        return {name: value for name, value in given.items() if value}
 
 
 def _reused(value: Any) -> tuple[str, ...]:

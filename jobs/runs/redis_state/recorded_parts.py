@@ -195,17 +195,14 @@ class RecordedParts:
         """Make a change while the job is held that the lease is of, where there is one."""
         lease = self._lease
         if lease is None:
-            return self._transact(change, *watched)
+            return transact(self._redis, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
             if pipe.zscore(lease.key, lease.member) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
-        return self._transact(checked, lease.key, *watched)
-
-    def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        return transact(self._redis, change, *watched)
+        return transact(self._redis, checked, lease.key, *watched)
 
 
 def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:

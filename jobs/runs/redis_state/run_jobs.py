@@ -13,10 +13,11 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
 from jobs.common.rq_jobs import (
     JobQueue,
     JobStatus,
+    QueueKeys,
     execution_key,
     executions_key,
     job_key,
@@ -29,12 +30,21 @@ from jobs.runs.plans.names import job_shard
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job as its hash tells of it. status: None for one that RQ does not know. executions: their ids."""
+    """A job as its hash tells of it. status: None for one that RQ does not know. executions: their ids.
+
+    submission: the one of its run that has enqueued it. in_queue: whether it was seen there.
+    """
 
     id: str
     status: JobStatus | None
     origin: str
     executions: tuple[str, ...]
+    submission: int = 0
+    in_queue: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.status == JobStatus.QUEUED and self.in_queue and not self.executions
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
@@ -49,18 +59,31 @@ class EarlierJob:
         pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
 
 
-def read_earlier(connection: Redis, job_ids: Sequence[str]) -> list[EarlierJob]:
-    """Return those of the jobs that Redis has."""
+def read_earlier(connection: Redis, job_ids: Sequence[str], queue: QueueKeys | None = None) -> list[EarlierJob]:
+    """Return those of the jobs that Redis has, all of one moment. queue: where they are looked for as well."""
+    keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
+        for key in keys:
+            pipe.lrange(key, 0, -1)
         for job_id in job_ids:
             pipe.exists(job_key(job_id))
-            pipe.hmget(job_key(job_id), "status", "origin")
+            pipe.hmget(job_key(job_id), "status", "origin", SUBMISSION_FIELD)
             pipe.zrange(executions_key(job_id), 0, -1)
         replies = pipe.execute()
-    read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
+    del replies[: len(keys)]
     return [
-        EarlierJob(job_id, job_status(status), stored.text(origin or b""), tuple(map(stored.text, executions)))
-        for job_id, is_there, (status, origin), executions in read
+        EarlierJob(
+            job_id,
+            job_status(status),
+            stored.text(origin or b""),
+            tuple(map(stored.text, executions)),
+            stored.count(stored.text(submission or b"")) or 0,
+            job_id in in_queue,
+        )
+        for job_id, is_there, (status, origin, submission), executions in zip(
+            job_ids, replies[::3], replies[1::3], replies[2::3], strict=True
+        )
         if is_there
     ]
 

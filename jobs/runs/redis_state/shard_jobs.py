@@ -1,20 +1,19 @@
 """Enqueues shard jobs, each once however often a run is planned."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from redis.client import Pipeline
 
-from jobs.common import stored
 from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, executions_key, job_key, prepared_job, results_key
+from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, prepared_job, results_key
 from jobs.context import JobContext
 from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.run_jobs import WaitingJobs, read_earlier
+from jobs.runs.redis_state.run_jobs import EarlierJob, WaitingJobs, read_earlier
 from jobs.runs.redis_state.state import RunState
 
 #: A run's own record is its parts; RQ's results only help while someone looks.
@@ -46,17 +45,20 @@ def _enqueue_chunk(
     on_queue: WaitingJobs, plan: Plan, state: RunState, shards: Sequence[int], meta: Mapping[str, str], pipe: Pipeline
 ) -> int:
     state.check_not_cancelled()
-    submission = state.submission()
+    submission, cancelled = state.submission(), state.cancelled_submission()
     ids = {shard: shard_job_id(plan.run, shard) for shard in shards}
     queue = on_queue.queue
-    seen = _look(on_queue, list(ids.values()), state.cancelled_submission())
-    waiting = [shard for shard, job_id in ids.items() if not seen[job_id].is_alive(queue.name)]
-    old_jobs = read_earlier(queue.connection, [ids[shard] for shard in waiting])
+    found = _look(on_queue, list(ids.values()))
+    alive = {job.id for job in found if _is_alive(job, queue.name, cancelled)}
+    waiting = [shard for shard, job_id in ids.items() if job_id not in alive]
     pipe.multi()
     state.take_turn(pipe)
-    for job in old_jobs:
-        job.delete(pipe, from_queue=job.origin != queue.name)
-        pipe.delete(results_key(job.id))
+    for job in found:
+        if job.id not in alive:
+            job.delete(pipe, from_queue=job.origin != queue.name)
+            pipe.delete(results_key(job.id))
+        elif 0 < cancelled >= job.submission:  # it is the newest submission's from now on
+            pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
     queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], meta) for shard in waiting])
@@ -68,68 +70,30 @@ def _enqueue_chunk(
             KIND_FIELD: FILE,
         }
         pipe.hset(job_key(ids[shard]), mapping=fields)
-    for job_id, found in seen.items():
-        if found.was_cancelled and found.waits:  # it is the newest submission's from now on
-            pipe.hset(job_key(job_id), SUBMISSION_FIELD, str(submission))
     pipe.execute()
     return len(waiting)
 
 
-@dataclass(frozen=True)
-class _JobSeen:
-    """A shard's job at one moment. was_cancelled: it was enqueued before the run was, the last time."""
-
-    status: str | None
-    origin: str | None
-    was_cancelled: bool
-    is_held: bool
-    in_queue: bool
-
-    @property
-    def waits(self) -> bool:
-        return self.status == JobStatus.QUEUED and self.in_queue and not self.is_held
-
-    def is_alive(self, queue: str) -> bool:
-        """Whether the job will bring its shard to an end: one that is held since before a cancel will not."""
-        if self.was_cancelled:
-            return self.waits
-        if self.is_held:
-            return True
-        # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
-        is_lost = self.status == JobStatus.QUEUED and self.origin == queue and not self.in_queue
-        return self.status in _ALIVE and not is_lost
+def _is_alive(job: EarlierJob, queue: str, cancelled: int) -> bool:
+    """Whether the job will bring its shard to an end: one that is held since before a cancel will not."""
+    if 0 < cancelled >= job.submission:
+        return job.waits
+    if job.executions:
+        return True
+    # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
+    is_lost = job.status == JobStatus.QUEUED and job.origin == queue and not job.in_queue
+    return job.status in _ALIVE and not is_lost
 
 
-def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> dict[str, _JobSeen]:
+def _look(on_queue: WaitingJobs, job_ids: Sequence[str]) -> list[EarlierJob]:
     """Look at jobs; where one is queued and was not seen on the queue, at all of the queue in the same moment."""
-    jobs = _read(on_queue.queue, job_ids, cancelled, with_queue=False)
-    queued = [job_id for job_id, job in jobs.items() if job.status == JobStatus.QUEUED]
-    if not queued:
-        return jobs
-    known = on_queue.among(queued)
-    if all(job_id in known or jobs[job_id].is_held for job_id in queued):
-        return {job_id: replace(job, in_queue=job_id in known) for job_id, job in jobs.items()}
-    return _read(on_queue.queue, job_ids, cancelled, with_queue=True)
-
-
-def _read(queue: JobQueue, job_ids: Collection[str], cancelled: int, with_queue: bool) -> dict[str, _JobSeen]:
-    """Read the jobs, and whether they are on the queue, all of one moment."""
-    keys = (queue.keys.waiting, queue.keys.popped) if with_queue else ()
-    with queue.connection.pipeline() as pipe:
-        for key in keys:
-            pipe.lrange(key, 0, -1)
-        for job_id in job_ids:
-            pipe.hmget(job_key(job_id), "status", "origin", SUBMISSION_FIELD)
-            pipe.zcard(executions_key(job_id))
-        replies = pipe.execute()
-    in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
-    found = {}
-    read = zip(job_ids, replies[len(keys) :: 2], replies[len(keys) + 1 :: 2], strict=True)
-    for job_id, fields, held in read:
-        status, origin, submission = (stored.text(field) if field else None for field in fields)
-        was_cancelled = 0 < cancelled >= (stored.count(submission) or 0)
-        found[job_id] = _JobSeen(status, origin, was_cancelled, held > 0, job_id in in_queue)
-    return found
+    connection = on_queue.queue.connection
+    jobs = read_earlier(connection, job_ids)
+    queued = [job for job in jobs if job.status == JobStatus.QUEUED]
+    known = on_queue.among([job.id for job in queued]) if queued else set()
+    if all(job.id in known or job.executions for job in queued):
+        return [replace(job, in_queue=job.id in known) for job in jobs]
+    return read_earlier(connection, job_ids, on_queue.queue.keys)
 
 
 def _job(plan: Plan, shard: int, job_id: str, meta: Mapping[str, str]) -> Any:

@@ -21,6 +21,7 @@ from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
 from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
+from jobs.runs.redis_state.transactions import transact
 
 T = TypeVar("T")
 
@@ -39,18 +40,20 @@ class RunState(RecordedParts):
         """Note why the run's planning failed, for when its job is gone. Raises RunBusy."""
         self._store({PLAN_ERROR: error})
 
-    def _store(self, facts: Mapping[str, str | int], *gone: str) -> None:
-        fields: dict[Any, Any] = dict(facts)
-
+    def _store(self, facts: Mapping[str, Any], *gone: str) -> None:
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            if gone:
-                pipe.hdel(self._key, *gone)
-            pipe.hset(self._key, mapping=fields)
-            pipe.expire(self._key, RUN_TTL_S)
+            self._put(pipe, facts, *gone)
             pipe.execute()
 
         self._change(write)
+
+    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
+        """Have `pipe` take some fields out of the run's hash, and write others."""
+        if gone:
+            pipe.hdel(self._key, *gone)
+        pipe.hset(self._key, mapping=dict(facts))
+        pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
         """Return what `describe` stored, and the marks of its end. Raises UnknownRun when Redis has lost more than a
@@ -84,11 +87,9 @@ class RunState(RecordedParts):
         model = {} if submission.model is None else {"plan_model": submission.model}
         limit = {"max_errors": str(submission.limit)}
         facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
-        fields: dict[Any, Any] = {**facts, **model, **limit, **submission.calls.to_fields()}
         pipe.multi()
-        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
-        pipe.hset(self._key, mapping=fields)
-        pipe.expire(self._key, RUN_TTL_S)
+        gone = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
+        self._put(pipe, {**facts, **model, **limit, **submission.calls.to_fields()}, *gone)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
@@ -110,24 +111,22 @@ class RunState(RecordedParts):
 
         self._change(enter, self._key)
 
-    def cancel(self, submission: int) -> None:
+    def cancel(self, submission: int, **reason: str) -> None:
         """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
-        self.as_of(submission, lambda pipe: self._mark_cancelled(pipe, submission, {}))
+
+        def mark(pipe: Pipeline) -> None:
+            # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
+            number = max(submission, _now_ms())
+            pipe.multi()
+            self.take_turn(pipe)
+            self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
+            pipe.execute()
+
+        self.as_of(submission, mark)
 
     def stop(self, verdict: Verdict) -> None:
         """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
-        reason = {"stopped": verdict.reason}
-        self.as_of(verdict.submission, lambda pipe: self._mark_cancelled(pipe, verdict.submission, reason))
-
-    def _mark_cancelled(self, pipe: Pipeline, submission: int, reason: dict[str, str]) -> None:
-        # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
-        number = max(submission, _now_ms())
-        fields: dict[Any, Any] = {"cancelled": 1, "cancelled_submission": number, **reason}
-        pipe.multi()
-        self.take_turn(pipe)
-        pipe.hset(self._key, mapping=fields)
-        pipe.expire(self._key, RUN_TTL_S)
-        pipe.execute()
+        self.cancel(verdict.submission, stopped=verdict.reason)
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -137,7 +136,7 @@ class RunState(RecordedParts):
                 raise RunResubmitted(self.run)
             return change(pipe)
 
-        return self._transact(checked, self._key)
+        return transact(self._redis, checked, self._key)
 
     def check_not_cancelled(self) -> None:
         """Raise RunCancelled after `cancel`, until the run is submitted again."""
@@ -189,8 +188,7 @@ class RunState(RecordedParts):
     def mark_finished(self) -> None:
         """Mark the run finished: its folder says so."""
         with self._redis.pipeline() as pipe:
-            pipe.hset(self._key, "finished", "1")
-            pipe.expire(self._key, RUN_TTL_S)
+            self._put(pipe, {"finished": 1})
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:

@@ -83,7 +83,7 @@ def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"dimensions": "3"}, "dimensions:=256"),
+        ({"dimensions": "3"}, "dimensions:=3"),
         ({"template": [{"role": "user", "content": "{prompt}"}]}, "embeddings are of texts"),
         ({"sampling": {"temperature": 0}}, "'temperature', and for embeddings nothing is generated"),
         ({"labels": ["a", "b"]}, "labels and task 'embed' do not go together"),

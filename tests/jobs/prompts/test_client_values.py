@@ -12,7 +12,7 @@ from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.prompts.prompt_source import messages_column
 from jobs.prompts.client_values import NEUTRAL, without_neutral
-from jobs.prompts.messages import UnusableMessages, normal_messages
+from jobs.prompts.messages import normal_messages
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import opened_task
@@ -100,7 +100,7 @@ def test_messages_keep_what_a_template_may_read() -> None:
     ],
 )
 def test_what_no_template_can_be_given_is_named(message: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnusableMessages) as refused:
+    with pytest.raises(errors.InvalidJob) as refused:
         normal_messages([message])
     assert says in str(refused.value)
 

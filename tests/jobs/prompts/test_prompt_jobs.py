@@ -48,7 +48,7 @@ def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
     context = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
-    task = PromptTask(requests, {"n": 2}, text_completion, clock=lambda: 12.9).open(context)
+    task = PromptTask(requests, text_completion, sampling={"n": 2}, clock=lambda: 12.9).open(context)
     assert len(list(task.requests())) == 2
     first, second = (FakeCompletion(num_prompt_tokens=number, token_ids=[1]) for number in (4, 3))
     task.deliver(1, [replace(second, text="b1", index=1), replace(second, text="b0", token_ids=[1, 2])])
@@ -170,7 +170,7 @@ def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(con
     now = 100.0
     requests = [Request(text, None, {}) for text in "abcd"]
     refused = Unusable("a prompt is empty")
-    task = PromptTask([*requests, refused], {}, text_completion, clock=lambda: now).open(context)
+    task = PromptTask([*requests, refused], text_completion, clock=lambda: now).open(context)
     assert len(list(task.requests())) == 4
     task.deliver(0, [FakeCompletion(token_ids=[1, 2, 3])])
     now += PROGRESS_AFTER_S - 0.1
@@ -183,7 +183,7 @@ def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(con
     assert task.progress() is shown
     now += 0.1
     assert task.progress() == {"prompts": 5, "prompts_done": 3, "tokens": 3}
-    alone = PromptTask(requests[:1], {}, text_completion, clock=lambda: now).open(context)
+    alone = PromptTask(requests[:1], text_completion, clock=lambda: now).open(context)
     list(alone.requests())
     assert alone.progress() is None
     now += 1000

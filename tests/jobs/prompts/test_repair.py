@@ -129,7 +129,7 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(
     [
         ({"check": {"json": {}, "regex": "a"}}, "expected one of"),
         ({"check": {"function": "os.system"}}, "os.system is not allowed on this worker"),
-        ({"check": {"regex": "a"}, "max_attempts": "2"}, "max_attempts:=3"),
+        ({"check": {"regex": "a"}, "max_attempts": "2"}, "max_attempts:=2"),
         ({"max_attempts": 2}, "give a check, or continue_on_length"),
         ({"check": {"regex": "a"}, "n": 2}, "check and n=2"),
         ({"check": {"regex": "a"}, "prompt": [1, 2]}, "prompt of token ids"),

@@ -84,7 +84,7 @@ def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
 def test_the_limit_is_a_number_of_rows_or_a_share(
     limit: int | str | None, rows: int, errors: int, passed: bool
 ) -> None:
-    assert ErrorLimit.parse(limit).is_passed(rows, errors) is passed
+    assert (ErrorLimit.parse(limit).told(rows, errors) is not None) is passed
     assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
 
 

@@ -14,7 +14,6 @@ from redis import Redis
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
 from worker.metrics.ended_job import EndedJob
-from worker.metrics.tally import Tally
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord
@@ -217,33 +216,6 @@ class HeldJob:
         return f"{self.number}.{index}"
 
 
-@dataclass
-class JobCounts:
-    """Counts the jobs this worker has brought to an end, and the rows of their files."""
-
-    tally: Tally = field(default_factory=Tally)
-    traces: Traces = field(default_factory=Traces)
-    finished: int = 0
-    failed: int = 0
-    rows: int = 0
-
-    def add(self, job: HeldJob, outcome: Outcome) -> None:
-        """Count a job that has ended so."""
-        ended = _ended(job, outcome)
-        self.tally.job_ended(ended)
-        if job.trace is not None:
-            self.traces.ended(job.trace, ended, written_at=time.time())
-        is_finished = outcome.status == "finished"
-        self.finished += is_finished
-        self.failed += not is_finished
-        self.rows += job.num_rows_done if is_finished else 0
-
-    @property
-    def ended(self) -> int:
-        """The number of jobs that need no more work here."""
-        return self.finished + self.failed
-
-
 class HeldJobs:
     """The claimed jobs that have not ended, oldest first. Used by the I/O thread only."""
 
@@ -324,7 +296,8 @@ class HeldJobs:
         return changed
 
 
-def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
+def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
+    """Return a job that has ended so, for metrics and traces."""
     shard = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
     rows, errors, unasked = (shard.get(name) for name in ("rows", "errors", "rows_unasked"))
     return EndedJob(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from engine import Completion
@@ -18,16 +18,6 @@ THREADS = 2
 """So many answers are looked at at once; each thread waits for a process of its own."""
 
 
-@dataclass(frozen=True)
-class _Inspection:
-    """The arguments of `Inspections.submit`."""
-
-    index: int
-    completions: Sequence[Completion]
-    is_wanted: Callable[[], bool]
-    then: Callable[[BaseException | None], None]
-
-
 class Inspections:
     """Calls `OpenTask.inspect`. All methods belong to the I/O thread, to which `post` queues calls.
 
@@ -38,7 +28,7 @@ class Inspections:
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
         self._post, self._checks = post, checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
-        self._waiting: dict[OpenTask, deque[_Inspection]] = {}  # the next task first
+        self._waiting: dict[OpenTask, deque[Callable[[], None]]] = {}  # the next task first
         self.num_running = 0
 
     def submit(
@@ -50,32 +40,29 @@ class Inspections:
         then: Callable[[BaseException | None], None],
     ) -> None:
         """Have a task inspect an answer, then call `then` with its error, unless `is_wanted` says no in its turn."""
-        inspection = _Inspection(index, completions, is_wanted, then)
-        self._waiting.setdefault(task, deque()).append(inspection)
+
+        def ran(error: BaseException | None) -> None:
+            self.num_running -= 1
+            self._start()
+            then(error)
+
+        def run() -> None:
+            if is_wanted():
+                self.num_running += 1
+                inspect = partial(task.inspect, index, completions)
+                self._pool.submit(inspect, lambda _, error: self._post(lambda: ran(error)), raises=False)
+
+        self._waiting.setdefault(task, deque()).append(run)
         self._start()
 
     def _start(self) -> None:
         while self._waiting and self.num_running < THREADS:
             task = next(iter(self._waiting))
             left = self._waiting.pop(task)
-            inspection = left.popleft()
+            run = left.popleft()
             if left:
                 self._waiting[task] = left
-            if inspection.is_wanted():
-                self._run(task, inspection)
-
-    def _run(self, task: OpenTask, inspection: _Inspection) -> None:
-        self.num_running += 1
-        self._pool.submit(
-            lambda: task.inspect(inspection.index, inspection.completions),
-            lambda _, error: self._post(lambda: self._ran(inspection, error)),
-            raises=False,
-        )
-
-    def _ran(self, inspection: _Inspection, error: BaseException | None) -> None:
-        self.num_running -= 1
-        self._start()
-        inspection.then(error)
+            run()
 
     def end(self) -> None:
         """Let threads and processes end after their present work."""

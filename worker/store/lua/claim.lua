@@ -24,7 +24,8 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths_of(id), earlier[i + 1], journal_of(id)}
+      local deaths, journal = left_of(id)
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal}
     end
   end
   return {claimed, 0, '', 0}
@@ -73,22 +74,24 @@ local function consider(id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[4] and not is_served[fields[4]]
   local free = places[fields[5] or '']
-  local deaths = deaths_of(id)
-  local is_suspect = deaths >= args.suspect_deaths
-  local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
     files_left = files_left + (fields[5] == 'file' and 1 or 0)
-  elseif is_suspect and (not args.takes_suspects or #claimed > 0) then
+    return
+  end
+  local deaths, journal = left_of(id)
+  local is_suspect = deaths >= args.suspect_deaths
+  local num_sequences = math.max(1, tonumber(fields[3]) or 1)
+  if is_suspect and (not args.takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
   elseif num_sequences > 1 and #claimed >= large_share then
     left[#left + 1] = id
     is_full, first_left = true, id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths)
+    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths, journal)
     claimed[#claimed][5] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[5]] = free - 1 end

@@ -24,7 +24,7 @@ local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
 if is_queued then return {'dropped'} end
 
-local deaths = deaths_of(id) + (mode == 'given_back' and 0 or 1)
+local deaths = left_of(id) + (mode == 'given_back' and 0 or 1)
 if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
 if mode ~= 'given_back' and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)

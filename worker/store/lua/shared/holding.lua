@@ -34,10 +34,6 @@ local function holds(queue, id, eid)
   return call('HLEN', 'rq:job:' .. id) > 0 and taken_at
 end
 
--- tokenmill:deaths:<job> is a string: how many workers have died with the job, until it is set aside or nobody
--- has died with it for a week. In the job's hash it would be its producer's word.
-local function deaths_of(id) return tonumber(call('GET', 'tokenmill:deaths:' .. id) or '') or 0 end
-
 -- Leave nothing of an execution behind. worker: whose it is, where that is known.
 local function let_go(queue, id, eid, worker)
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)

@@ -2,11 +2,13 @@
 -- beyond `max_hash_bytes`, or the fields are more than `max_hash_fields`: such a hash leaves the server with none of it.
 local bytes_read = 0
 
--- What an earlier execution has left of a job of prompts, or false.
-local function journal_of(id)
-  local journal = call('GET', 'tokenmill:journal:' .. id)
+-- How many workers have died with a job, and what an earlier execution has left of one of prompts, or false.
+-- tokenmill:deaths:<job> is a string, until the job is set aside or nobody has died with it for a week. In the job's
+-- hash it would be its producer's word.
+local function left_of(id)
+  local deaths, journal = unpack(call('MGET', 'tokenmill:deaths:' .. id, 'tokenmill:journal:' .. id))
   bytes_read = bytes_read + (journal and #journal or 0)
-  return journal
+  return tonumber(deaths or '') or 0, journal
 end
 
 local function job_hash(id)

@@ -1,7 +1,8 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
 -- The lease is the time to live of the execution hash; only release.lua acts on its end. The job looks as
 -- it did in the queue until it begins (renew.lua).
-local function open_execution(queue, id, eid, deaths)
+-- deaths, journal: as of left_of, which is asked where they are not given.
+local function open_execution(queue, id, eid, deaths, journal)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
   call('DEL', executions)
@@ -12,5 +13,6 @@ local function open_execution(queue, id, eid, deaths)
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
-  return {id, eid, job_hash(id), deaths or deaths_of(id), '', journal_of(id)}
+  if not deaths then deaths, journal = left_of(id) end
+  return {id, eid, job_hash(id), deaths, '', journal}
 end
