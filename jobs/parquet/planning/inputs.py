@@ -106,7 +106,6 @@ class _Look:
         stat = self._storage.stat(path)
         if stat is None:
             raise InputNotFound(path)
-        fingerprint = file_fingerprint(self._storage, path, self.format)
         if self.format == PARQUET:
             found = look_at(self._storage, path, limit)
         else:
@@ -116,6 +115,7 @@ class _Look:
             self.names.append(found.names)
         else:
             self._check_schema(path, found.schema)
+        fingerprint = file_fingerprint(self._storage, path, self.format)
         if self._storage.stat(path) != stat:
             raise InputBeingWritten(path)
         rows = sum(rows for rows, _ in found.groups)
