@@ -1,4 +1,4 @@
-"""Reference backend: plain torch, one sequence at a time. Runs on every device."""
+"""The reference backend of attention: plain torch, one sequence at a time, on every device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Finds sequences of a step with their first tokens in the same blocks, so that all read them at once."""
+"""Finds sequences of a step that share their first blocks, so that these are read once for all."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The sampler: two launches for a batch of rows, whatever their parameters, and no wait for the device.
+"""The sampler as Triton kernels: two launches for a batch, whatever its parameters, and no wait for the device.
 
 It chooses the tokens of engine/sampling/sampler.py: both sum the same integer weights, so no order of tiles or
 threads can move a choice. The pair can be recorded in a CUDA graph.

@@ -1,4 +1,4 @@
-"""Numpy arrays packed one after another, aligned: for one transfer to a device."""
+"""Packs numpy arrays, aligned, so that one transfer takes all to a device."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

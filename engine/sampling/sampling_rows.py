@@ -43,15 +43,7 @@ class SamplingRows:
 
 def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
     """Return the fields of SamplingRows on the host, in their order."""
-    values = batch.values
-    columns = [
-        values["temperature"],
-        values["top_p"],
-        values["min_p"],
-        values["top_k"],
-        values["seed"].view(np.int64),
-        values["sample_index"].view(np.int64),
-        batch.position.view(np.int64),
-    ]
+    columns = [batch.position if each.name == "position" else batch.values[each.name] for each in fields(SamplingRows)]
     # one after another in memory, where a row's values were: kernels read them so, on a CPU too
-    return [np.ascontiguousarray(column) for column in columns]
+    columns = [np.ascontiguousarray(column) for column in columns]
+    return [column.view(np.int64) if column.dtype == np.uint64 else column for column in columns]

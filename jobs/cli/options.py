@@ -1,4 +1,4 @@
-"""What options of the command line hold, and the arguments of a run that they make."""
+"""Parses options of the command line, and makes the arguments of a run from them."""
 
 import csv
 import json

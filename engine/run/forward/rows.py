@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.kernels.upload import ALIGNMENT
 from engine.run.forward.runner import Sampled
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
@@ -107,7 +107,9 @@ class BatchRows:
 
 WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]
 
-NUM_WIDE, NUM_NARROW = 4, 4  # columns of 8 and of 4 bytes that the host writes
+#: The sampler's columns of 8 and of 4 bytes. The host writes those, and before the wide ones next token and position.
+WIDE, NARROW = ([name for name in ROW.names or () if ROW[name].itemsize == size] for size in (8, 4))
+NUM_WIDE, NUM_NARROW = 2 + len(WIDE), len(NARROW)
 NONE: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_BLOCKS = NO_ORDER = np.zeros(0, np.int32)
 
@@ -123,16 +125,15 @@ class StaticRows:
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
         narrow = torch.zeros((NUM_NARROW, pitch), dtype=torch.int32, device=device)
         inputs = torch.zeros((4, pitch), dtype=torch.int64, device=device)[:, :max_num_seqs]
-        next_token_ids, next_positions, seed, sample_index = wide[:, :max_num_seqs]
-        temperature, top_p, min_p = narrow[:3, :max_num_seqs].view(torch.float32)
-        sampling = SamplingRows(
-            temperature, top_p, min_p, narrow[3, :max_num_seqs], seed, sample_index, position=inputs[0]
-        )
+        next_token_ids, next_positions, *of_sampler = wide[:, :max_num_seqs]
+        columns = dict(zip(WIDE, of_sampler, strict=True))
+        for name, column in zip(NARROW, narrow[:, :max_num_seqs], strict=True):
+            columns[name] = column.view(getattr(torch, ROW[name].name))
         self.state = DecodeState(
             next_token_ids,
             next_positions,
             block_tables=torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device),
-            sampling=sampling,
+            sampling=SamplingRows(**columns, position=inputs[0]),
             token_ids=inputs[1],
             positions=inputs[2],
             slot_mapping=inputs[3],
@@ -194,14 +195,6 @@ def _values(
     seqs = changes.seqs
     values = sampling.values[seqs]
     wide, narrow = _padding(len(seqs) + len(changes.padding))
-    wide[:, : len(seqs)] = (
-        step.token_ids[seqs],
-        step.positions[seqs],
-        values["seed"].view(np.int64),
-        values["sample_index"].view(np.int64),
-    )
-    narrow[:, : len(seqs)] = (
-        *(values[name].view(np.int32) for name in ("temperature", "top_p", "min_p")),
-        values["top_k"],
-    )
+    wide[:, : len(seqs)] = (step.token_ids[seqs], step.positions[seqs], *(values[name].view(np.int64) for name in WIDE))
+    narrow[:, : len(seqs)] = [values[name].view(np.int32) for name in NARROW]
     return wide, narrow
