@@ -52,8 +52,9 @@ class VerifyWork(RowsTask):
         self._plan = planned = trusted_plan(context, storage, plan, run)
         if planned.input_format == OPENAI_BATCH or planned.spec.task == EMBED:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
-        if planned.spec.only_new:
-            raise InvalidJob(f"run {run} cannot be verified: its rows, those that were new, are gone with its end")
+        if planned.spec.only_new or planned.spec.order:
+            what = "those that were new" if planned.spec.only_new else "in an order of its own"
+            raise InvalidJob(f"run {run} cannot be verified: its rows, {what}, are gone with its end")
         most = MAX_ANSWERS // max(planned.spec.n, len(planned.spec.labels or ()))
         self._num_of_others = 0
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
