@@ -20,7 +20,6 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 
-
 #: Rows and bytes of a row group that is written, at most: a footer of many groups takes longer to read than its rows.
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
