@@ -23,7 +23,7 @@ class FileTask(Task):
 
     blocking = reads_rows = True
 
-    def __init__(self, function_name: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
         self._function_name, self._args, self._kwargs = function_name, args, kwargs
 
     def open(self, context: JobContext) -> OpenTask:
@@ -76,7 +76,7 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
     return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
 
 
-def _call(name: str, context: JobContext, *args: Any, **kwargs: Any) -> Any:
+def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
     """Import a function only now, and call it."""
     function = resolve_name({**_FILE_JOBS, **_OWN_FUNCTIONS}[name])
     _check_binding(name, function, (context, *args), kwargs)

@@ -218,8 +218,8 @@ SLOW_S = 2.0
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
 
-    limit_s: seconds for opening a file; and seconds without a sign of life for writing a part, closing a task and
-    planning, which may take long as a whole.
+    limit_s: seconds without a sign of life for opening a file, writing a part, closing a task and planning, which may
+    take long as a whole.
     """
 
     def __init__(

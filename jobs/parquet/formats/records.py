@@ -5,10 +5,10 @@ import io
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jobs.common.display import brief
+from jobs.common.display import brief, is_unicode
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
 from jobs.runs.plans.formats import OPENAI_BATCH, TSV
@@ -23,6 +23,7 @@ CHUNK_BYTES = 1 << 20
 
 _UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
+_NOT_UTF8 = "is not UTF-8"
 
 #: How JSON writes half of a surrogate pair, which is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -115,45 +116,56 @@ def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int
     """
     again = deque[_Line]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
-        size, found = line.size, _TOO_LONG if line.text is None else _fields(line.text, delimiter)
+        size, found = line.size, _TOO_LONG if line.text is None else _of_line(line.text, delimiter)
         if found is None:
             size, found = _of_lines(line, again, lines, delimiter)
         if found:
             yield line.number, size, found
 
 
+def _of_line(text: bytes, delimiter: str) -> list[str] | str | None:
+    """Return the fields of a row that is one line, else as `_fields`."""
+    plain = text.removesuffix(b"\r")
+    if not plain or b'"' in plain or b"\r" in plain:
+        return _fields([text], delimiter)
+    try:
+        return plain.decode().split(delimiter)
+    except UnicodeDecodeError:
+        return _NOT_UTF8
+
+
 def _of_lines(
     first: _Line, again: deque[_Line], lines: Iterator[_Line], delimiter: str
 ) -> tuple[int, list[str] | str | None]:
     """Return size and fields of a row whose first line leaves a quote open, or why it is none."""
-    taken, size = [first], first.size
-    problem = "begins a quote that is not closed"
-    while (line := again.popleft() if again else next(lines, None)) is not None:
-        taken.append(line)
-        size += line.size
-        if line.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
-            problem = f"begins a row that {_TOO_LONG}, or close its quote"
-            break
-        if line.text.count(b'"') % 2:
-            found = _fields(b"\n".join(each.text or b"" for each in taken), delimiter)
-            if found is not None:
-                return size, found
-    again.extendleft(reversed(taken[1:]))
-    return first.size, problem
+    taken, size, problem = [first], first.size, "begins a quote that is not closed"
+
+    def texts() -> Iterator[bytes]:
+        nonlocal size, problem
+        yield first.text or b""
+        while (line := again.popleft() if again else next(lines, None)) is not None:
+            taken.append(line)
+            size += line.size
+            if line.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+                problem = f"begins a row that {_TOO_LONG}, or close its quote"
+                return
+            yield line.text
+
+    found = _fields(texts(), delimiter)
+    if found is None:
+        again.extendleft(reversed(taken[1:]))
+        return first.size, problem
+    return size, found
 
 
-def _fields(text: bytes, delimiter: str) -> list[str] | str | None:
-    """Return a row's fields, or why it is none; None where its quote is still open."""
+def _fields(texts: Iterable[bytes], delimiter: str) -> list[str] | str | None:
+    """Return a row's fields, or why it is none, of as many lines as it has; None where its quote is open behind all."""
+    lines = (f"{text.decode(errors='surrogateescape')}\n" for text in texts)
     try:
-        if text and b'"' not in text and b"\r" not in text:
-            return text.decode().split(delimiter)
-        (found,) = csv.reader([f"{text.decode(errors='replace')}\n"], delimiter=delimiter, strict=True)
-        text.decode()
-    except UnicodeDecodeError:
-        return "is not UTF-8"
+        found = next(csv.reader(lines, delimiter=delimiter, strict=True))
     except csv.Error as error:
         return None if "unexpected end of data" in str(error) else f"is not CSV: {str(error)[:200]}"
-    return found
+    return found if is_unicode("".join(found)) else _NOT_UTF8
 
 
 def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:

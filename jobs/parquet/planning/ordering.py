@@ -17,7 +17,7 @@ from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.new_rows import write_kept
+from jobs.parquet.reuse.new_rows import GROUP_BYTES, GROUP_ROWS, write_kept
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_values
 from jobs.parquet.tables.row_buckets import RowBuckets
@@ -27,9 +27,6 @@ from jobs.runs.plans.plan import Plan, Reused, cut_shards
 
 #: Rows whose prompts are alike in so many characters come together; and of these, those that are alike in more.
 BEGINNINGS = (64, 256, 1024, 4096, 16384)
-
-#: Rows and bytes of a row group that is written, at most.
-GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
 Keys = npt.NDArray[np.uint64]
 

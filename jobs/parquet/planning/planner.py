@@ -140,10 +140,10 @@ def _agreed_plan(
             plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
         if create_plan(storage, plan, context.execution_id):
             return plan
-        remove_reused(storage, plan)
+        own, plan = plan, load_plan(storage, os.path.join(spec.output, PLAN))
+        remove_reused(storage, own, plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
-            remove_converted(storage, plan)
-        plan = load_plan(storage, os.path.join(spec.output, PLAN))
+            remove_converted(storage, own)
     if plan.run != spec.run:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     _check_same_model(plan, context.model, submission.model)

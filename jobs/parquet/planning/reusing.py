@@ -68,9 +68,12 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
 
 
-def remove_reused(storage: Storage, plan: Plan) -> None:
-    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable."""
-    if plan.reused is None:
+def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
+    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable.
+
+    first: the plan that is there: the same one where the store has put it, and its reply was lost.
+    """
+    if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
     for number, file in enumerate(plan.files):

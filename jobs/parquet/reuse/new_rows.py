@@ -20,6 +20,9 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 
+#: Rows and bytes of a row group that is written, at most: a footer of many groups takes longer to read than its rows.
+GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
+
 
 def only_rows(storage: Storage, plan: Plan, readable: Plan, is_kept: npt.NDArray[np.bool_]) -> Plan:
     """Write the rows that are kept, file by file; return the plan of these.
@@ -57,7 +60,7 @@ def write_kept(storage: Storage, plan: Plan, file: int, kept: Places) -> None:
 
 def _write(storage: Storage, source: str, target: str, kept: Places) -> list[int]:
     """Copy rows of a Parquet file, which ascend; return how many each row group has."""
-    groups, start = list[int](), 0
+    groups, waiting, start, rows, size = list[int](), list[pa.RecordBatch](), 0, 0, 0
     with writing(target):
         storage.make_folder(os.path.dirname(target))
     with closing(TableReading(storage, source)) as file, writing(target), storage.open_output(target) as sink:
@@ -66,11 +69,16 @@ def _write(storage: Storage, source: str, target: str, kept: Places) -> list[int
             storage.check_interrupted()
             begin, end = np.searchsorted(kept, [start, start + batch.num_rows])
             if begin < end:
-                writer = writer or pq.ParquetWriter(sink, batch.schema)
-                writer.write_batch(batch.take(pa.array(kept[begin:end] - start)))
-                groups.append(int(end - begin))
+                waiting.append(batch.take(pa.array(kept[begin:end] - start)))
+                rows, size = rows + int(end - begin), size + waiting[-1].nbytes
             start += batch.num_rows
-            if end == len(kept):
+            is_last = end == len(kept)
+            if waiting and (is_last or rows >= GROUP_ROWS or size >= GROUP_BYTES):
+                writer = writer or pq.ParquetWriter(sink, batch.schema)
+                writer.write_table(pa.Table.from_batches(waiting))
+                groups.append(rows)
+                waiting, rows, size = [], 0, 0
+            if is_last:
                 break
         if writer is not None:
             writer.close()

@@ -101,7 +101,7 @@ class OldRuns:
                 with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
                     for batch in file.batches():
                         keys[batch.column(ROW).fill_null(-1)] = as_keys(b"".join(batch.column(KEY).to_pylist()))
-            except (*UNREADABLE, LookupError, TypeError, ValueError) as error:
+            except (*UNREADABLE, ArithmeticError, LookupError, TypeError, ValueError) as error:
                 part.told.pass_over(error if isinstance(error, UNREADABLE) else PartDamaged(path, "it has no keys"))
 
     def answers(self, places: Places, schema: pa.Schema) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
@@ -138,13 +138,14 @@ class OldRuns:
                 rows: Places = np.arange(start, start := start + batch.num_rows)
                 if part.journal:
                     rows = np.asarray(batch.column(ROW).fill_null(-1))
+                begin, end = np.searchsorted(wanted, [rows.min(initial=part.num_rows), rows.max(initial=-1) + 1])
                 order = np.argsort(rows, kind="stable")
-                begin, end = np.searchsorted(wanted, [rows.min(initial=0), rows.max(initial=-1) + 1])
                 places = order[np.searchsorted(rows, wanted[begin:end], sorter=order)]
-                taken = batch.select(own.names).take(pa.array(places))
-                good = np.asarray(taken.column(f"{prefix}error").is_null()) & (rows[places] == wanted[begin:end])
+                found = np.flatnonzero(rows[places] == wanted[begin:end])  # so that none is copied for another row
+                taken = batch.select(own.names).take(pa.array(places[found]))
+                good = np.asarray(taken.column(f"{prefix}error").is_null())
                 answers = pa.RecordBatch.from_arrays(taken.columns, schema=schema).filter(pa.array(good))
-                yield begin + np.flatnonzero(good), answers
+                yield begin + found[good], answers
 
 
 def _plan_of(storage: Storage, output: str) -> tuple[str, Plan]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.context.shared_files import ReaderKey
@@ -63,8 +64,8 @@ class ShardWork(RowsTask):
     def open(cls, context: JobContext, run: str, plan: str, shard: int) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
         folder = opened_folder(context, plan, run)
-        if shard not in range(len(folder.plan.shards)):
-            raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {shard!r}")
+        if type(shard) is not int or shard not in range(len(folder.plan.shards)):
+            raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}")
         return cls(context, folder, shard)
 
     def progress(self) -> dict[str, Any]:
@@ -140,7 +141,8 @@ class ShardWork(RowsTask):
             tokens_resumed=requests.tokens_resumed,
         )
         self._folder.make_parts_folder()
-        kept = ColumnChoice(None if spec.keep is None else (*spec.keep, ROW_NUMBER), tuple(spec.drop or ()))
+        ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER)))
+        kept = ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
         with self._reader(kept) as reader:
             size = embedding_size(spec, self._context.model)
             schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)

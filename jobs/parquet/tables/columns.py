@@ -60,12 +60,11 @@ def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.S
 
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
     """Append a file's values to a batch of its rows."""
-    if not columns or columns[0].name in batch.schema.names:
-        return batch
     schema = with_added_fields(batch.schema, columns)
     added = [
         pa.repeat(pa.scalar(value, _TYPES[column.type]), batch.num_rows)
         for column, value in zip(columns, values, strict=True)
+        if column.name not in batch.schema.names
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
 

@@ -139,6 +139,13 @@ def test_wrong_arguments_fail_with_a_message_that_names_them(
     assert says in str(caught.value)
 
 
+def test_a_job_of_files_is_refused_by_name_whatever_its_arguments_are_called(context: JobContext) -> None:
+    task = task_of("jobs.score_shard", [], {"self": 1, "name": 2})
+    assert task is not None
+    with pytest.raises(errors.InvalidJob, match="missing a required argument: 'run'"):
+        task.open(context)
+
+
 @pytest.mark.parametrize("name", ["jobs.os.system", "os.system", "jobs.table.task_of"])
 def test_other_names_are_no_jobs_of_ours(name: str) -> None:
     assert task_of(name, ["true"]) is None

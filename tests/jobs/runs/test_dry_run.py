@@ -117,7 +117,11 @@ def test_rows_that_an_earlier_run_has_answered_cost_nothing(redis: Redis, contex
     assert "2 are answered by earlier runs" in dry_run_lines(found, None)[0]
 
 
-def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chars", [1 << 20, 80])
+def test_a_share_of_a_large_run_is_scaled(
+    context: MakeContext, tmp_path: Path, chars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.parquet.planning.survey.MAX_PICKED_CHARS", chars)
     pq.write_table(pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet")
     three = lambda request: FakeCompletion("", 0, [1, 2, 3])  # noqa: E731
     found = survey(context, tmp_path / "in.parquet", three, max_rows=100)

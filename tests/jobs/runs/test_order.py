@@ -12,6 +12,7 @@ import pytest
 
 from jobs.errors import ColumnConflict, InvalidJob, NewRowsGone
 from jobs.parquet.outputs.read_back import FolderReader
+from tests.jobs.answering import run_task
 from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_reuse import BAD, Asked
 
@@ -63,7 +64,8 @@ def test_rows_that_may_get_long_answers_come_first(runs: Runs) -> None:
 def test_one_file_has_the_order_of_the_input(runs: Runs, folder: Path) -> None:
     found = []
     for output, order in ((runs.output, "prefix"), (runs.output.with_name("plain"), None)):
-        runs.plan(folder, output, single_file="jsonl", order=order, keep=["prompt"], **OPTIONS)
+        columns = {"template": "{prompt}{file}", "filename_column": "file", "keep": ["prompt"]}
+        runs.plan(folder, output, single_file="jsonl", order=order, **columns, **OPTIONS)
         runs.work(Asked())
         found.append([json.loads(line) for line in (output / "output.jsonl").read_text().splitlines()])
     assert [row.pop("row_number") for row in found[0]] == list(range(43))
@@ -85,6 +87,9 @@ def test_lines_that_cannot_be_read_stay_rows(runs: Runs) -> None:
     rows = by_number(runs.score(source, order="prefix", limit=3, **OPTIONS).to_pylist())
     assert rows == plain
     assert "line 2" in rows[1]["error"]
+    verify = {"run": runs.manifest["run"], "plan": str(runs.output / "_plan.json")}
+    with pytest.raises(InvalidJob, match="in an order of its own, are gone"):
+        run_task(runs.context(), "jobs.verify_rows", **verify)
 
 
 def test_answers_of_a_run_in_another_order_are_reused_both_ways(runs: Runs, folder: Path) -> None:

@@ -257,6 +257,36 @@ def test_a_planner_that_comes_second_leaves_nothing(
     assert not own & state_of(new).keys()
 
 
+def test_a_plan_of_which_the_store_has_lost_its_reply_keeps_its_rows(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = planner.create_plan
+    monkeypatch.setattr(planner, "create_plan", lambda *args: create(*args) and False)
+    runs.write(["a", "x", "b"])
+    assert new_run(runs, only_new=True)[1] == ["x"]
+
+
+def test_new_rows_lie_together(runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.parquet.tables.table_reading.BATCH_ROWS", (1,))
+    runs.write(["a", "x", "b", "y"])
+    runs.plan(output=old.with_name("new"), only_new=True, reuse=[str(old)], sampling=GREEDY)
+    (path,) = (old.with_name("new") / "_input").iterdir()
+    assert pq.read_metadata(path).num_row_groups == 1
+
+
+def test_no_answer_is_copied_for_rows_that_others_have(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.write([*map(str, range(64)), "x" * 1_000_000, "last"])
+    runs.score(rows_per_shard=100, sampling=GREEDY)
+    monkeypatch.setattr("jobs.parquet.tables.table_reading.BATCH_ROWS", (64,))  # which the long answer begins
+    pool = pa.proxy_memory_pool(before := pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        assert new_run(runs)[1] == []
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 32 << 20
+
+
 def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
     new, third = (runs.output.parent / name for name in ("new", "third"))
     told = invoke("errors", old, "--retry", new)

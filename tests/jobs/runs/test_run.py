@@ -245,7 +245,7 @@ def test_a_shard_shows_its_progress(runs: Runs, context: JobContext) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "told"),
-    [({"run": "../x"}, "run is '../x'"), ({"plan": 3}, "the path of its plan"), ({"shard": "0"}, "none numbered '0'")],
+    [({"run": "../x"}, "run is '../x'"), ({"plan": 3}, "the path of its plan"), ({"shard": 0.0}, "none numbered 0.0")],
     ids=str,
 )
 def test_a_shard_that_is_none_of_the_plan_fails_by_name(runs: Runs, changed: dict[str, Any], told: str) -> None:
