@@ -39,3 +39,5 @@ def test_a_larger_model_answers_what_a_small_one_is_unsure_of(workers: RealWorke
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert (manifest["rows"], manifest["errors"], manifest["rows_escalated"]) == (ROWS, 0, ROWS // 3)
     wait_until(lambda: not leftovers(workers.redis, *models))
+    assert not workers.redis.exists(f"rq:job:{manifest['run']}-00000")  # else nobody sees that the second one is gone
+    assert workers.redis.exists(f"rq:job:{manifest['run']}-00000-2")

@@ -78,5 +78,5 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
 
 def _runs(job_ids: Iterable[str]) -> list[str]:
     """Return the runs to which jobs belong, in order."""
-    names = (job_id.rpartition("-")[0] for job_id in job_ids)
+    names = (job_id.partition("-")[0] for job_id in job_ids)
     return list(dict.fromkeys(name for name in names if is_run_id(name)))

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.common.keys import worker_key
+from jobs.common.keys import MODEL_FIELD, worker_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, KeptAnswersLost, NoSecondModel, RunCancelled
@@ -252,3 +252,18 @@ def test_another_model_has_to_be_there(site: Site) -> None:
         with pytest.raises(NoSecondModel, match=r"on queue '(bulk|large)' serve none, expected one beside m \("):
             site.runs.plan(**{**CASCADE, **wrong})
     assert set(site.score(escalate_model="large").column("model").to_pylist()) == {"m", "large", None}
+
+
+def test_both_models_may_serve_one_queue(site: Site) -> None:
+    calm = site.score("calm")
+    site.redis.hset("rq:worker:large", "queues", "bulk")
+    run = site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})["run"]
+    site.work("bulk")
+    jobs = queued_jobs(site.redis)
+    assert [site.redis.hget(job.key, MODEL_FIELD) for job in jobs] == [LARGE.fingerprint.encode()] * 2
+    assert obstacles(site.redis, read_snapshot(site.redis, run)) == []
+    assert cancel_run(site.redis, run).removed == 2
+    assert site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})["shards_enqueued"] == 2
+    site.work("bulk")
+    work_off(site.redis, lambda: replace(site.context("large"), queue_name="bulk"), answer=site.answer("large"))
+    assert pq.read_table(site.runs.output).equals(calm)
