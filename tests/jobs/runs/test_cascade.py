@@ -27,6 +27,7 @@ from jobs.runs.watching.snapshot import read_snapshot
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs, list_shards
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, fail, queued_jobs, refuse, run_task, work_off
+from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, finish, open_work
 from tests.jobs.local_runs import Runs
 
@@ -222,8 +223,11 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     assert (site.manifest()["rows_escalated"], read_snapshot(site.redis, run).state) == (4, "finished")
 
 
-def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site) -> None:
-    site.runs.plan(**CASCADE, max_errors=1)
+def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site, invoke: Invoke) -> None:
+    asked = ("--labels", "yes,no", "--rows-per-shard", 4, "--escalate-below", 0.5, "--escalate-to", "large")
+    submitted = invoke("submit", site.runs.source, site.runs.output, *asked, "--max-errors", 1)
+    assert submitted.exit_code == 0, submitted.output
+    site.work("bulk")  # the planning
     first, second, _ = queued_jobs(site.redis)
     for job in (first, second):
         run_task(site.context("bulk"), job.func_name, *job.args, answer=site.answer("bulk"))
