@@ -247,6 +247,18 @@ class PlanningUnderWay(RunError):
     """run {run} is being planned already, {how}: wait for that, or `tokenmill cancel {run}`, then submit again"""
 
 
+class NoSecondModel(RunError):
+    """of models to ask rows again, workers on queue {queue!r} serve {found}, expected one beside {first}, which plans
+    the run: start one there, or name one of them with escalate_model, then submit again"""
+
+    fault = "server"
+
+
+class KeptAnswersLost(RunError):
+    """{path}, the answers that a shard has of the first model, cannot be read ({reason}): remove it if it is there, and
+    submit the run again"""
+
+
 class RunCancelled(RunError):
     """run {run} was cancelled: submit it again with the same arguments to resume it"""
 

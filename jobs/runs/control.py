@@ -109,21 +109,31 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
     facts = state.facts()
     done = state.parts()
-    shards = range(int(facts.get("shards", 0)))
-    ids = [shard_job_id(run, shard) for shard in shards if shard not in done]
+    shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
+    ids = [shard_job_id(run, shard) for shard in shards]
     if "plan_job" in facts:
         ids.append(facts["plan_job"])
-    from_end = _is_nearer_to_end(connection, queue_keys(facts["queue"]).waiting, ids)
+    removed, stopped = _remove_jobs(state, submission, facts["queue"], ids)
+    if "second_queue" in facts:
+        ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
+        more = _remove_jobs(state, submission, facts["second_queue"], ids)
+        removed, stopped = removed + more[0], stopped + more[1]
+    if removed or stopped or "finished" not in facts:
+        tell_of(state, submission, "cancelled")
+    return Cancelled(removed, stopped)
+
+
+def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
+    """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
+    from_end = _is_nearer_to_end(state.connection, queue_keys(queue_name).waiting, ids)
     if from_end:
         ids.reverse()
     removed = stopped = 0
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
-        removed += remove_waiting(state, submission, facts["queue"], chunk, from_end)
-        stopped += state.as_of(submission, partial(stop_held, connection, chunk))
-    if removed or stopped or "finished" not in facts:
-        tell_of(state, submission, "cancelled")
-    return Cancelled(removed, stopped)
+        removed += remove_waiting(state, submission, queue_name, chunk, from_end)
+        stopped += state.as_of(submission, partial(stop_held, state.connection, chunk))
+    return removed, stopped
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:

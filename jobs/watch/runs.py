@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from redis import Redis
 
@@ -15,14 +16,25 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
-from jobs.runs.plans.names import plan_job_id, shard_job_id
+from jobs.runs.plans.names import plan_job_id
 from jobs.runs.redis_state.recorded_parts import recorded_reasons
 from jobs.runs.redis_state.run_index import newest_runs
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.redis_state.totals import FIELDS
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
-from jobs.runs.watching.snapshot import RunSnapshot, read_progress, read_queue, read_snapshot, shards_of, snapshot_of
+from jobs.runs.watching.snapshot import (
+    RunQueue,
+    RunSnapshot,
+    read_progress,
+    read_queue,
+    read_queues,
+    read_snapshot,
+    run_queues,
+    shard_jobs,
+    shards_of,
+    snapshot_of,
+)
 from jobs.runs.watching.time_left import Progress
 
 #: The words of `RunSnapshot.state`.
@@ -39,7 +51,7 @@ MAX_ENTRIES = 20_000
 
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
-    *("cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
+    *("second_queue", "cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
     *FIELDS,
 )
 
@@ -64,23 +76,25 @@ class ShardSeen:
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
     """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
     read = _read_facts(connection, newest_runs(connection, limit))
-    busy = {facts["queue"] for facts, *_ in read.values() if "finished" not in facts}
+    busy = {name for facts, *_ in read.values() if "finished" not in facts for name in run_queues(facts)}
     queues = {
         name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)
-        for name in {facts["queue"] for facts, *_ in read.values()}
+        for name in {name for facts, *_ in read.values() for name in run_queues(facts)}
+    }
+    of_runs = {
+        run: reduce(RunQueue.joined, (queues[name] for name in run_queues(facts))) for run, (facts, *_) in read.items()
     }
     running = {
-        run: set() if "finished" in facts else shards_of(run, queues[facts["queue"]].started)
-        for run, (facts, *_) in read.items()
+        run: {} if "finished" in facts else shards_of(run, of_runs[run].started) for run, (facts, *_) in read.items()
     }
-    ids = [shard_job_id(run, shard) for run, shards in running.items() for shard in shards]
+    ids = [job_id for shards in running.values() for job_id in shards.values()]
     progress = defaultdict[str, list[Progress]](list)
     for job_id, each in zip(ids, read_progress(connection, ids), strict=True):
-        progress[job_id.rpartition("-")[0]].append(each)
+        progress[job_id.partition("-")[0]].append(each)
     found = []
     for run, (facts, done, status) in read.items():
-        queue = queues[facts["queue"]]
-        failed = () if "finished" in facts else sorted(shards_of(run, queue.failed) - running[run])
+        queue = of_runs[run]
+        failed = {} if "finished" in facts else shards_of(run, queue.failed)
         snapshot = snapshot_of(
             run,
             facts,
@@ -89,7 +103,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
             {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED},
             progress[run],
             shards_done=done,
-            failed_jobs=tuple(shard_job_id(run, shard) for shard in failed),
+            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running[run].keys())),
             plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
         )
         if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
@@ -112,9 +126,9 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     is_cancelled = "cancelled" in facts and "finished" not in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
     parts = state.parts_of(numbers)
-    queue = read_queue(connection, facts["queue"], MAX_ENTRIES)
+    queue = read_queues(connection, facts, MAX_ENTRIES)
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
-    ids = [shard_job_id(run, shard) for shard in numbers]
+    ids = shard_jobs(connection, run, numbers, facts)
     with connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.hmget(job_key(job_id), "worker_name", "status")

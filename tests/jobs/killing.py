@@ -18,7 +18,7 @@ from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
-from tests.jobs.answering import queued_jobs, shout
+from tests.jobs.answering import Answer, queued_jobs, shout
 from tests.jobs.local_runs import Runs
 
 
@@ -122,16 +122,16 @@ class FusedRedis(Redis):
         return pipe
 
 
-def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
+def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage, queue: str | None = None) -> ShardWork:
     plan = trusted_plan(context, storage, f"{spec.output}/{PLAN}", spec.run)
     state = RunState(context.connection, spec.run)
-    return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
+    return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard, queue)
 
 
-def finish(work: ShardWork, journalled: bool = False) -> None:
+def finish(work: ShardWork, journalled: bool = False, answer: Answer = shout) -> None:
     """Bring a shard to its end. journalled: with an entry after each answer."""
     for index, request in enumerate(work.requests()):
-        work.deliver(index, [shout(request)])
+        work.deliver(index, [answer(request)])
         if journalled and (write := work.keep({})) is not None:
             write()
     work.result()

@@ -36,6 +36,9 @@ METADATA_KEY = "tokenmill"
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
 
+#: The name of the model that answered, in a run that asks two.
+MODEL = "model"
+
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
     """Return a part's columns without its statistics, which are of its rows alone."""
@@ -92,8 +95,8 @@ def _without_mark(field: pa.Field) -> pa.Field:
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
-    own = kind_of(spec).fields(spec, embedding_size)
-    return [*own, pa.field(REUSED, pa.string())] if spec.reused_column else own
+    more = [name for name, is_there in ((REUSED, spec.reused_column), (MODEL, spec.escalate_below)) if is_there]
+    return [*kind_of(spec).fields(spec, embedding_size), *(pa.field(name, pa.string()) for name in more)]
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:

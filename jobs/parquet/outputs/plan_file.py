@@ -98,6 +98,9 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     counts = dict.fromkeys(TOLD, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
+    if plan.second is not None:  # of whose workers parts are that the first one has begun
+        first = plan.model
+        served |= {"model": {first.name}, "fingerprint": {first.fingerprint}, "dtype": {first.dtype}}
     listed, statistics = list[dict[str, Any]](), RunStatistics()
     for each in parts:
         statistics.add(each)

@@ -165,14 +165,18 @@ class RunFolder:
             tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
-            ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
-            remove_waiting(self.state, verdict.submission, queue, ids)
+            for name, is_second in self.plan.queues(queue):
+                ids = [shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
+                remove_waiting(self.state, verdict.submission, name, ids)
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         size["sizes"] = json.dumps(self.plan.shares)
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
+        if (second := self.plan.second) is not None:
+            model["second_model"], model["second_text"] = second.fingerprint, str(second)
+            model["second_queue"], _ = self.plan.queues(queue)[-1]
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain
         present = self.shards_with_parts()

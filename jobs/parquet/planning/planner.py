@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from jobs.common.version import code_version
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel
-from jobs.errors import ColumnConflict, MissingColumn, OutputHoldsAnotherRun, RunOfAnotherModel
+from jobs.context.served_model import ServedModel, model_text
+from jobs.errors import ColumnConflict, MissingColumn, NoSecondModel, OutputHoldsAnotherRun, RunOfAnotherModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
@@ -36,6 +36,7 @@ from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import is_silent, living_workers
 
 
 def score_parquet(
@@ -135,7 +136,8 @@ def _agreed_plan(
         check_columns(spec, inputs.schema, found[0].path)
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
         context.model.check_asked_for(submission.model)
-        plan = with_reused(context, storage, in_order(context, storage, new_plan(context, spec, inputs)), submission)
+        plan = replace(new_plan(context, spec, inputs), second=second_model(context, spec, submission.queue))
+        plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if not spec.only_new and spec.order is None:
             plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
         if create_plan(storage, plan, context.execution_id):
@@ -171,6 +173,21 @@ def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
         **inputs.of_plan,
     )
+
+
+def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel | None:
+    """Return the model that rows with low margins are asked again of, as its workers tell. Raises NoSecondModel."""
+    if spec.escalate_below is None:
+        return None
+    queue, first, others = spec.escalate_to or queue, context.model, set()
+    for queues, told, left_s in living_workers(context.connection):
+        names = told.get("models") if queue in queues and not is_silent(left_s) else None
+        if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
+            others.add(PinnedModel(told["model"], names[0], told["dtype"]))
+    if len(others) != 1:
+        found = ", ".join(sorted(map(str, others))) or "none"
+        raise NoSecondModel(queue, found, model_text(first.name, first.dtype, first.fingerprint))
+    return others.pop()
 
 
 def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) -> None:

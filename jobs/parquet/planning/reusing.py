@@ -12,11 +12,11 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
-from jobs.parquet.asks.kinds import ask_of
+from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.converted_inputs import convert_inputs
-from jobs.parquet.outputs.part import answer_fields, embedding_size
+from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.sources import row_source
@@ -58,7 +58,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
             pass  # it leaves of matches those that have no error, and can be read
         plan = only_rows(storage, plan, plan, matches.places < 0)
     else:
-        fields = answer_fields(replace(spec, reused_column=None), embedding_size(spec, context.model))
+        fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         with TakenAnswers(storage, plan, schema := pa.schema(fields)) as taken:
             for rows, batch, sources in answers(old, matches, look_up, schema):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
@@ -107,6 +107,8 @@ def match(
     those that are looked up again. Raises InputError."""
     ask, source = asks
     marks = model_mark(context.model.fingerprint)
+    if plan.second is not None:
+        marks = np.concatenate([marks, model_mark(plan.second.fingerprint)])
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
     found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)

@@ -28,7 +28,7 @@ MAX_NAMED = 10
 #: What is raised for a file of a run that cannot be read.
 UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 
-_JOURNAL = re.compile(r"_(\d{5,9})\..*\.answers\.\d+", re.ASCII)
+_JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 
 @dataclass

@@ -64,11 +64,12 @@ def opened_folder(context: JobContext, plan_path: str, run: str) -> RunFolder:
     return RunFolder(storage, plan, RunState(context.connection, run), context.execution_id)
 
 
-def check_model(plan: Plan, served: ServedModel) -> None:
+def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> None:
     """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
-    if plan.model.fingerprint != served.fingerprint:
+    model = plan.model_of(is_second)
+    if model.fingerprint != served.fingerprint:
         found = model_text(served.name, served.dtype, served.fingerprint)
-        raise RunOfAnotherModel(plan.run, str(plan.model), f"{found}, which is served here")
+        raise RunOfAnotherModel(plan.run, str(model), f"{found}, which is served here")
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.common.display import brief
@@ -18,10 +21,11 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
-from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.outputs.part import MODEL, embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.kept_answers import has_kept, keep_answers, kept_answers
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.reuse.taken_answers import taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
@@ -32,6 +36,9 @@ from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice, with_added_fie
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
+from jobs.runs.plans.spec import check_queue_name
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 
 
@@ -39,17 +46,28 @@ class ShardWork(RowsTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
 
     _journal: ShardJournal | None = None
+    _num_escalated = 0
 
     def __init__(
-        self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
+        self,
+        context: JobContext,
+        folder: RunFolder,
+        shard: int,
+        queue: str | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. Raises RunError or NoRoomYet."""
+        """Read the shard's rows. queue: the run's, where the second model of a cascade is asked.
+
+        Raises RunError or NoRoomYet.
+        """
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._queue, self._is_second = queue or context.queue_name, queue is not None
+        self._escalates = queue is None and folder.plan.second is not None
         self._started_at, self._temporary = clock(), folder.temporary_part(shard)
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
-        if folder.lacks(shard):
-            check_model(folder.plan, context.model)
+        if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
+            check_model(folder.plan, context.model, self._is_second)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
             self._files.enter(self._file.path)
@@ -61,12 +79,14 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan: str, shard: int) -> ShardWork:
-        """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
+    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> ShardWork:
+        """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
+        if queue is not None:
+            check_queue_name(queue)
         folder = opened_folder(context, plan, run)
         if type(shard) is not int or shard not in range(len(folder.plan.shards)):
             raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}")
-        return cls(context, folder, shard)
+        return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
         """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
@@ -84,12 +104,15 @@ class ShardWork(RowsTask):
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
-        stats = self._publish(self._requests) if self._requests else None
+        num_low = self._escalate()
+        stats = self._publish(self._requests) if self._requests and not num_low else None
         if self._journal is not None:
             self._journal.remove()
+        if num_low:
+            return {"run": self._folder.plan.run, "shard": self._number, "rows_escalated": num_low}
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
-        ended = self._folder.record_part(stats, self._context.queue_name)
+        ended = self._folder.record_part(stats, self._queue)
         return {
             "run": stats.run,
             "shard": stats.shard,
@@ -110,6 +133,39 @@ class ShardWork(RowsTask):
             self._files.leave(self._file.path)
         super().close()
 
+    def _escalate(self) -> int:
+        """Leave rows with low margins to the second model; return how many at most. 0 where the part comes from here.
+
+        Raises RunError.
+        """
+        folder, context, number = self._folder, self._context, self._number
+        if not self._escalates or folder.has_part(number):
+            return 0
+        num_low = self._shard.rows
+        if self._requests is not None:
+            answers = self._requests.answers()
+            high = {row: answers[row] for row in np.flatnonzero(~self._low(answers)).tolist()}
+            num_low = len(answers) - len(high)
+            try:
+                if num_low:
+                    keep_answers(folder, number, high, self._marks, self._keys)
+            except (OSError, RunError):  # as of _publish
+                if not folder.has_part(number):
+                    raise
+                return 0
+        if num_low:
+            state = RunState(context.connection, folder.plan.run, context.lease)
+            enqueue_shards(context, self._queue, folder.plan, state, [number], num_low)
+        return num_low
+
+    def _low(self, answers: Sequence[Answer]) -> npt.NDArray[np.bool_]:
+        """Return which answers are the first model's, and have low margins."""
+        plan = self._folder.plan
+        own = (self._marks == model_mark(plan.model.fingerprint)).all(axis=1)
+        margins = [math.inf if each.error else each.column("margin") for each in answers]
+        low: npt.NDArray[np.bool_] = own & (np.array(margins) < (plan.spec.escalate_below or 0))
+        return low
+
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
         if self._folder.has_part(self._number):
@@ -126,8 +182,8 @@ class ShardWork(RowsTask):
 
     def _write(self, requests: ShardRequests) -> PartStats:
         """Write the part beside its place."""
-        answers = requests.answers()
         plan, spec = self._folder.plan, self._folder.plan.spec
+        answers = self._with_models(requests.answers())
         stats = part_stats(
             answers,
             self._context.model,
@@ -139,6 +195,7 @@ class ShardWork(RowsTask):
             worker=self._context.worker_name,
             rows_resumed=requests.rows_resumed,
             tokens_resumed=requests.tokens_resumed,
+            rows_escalated=self._num_escalated,
         )
         self._folder.make_parts_folder()
         ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER)))
@@ -154,6 +211,20 @@ class ShardWork(RowsTask):
         folder, keys = self._folder, self._keys.copy()
         keys[[answer.error is not None for answer in answers]] = 0
         write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
+
+    def _with_models(self, answers: list[Answer]) -> list[Answer]:
+        """Return answers with the names of their models, where the run has two."""
+        first, second = self._folder.plan.model, self._folder.plan.second
+        if second is None:
+            return answers
+        names = {
+            model_mark(each.fingerprint).tobytes(): each.name if first.name != second.name else str(each)
+            for each in (first, second)
+        }
+        return [
+            each if each.error else replace(each, columns={**each.columns, MODEL: names.get(mark.tobytes())})
+            for mark, each in zip(self._marks, answers, strict=True)
+        ]
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
@@ -172,7 +243,11 @@ class ShardWork(RowsTask):
         self._keys = row_keys(ask.key_of, rows)
         mark = model_mark(context.model.fingerprint)
         self._marks = np.repeat(mark, len(rows), axis=0)
-        found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
+        if self._is_second:
+            found = kept_answers(self._folder.storage, plan, self._number)
+            self._num_escalated = len(rows) - len(found)
+        else:
+            found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
         for row, (answer, others) in found.items():
             rows[row], self._marks[row] = answer, as_keys(others)
         self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark)

@@ -15,13 +15,13 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.parquet.asks.kinds import ask_of
+from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import model_mark
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.output_file import part_rows
-from jobs.parquet.outputs.part import answer_fields, read_part_stats
+from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import read_keys
@@ -36,7 +36,7 @@ from jobs.runs.plans.plan import Plan
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
 
 #: Follows what else is computed at the time.
-_NOT_COMPARED = {"cached_tokens", "reused", "probability", "margin"}
+_NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 
 
 class VerifyWork(RowsTask):
@@ -57,7 +57,7 @@ class VerifyWork(RowsTask):
         most = MAX_ANSWERS // max(planned.spec.n, len(planned.spec.labels or ()))
         self._num_of_others = 0
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
-        fields = [field for field in answer_fields(planned.spec) if field.name not in _NOT_COMPARED]
+        fields = [field for field in kind_of(planned.spec).fields(planned.spec, 0) if field.name not in _NOT_COMPARED]
         self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
         columns = {name: planned.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}

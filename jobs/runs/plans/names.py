@@ -30,6 +30,7 @@ KEYS = "_keys"
 REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
+_SHARD_JOB = re.compile(r"([0-9a-f]{16})-(\d+)(?:-2)?", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -70,9 +71,9 @@ def temporary_name(execution_id: str, name: str) -> str:
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 
-def shard_job_id(run: str, shard: int) -> str:
-    """Return the id of a shard's job, in the letters that RQ allows."""
-    return f"{run}-{shard:05d}"
+def shard_job_id(run: str, shard: int, is_second: bool = False) -> str:
+    """Return the id of a shard's job, in the letters that RQ allows. is_second: asks the second model of a cascade."""
+    return f"{run}-{shard:05d}{'-2' if is_second else ''}"
 
 
 def plan_job_id(run: str) -> str:
@@ -82,10 +83,8 @@ def plan_job_id(run: str) -> str:
 
 def run_and_shard(job_id: str) -> tuple[str, int] | None:
     """Return the run and the shard that a job's id tells; None for one that is no shard's."""
-    run, _, number = job_id.rpartition("-")
-    if not is_run_id(run) or not (number.isascii() and number.isdigit()):
-        return None
-    return run, int(number)
+    match = _SHARD_JOB.fullmatch(job_id)
+    return (match[1], int(match[2])) if match else None
 
 
 def job_shard(run: str, job_id: str) -> int | None:

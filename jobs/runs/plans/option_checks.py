@@ -30,6 +30,13 @@ def output_prefix(name: str, value: Any) -> str:
     return value
 
 
+def share(name: str, value: Any) -> float:
+    """Return a number above 0, and at most 1. Raises InvalidValue."""
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise unlike(name, value, "a number above 0, at most 1")
+    return float(value)
+
+
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 

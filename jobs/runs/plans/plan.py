@@ -100,8 +100,9 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. reused: None where no earlier run was named. input_folder: of what was made of
-    inputs that are no Parquet; by default in the output.
+    sizes: bytes of what each shard asks. reused: None where no earlier run was named. second: the model that rows with
+    low margins are asked again of. input_folder: of what was made of inputs that are no Parquet; by default in the
+    output.
     """
 
     spec: RunSpec
@@ -116,6 +117,7 @@ class Plan:
     repeated: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     reused: Reused | None = None
+    second: PinnedModel | None = None
     input_folder: str | None = field(default=None, compare=False)
 
     @property
@@ -142,6 +144,14 @@ class Plan:
         """Return where answers for a shard's rows are that were taken from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
+
+    def model_of(self, is_second: bool) -> PinnedModel:
+        """Return the model of a shard's first job, or of the second one."""
+        return self.second if is_second and self.second else self.model
+
+    def queues(self, queue: str) -> list[tuple[str, bool]]:
+        """Return the queues of a shard's jobs in turn, and which asks the second model. queue: the run's."""
+        return [(queue, False), *([(self.spec.escalate_to or queue, True)] if self.second else [])]
 
     @property
     def converted_folder(self) -> str:
@@ -205,6 +215,7 @@ class Plan:
                 repeated=tuple(content["repeated"]),
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
+                second=PinnedModel(**content["second"]) if content.get("second") else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
+from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.attempts import check_repairs
@@ -84,6 +85,9 @@ class RunSpec:
     reused_column: str | None = None
     order: str | None = None
     logprob_type: str = checks.LOGPROB_TYPES[0]
+    escalate_below: float | None = None
+    escalate_to: str | None = None
+    escalate_model: str | None = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
@@ -223,6 +227,9 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "model_alias": checks.model_alias,
     "order": partial(one_of, known=("prefix",)),
     "logprob_type": partial(one_of, known=checks.LOGPROB_TYPES),
+    "escalate_below": checks.share,
+    "escalate_to": lambda name, value: check_queue_name(value, name),
+    "escalate_model": lambda _, value: parse_model(value),
 }
 
 #: What fields have that are in the JSON whatever they are.
@@ -259,6 +266,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         raise InvalidJob("order sorts the rows of a whole run, and only_new leaves some out: give one of them")
     is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
     is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
+    low, second = spec.escalate_below, spec.escalate_to or spec.escalate_model
     for asked, is_met, what in (
         (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates"),
         (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
@@ -267,6 +275,9 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
         (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
         (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+        (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
+        (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
+        (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
     ):
         if asked and not is_met:
             raise InvalidJob(what)
@@ -305,7 +316,8 @@ def check_num_files(found: int) -> None:
         raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
 
 
-def check_queue_name(value: Any) -> None:
-    """Raise InvalidValue for what can be no queue's name."""
+def check_queue_name(value: Any, name: str = "queue") -> str:
+    """Return a queue's name. Raises InvalidValue for what can be none."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise unlike("queue", value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
+        raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
+    return value

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,31 +26,52 @@ CHUNK = 100
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
-def enqueue_shards(context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int]) -> int:
-    """Enqueue those of the shards that no live job is working on; return how many.
+@dataclass(frozen=True)
+class Phase:
+    """Whose jobs are enqueued: what they have in common. queue: the run's. low: rows that the second model of a cascade
+    is asked of each shard; None for the first model's jobs."""
+
+    plan: Plan
+    queue: str
+    meta: Mapping[str, str]
+    low: int | None = None
+
+    @property
+    def queues(self) -> list[tuple[str, bool]]:
+        """Return those of this phase's jobs and of later ones, as of the plan."""
+        return self.plan.queues(self.queue)[self.low is not None :]
+
+
+def enqueue_shards(
+    context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int], low: int | None = None
+) -> int:
+    """Enqueue those of the shards that no live job is working on; return how many. low: as of Phase.
 
     Raises RunBusy when another planner has this one's job, RunCancelled when `cancel` came in between, and between two
     chunks what interrupts the job.
     """
-    enqueued = 0
-    waiting = WaitingJobs(JobQueue(context.connection, queue_name), plan.run)
+    enqueued, phase = 0, Phase(plan, queue_name, dict(context.trace), low)
+    queues = [WaitingJobs(JobQueue(context.connection, name), plan.run) for name, _ in phase.queues]
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
-        chunk = partial(_enqueue_chunk, waiting, plan, state, shards[start : start + CHUNK], dict(context.trace))
+        chunk = partial(_enqueue_chunk, queues, phase, state, shards[start : start + CHUNK])
         enqueued += state.write(chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
 def _enqueue_chunk(
-    on_queue: WaitingJobs, plan: Plan, state: RunState, shards: Sequence[int], meta: Mapping[str, str], pipe: Pipeline
+    queues: Sequence[WaitingJobs], phase: Phase, state: RunState, shards: Sequence[int], pipe: Pipeline
 ) -> int:
     state.check_not_cancelled()
     submission, cancelled = state.submission(), state.cancelled_submission()
-    ids = {shard: shard_job_id(plan.run, shard) for shard in shards}
-    queue = on_queue.queue
-    found = _look(on_queue, list(ids.values()))
-    alive = {job.id for job in found if _is_alive(job, queue.name, cancelled)}
-    waiting = [shard for shard, job_id in ids.items() if job_id not in alive]
+    plan, queue = phase.plan, queues[0].queue
+    found, alive = list[EarlierJob](), set[str]()
+    ids = [{shard: shard_job_id(plan.run, shard, is_second) for shard in shards} for _, is_second in phase.queues]
+    for on_queue, of_shards in zip(queues, ids, strict=True):
+        jobs = _look(on_queue, list(of_shards.values()))
+        found += jobs
+        alive |= {job.id for job in jobs if _is_alive(job, on_queue.queue.name, cancelled)}
+    waiting = {shard: ids[0][shard] for shard in shards if alive.isdisjoint(each[shard] for each in ids)}
     pipe.multi()
     state.take_turn(pipe)
     for job in found:
@@ -60,16 +81,16 @@ def _enqueue_chunk(
         elif 0 < cancelled >= job.submission:  # it is the newest submission's from now on
             pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
     if waiting:  # also of one that is stopped while this is prepared
-        pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
-    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], meta) for shard in waiting])
-    for shard in waiting:
+        pipe.zrem(queue.keys.failed, *waiting.values())
+    queue.enqueue_many(pipe, [_job(phase, shard, job_id) for shard, job_id in waiting.items()])
+    for shard, job_id in waiting.items():
         fields: dict[Any, Any] = {
-            SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n,
-            MODEL_FIELD: plan.model.fingerprint,
+            SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n if phase.low is None else phase.low,
+            MODEL_FIELD: plan.model_of(is_second=phase.low is not None).fingerprint,
             SUBMISSION_FIELD: submission,
             KIND_FIELD: FILE,
         }
-        pipe.hset(job_key(ids[shard]), mapping=fields)
+        pipe.hset(job_key(job_id), mapping=fields)
     pipe.execute()
     return len(waiting)
 
@@ -96,14 +117,15 @@ def _look(on_queue: WaitingJobs, job_ids: Sequence[str]) -> list[EarlierJob]:
     return read_earlier(connection, job_ids, on_queue.queue.keys)
 
 
-def _job(plan: Plan, shard: int, job_id: str, meta: Mapping[str, str]) -> Any:
+def _job(phase: Phase, shard: int, job_id: str) -> Any:
+    plan, is_second = phase.plan, phase.low is not None
     return prepared_job(
         "jobs.score_shard",
-        args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
+        args=(plan.run, os.path.join(plan.spec.output, PLAN), shard, *([phase.queue] if is_second else [])),
         timeout=-1,
-        result_ttl=RESULT_TTL_S,
+        result_ttl=0 if plan.second and not is_second else RESULT_TTL_S,  # it is gone once the second is there
         failure_ttl=FAILURE_TTL_S,
-        description=f"shard {shard} of run {plan.run}",
+        description=f"shard {shard} of run {plan.run}{', again' if is_second else ''}",
         job_id=job_id,
-        meta=dict(meta) or None,
+        meta=dict(phase.meta) or None,
     )

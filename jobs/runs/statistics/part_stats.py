@@ -12,7 +12,7 @@ COUNTED = (
 )
 
 #: The same in a manifest.
-TOLD = (*COUNTED, "rows_resumed", "tokens_resumed")
+TOLD = (*COUNTED, "rows_resumed", "tokens_resumed", "rows_escalated")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class PartStats:
     started_at, ended_at: Unix time in seconds.
     failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
     rows_reused: rows whose answer was taken from an earlier run.
+    rows_escalated: rows that were asked again of the second model.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
 
@@ -53,6 +54,7 @@ class PartStats:
     rows_resumed: int = 0
     tokens_resumed: int = 0
     rows_reused: int = 0
+    rows_escalated: int = 0
 
     @property
     def seconds(self) -> float:

@@ -31,6 +31,8 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
+    if waits and snapshot.awaited_second:
+        found.append(snapshot.awaited_second)
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
     elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
@@ -64,7 +66,7 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         for place, job_id in enumerate(ids)
         if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
     )
-    ahead = ids[: next(ours, len(ids))]
+    ahead = ids[: next(ours, 0 if snapshot.second_queue else len(ids))]
     running = [stored.text(entry).partition(":")[0] for entry in started]
     if not ahead and not running:
         return []
@@ -76,5 +78,5 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
 
 def _runs(job_ids: Iterable[str]) -> list[str]:
     """Return the runs to which jobs belong, in order."""
-    names = (job_id.rpartition("-")[0] for job_id in job_ids)
+    names = (job_id.partition("-")[0] for job_id in job_ids)
     return list(dict.fromkeys(name for name in names if is_run_id(name)))

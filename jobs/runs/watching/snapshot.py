@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from redis import Redis
@@ -56,7 +57,8 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. submitted_at, began_at,
+    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. awaited_second: what is to be
+    done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
     ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
@@ -85,6 +87,8 @@ class RunSnapshot:
     left_s: float | None = None
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
+    awaited_second: str | None = None
+    second_queue: str | None = None
     model: str | None = None
     submitted_at: float | None = None
     began_at: float | None = None
@@ -195,17 +199,17 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     facts = state.facts()
     plan_job = facts.get("plan_job")
     plan_status = job_status(connection.hget(job_key(plan_job or ""), "status"))
-    seen = read_queue(connection, facts["queue"])
+    seen = read_queues(connection, facts)
     started = shards_of(run, seen.started)
     parts = state.look(started)  # afterwards: what ends in between is done, and not nowhere
-    running = {shard for shard in started if shard not in parts.shards}
+    running = {shard: job_id for shard, job_id in started.items() if shard not in parts.shards}
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
     # A failed job of a shard with a part was another execution's; or it failed to end a run that is whole.
     is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not started
     failed_shards = shards_of(run, seen.failed)
     done = frozenset() if is_unended else parts.shards
-    failed = tuple(shard_job_id(run, shard) for shard in sorted(failed_shards.difference(done, running)))
-    progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
+    failed = tuple(failed_shards[shard] for shard in sorted(failed_shards.keys() - done - running.keys()))
+    progress = read_progress(connection, list(running.values()))
     under_way = dict(zip(running, progress, strict=True))
     silent = silent_workers(connection, (each.worker for each in progress))
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
@@ -214,9 +218,12 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         planned = range(shards)
         rest = [shard for shard in planned if shard not in parts.shards]
         if not seen.length:
-            claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
+            kinds = (False, True) if "second_queue" in facts else (False,)
+            jobs = (shard_job_id(run, shard, is_second) for shard in rest or planned for is_second in kinds)
+            claimed = num_held(connection, jobs)
         if "cancelled" not in facts and plan_status not in WAITING:
-            sought = [job_key(shard_job_id(run, shard)) for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
+            lost = [shard for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
+            sought = list(map(job_key, shard_jobs(connection, run, lost, facts)))
             there: Any = connection.exists(*sought) if sought else 0
             gone = len(sought) - int(there)
     snapshot = snapshot_of(
@@ -233,6 +240,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         silent_workers=tuple(sorted(silent)),
+        awaited_second=_awaited_second(connection, facts),
+        second_queue=facts.get("second_queue"),
     )
     left_s = time_left(facts.get("sizes"), shards, rows, parts, alive, time.time())
     return replace(snapshot, left_s=left_s if snapshot.state == "running" else None)
@@ -346,6 +355,17 @@ def awaited_model(
     return name and safe_name(name, MAX_TEXT_CHARS)
 
 
+def _awaited_second(connection: Redis, facts: Mapping[str, str]) -> str | None:
+    """Say that nobody serves the second model of a cascade, where that is so."""
+    if "second_queue" not in facts:
+        return None
+    _, models = read_workers(connection, facts["second_queue"])
+    if models is None or facts["second_model"] in models:
+        return None
+    model = safe_name(facts["second_text"], MAX_TEXT_CHARS)
+    return f"no worker on queue {facts['second_queue']!r} serves model {model}, which is asked again: start one there"
+
+
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
     return error_line(last_error(connection, job_id)) or "it left no error"
@@ -370,6 +390,11 @@ class RunQueue:
     workers: int
     models: set[str] | None
 
+    def joined(self, second: RunQueue) -> RunQueue:
+        """Return it with the jobs of another one, whose workers do not count."""
+        started, failed = [*self.started, *second.started], [*self.failed, *second.failed]
+        return replace(self, started=started, failed=failed, length=self.length + second.length)
+
 
 def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
     """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
@@ -381,6 +406,16 @@ def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
         pipe.zrevrange(keys.failed, 0, most - 1)
         waiting, popped, started, failed = pipe.execute()
     return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
+
+
+def run_queues(facts: Mapping[str, str]) -> list[str]:
+    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
+    return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
+
+
+def read_queues(connection: Redis, facts: Mapping[str, str], most: int = 0) -> RunQueue:
+    """Look at the queues of a run, as read_queue does."""
+    return reduce(RunQueue.joined, [read_queue(connection, name, most) for name in run_queues(facts)])
 
 
 def living_workers(connection: Redis) -> list[tuple[list[str], dict[str, Any], int]]:
@@ -404,21 +439,38 @@ def living_workers(connection: Redis) -> list[tuple[list[str], dict[str, Any], i
     ]
 
 
+def is_silent(left_s: int) -> bool:
+    """Whether a worker has told nothing lately. left_s: for how long what it told is kept."""
+    return 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S
+
+
 def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
     """Return how many workers of a queue live, and all names of the models that they serve, if all say that."""
     listening = [(told, left_s) for queues, told, left_s in living_workers(connection) if queue in queues]
     if any(told == {} for told, _ in listening):
         return len(listening), None
     # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
-    served = [told.get("models") for told, left_s in listening if not 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S]
+    served = [told.get("models") for told, left_s in listening if not is_silent(left_s)]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(listening), models
 
 
-def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:
-    """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`."""
-    shards = (job_shard(run, stored.text(entry).partition(":")[0]) for entry in entries)
-    return {shard for shard in shards if shard is not None}
+def shards_of(run: str, entries: Iterable[bytes]) -> dict[int, str]:
+    """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`, and their jobs' ids."""
+    ids = (stored.text(entry).partition(":")[0] for entry in entries)
+    return {shard: job_id for job_id in ids if (shard := job_shard(run, job_id)) is not None}
+
+
+def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mapping[str, str]) -> list[str]:
+    """Return the ids of shards' jobs: those that ask the second model where they are there."""
+    ids = [shard_job_id(run, shard) for shard in shards]
+    if "second_queue" not in facts:
+        return ids
+    second = [shard_job_id(run, shard, is_second=True) for shard in shards]
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in second:
+            pipe.exists(job_key(job_id))
+        return [after if there else id for id, after, there in zip(ids, second, pipe.execute(), strict=True)]
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
