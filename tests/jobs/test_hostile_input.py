@@ -96,20 +96,6 @@ def test_values_that_pythons_types_cannot_hold_cost_their_row_at_most(
     assert (row["completion"] is None) != (row["error"] is None)
 
 
-def test_a_page_that_turns_out_broken_fails_its_shard_by_name(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": [f"prompt {n}" for n in range(100)]}), path, compression="none")
-    broken = bytearray(path.read_bytes())
-    broken[4:200] = b"\xff" * 196
-    path.write_bytes(broken)
-    score_parquet(make_context(), str(path), str(tmp_path / "out"))
-    (job,) = queued_jobs(redis)
-    with pytest.raises(errors.CorruptParquet, match=r"in\.parquet"):
-        run_task(make_context(), job.func_name, *job.args)
-
-
 @pytest.mark.parametrize("name", ["nothing.parquet", "*.nothing", "empty", "x" * 300, "x" * 5000])
 def test_an_input_that_names_nothing_is_refused(context: JobContext, tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
