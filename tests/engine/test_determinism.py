@@ -26,7 +26,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(5)
     prefix = [rng.randrange(3, 500) for _ in range(20)]
     prompts = [prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))] for i in range(64)]
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     return [(prompt, replace(params, seed=1000 + i, **MIXES[i % len(MIXES)])) for i, prompt in enumerate(prompts)]
 
 
