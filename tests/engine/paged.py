@@ -71,11 +71,6 @@ class PagedBatch:
         """int32 on the device."""
         return torch.as_tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
 
-    def poisoned_output(self, num_more_rows: int = 0) -> Tensor:
-        tokens, heads, head_dim = self.query.shape
-        shape = (tokens + num_more_rows, heads, head_dim)
-        return torch.full(shape, float("nan"), dtype=self.query.dtype, device=DEVICE)
-
     def expected(self) -> Tensor:
         """[tokens, heads, head_dim] float64; zeros for padding."""
         out, start = torch.zeros(self.query.shape, dtype=torch.float64), 0

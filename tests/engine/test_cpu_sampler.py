@@ -53,17 +53,6 @@ def test_every_small_vocabulary(dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-def test_the_only_token_is_found_wherever_it_is(dtype: torch.dtype) -> None:
-    """Greedy, drawn and cut, at both ends of each tile and of the vocabulary."""
-    places = [0, 127, 128, 255, 299]
-    logits = torch.full((4 * len(places), 300), -torch.inf, dtype=dtype)
-    logits[torch.arange(len(logits)), torch.tensor(places * 4)] = 2.0
-    cuts = {"temperature": [0.0, 1.0, 1.0, 1.0], "top_k": [0, 0, 1, 0], "top_p": [1, 1, 1, 0.5]}
-    chosen = compare(logits, **{name: np.repeat(each, len(places)) for name, each in cuts.items()})
-    assert chosen.tolist() == places * 4
-
-
-@both_dtypes
 def test_what_is_no_distribution_has_no_token(dtype: torch.dtype) -> None:
     """NaN of either sign, plus infinity, all banned: greedy and drawn, in the first tile and in others."""
     rows = []
@@ -75,14 +64,6 @@ def test_what_is_no_distribution_has_no_token(dtype: torch.dtype) -> None:
     for temperature in (0.0, 1.0):
         for cut in ({}, {"top_k": 5}, {"top_p": 0.5}):
             assert compare(torch.stack(rows), temperature=temperature, **cut).tolist() == [-1] * len(rows)
-
-
-@pytest.mark.parametrize("cut", [{"top_k": 150}, {"top_p": 0.5}])
-def test_a_cut_among_equals_keeps_the_lowest_ids_across_tiles(cut: dict[str, float]) -> None:
-    """Three hundred equal logits, of which the first half stays."""
-    chosen = compare(torch.full((600, 300), 3.0), **cut)
-    assert chosen.max() < 150
-    assert chosen.max() > 130
 
 
 @both_dtypes

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
-from engine.run.device import SPARE_BYTES, GpuMemory, measure_room
+from engine.run.device import SPARE_BYTES, GpuMemory
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.graphs import simulate_graphs
 
@@ -47,41 +45,6 @@ class FakeGpu(GpuMemory):
 
     def give(self, num_bytes: int) -> None:
         self.taken -= num_bytes
-
-
-class Held:
-    """Something that holds memory."""
-
-
-# A GPU
-
-
-sizes = st.integers(0, 200 * MIB)
-
-
-@given(sizes, sizes, sizes, sizes, sizes, st.floats(0.1, 1.0))
-def test_pool_graphs_and_largest_step_fit_together(
-    others: int, weights: int, step: int, graphs: int, scratch: int, share: float
-) -> None:
-    """Whatever each of them takes; and nothing that could be used is left, save the spare."""
-    total = 1000 * MIB
-    gpu = FakeGpu(total, others + weights)
-    small_pool = Held()
-    gpu.take(scratch, small_pool)
-
-    def capture() -> Held:
-        held = Held()
-        gpu.take(graphs, held)
-        return held
-
-    room = measure_room(gpu, share, warm_up=lambda: gpu.take(step), capture=capture)
-    pool_bytes = max(0, room + scratch)
-    del small_pool
-    assert gpu.taken == others + weights
-    everything = others + weights + graphs + step + pool_bytes
-    assert everything <= int(total * share) or pool_bytes == 0
-    if pool_bytes:
-        assert everything == int(total * share) - SPARE_BYTES
 
 
 def start_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int) -> None:

@@ -98,23 +98,6 @@ def test_grouped_products_equal_float64(
         torch.testing.assert_close(got.double(), torch.cat(wide), rtol=tolerance, atol=tolerance)
 
 
-def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None) -> None:
-    """Choices sorted by expert come back to their tokens, in float32 and rounded once."""
-    device = device_of(kernels)
-    chosen = torch.tensor([[2, 0], [1, 2], [2, 3], [0, 1]], device=device)
-    groups = ExpertGroups.of(chosen, 5, of_experts(kernels))
-    assert groups.tokens.tolist() == [0, 3, 1, 3, 0, 1, 2, 2]
-    assert groups.ends.tolist() == [2, 4, 7, 8, 8]
-    assert groups.spans == [(0, 0, 2), (1, 2, 4), (2, 4, 7), (3, 7, 8)]
-    weights = random(4, 2, seed=3).to(device)
-    values = random(5, 7, seed=4).to(device)  # what each expert says, whoever asks
-    expected = (weights.unsqueeze(-1) * values[chosen]).sum(1)
-    rows = values[chosen.flatten().sort().values]
-    torch.testing.assert_close(groups.weighted_sums(rows, weights), expected)
-    rounded = groups.weighted_sums(rows.bfloat16(), weights).float()
-    torch.testing.assert_close(rounded, expected, rtol=2e-2, atol=2e-2)
-
-
 # Layers
 
 

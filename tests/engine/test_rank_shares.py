@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from engine import ConfigError, Engine, EngineConfig
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.parallel import Share, TensorParallel
+from engine.layers.parallel import TensorParallel
 from engine.run.forward.model_runner import ModelRunner
 from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
@@ -23,28 +23,6 @@ from engine.tensor_parallel.messages import Channel, Kind, encode, pack_step, un
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.reference import Reference
 from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_ranks_cover_every_dimension_once(size: int) -> None:
-    ranks = [TensorParallel(rank, size) for rank in range(size)]
-    for total in (24, 24 * size):
-        shares = [tp.share(total, "heads") for tp in ranks]
-        assert sum(share.length for share in shares) == total
-        assert [share.start for share in shares] == [i * total // size for i in range(size)]
-    for total in (1, 2, 509, 512):
-        padded = [tp.share_padded(total) for tp in ranks]
-        covered = [i for share in padded for i in range(share.start, share.start + share.length)]
-        assert covered == list(range(total))
-        assert max(share.length for share in padded) == ranks[0].padded_length(total)
-
-
-def test_a_kv_head_goes_to_the_ranks_whose_queries_attend_to_it() -> None:
-    """8 ranks of 16 query heads over 2 KV heads: ranks 0 to 3 hold the first, 4 to 7 the second."""
-    shares = [TensorParallel(rank, 8).share_or_copy(2, "KV heads") for rank in range(8)]
-    assert shares == [Share(rank // 4, 1, 2) for rank in range(8)]
-    with pytest.raises(ConfigError, match="tensor_parallel_size=8: 3 KV heads"):
-        TensorParallel(0, 8).share_or_copy(3, "KV heads")
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])

@@ -1,4 +1,4 @@
-"""The sampler against a float64 reference, its integer weights, and Philox against its published vectors."""
+"""The sampler against a float64 reference, and Philox against its published vectors."""
 
 import math
 from typing import Any
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
-from engine.sampling.draws import first_words, philox4x32, weigh
+from engine.sampling.draws import first_words, philox4x32
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
@@ -131,32 +130,3 @@ def test_choices_equal_a_float64_reference(vocab_size: int, ties: bool) -> None:
         )
         wrong += chosen[i] != token and margin > 1e-6
     assert wrong == 0
-
-
-def test_a_row_does_not_depend_on_the_other_rows() -> None:
-    """The same row alone and in a batch of mixed parameters, also when others need the whole vocabulary."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(70, 5000, generator=generator)
-    rows = sampling_rows(
-        70,
-        temperature=np.linspace(0, 3, 70),
-        top_p=np.where(np.arange(70) % 3 == 0, 1.0, 0.97),
-        top_k=np.where(np.arange(70) % 4 == 0, 3000, 0),
-        seed=np.arange(70),
-    )
-    together = sample(logits, rows)
-    for i in range(70):
-        assert sample(logits[i : i + 1], rows.only(torch.tensor([i])))[0] == together[i]
-
-
-STEPS = torch.tensor([float(2**FRACTION_BITS)])  # the rate at which a logit is a power of two
-ZERO = torch.zeros(1)
-
-
-def test_weights_are_near_the_exact_ones() -> None:
-    """To 1e-6, and to one where that is more; from the likeliest down to nothing."""
-    logits = -torch.linspace(0, 43, 1_000_003, dtype=torch.float32)
-    exact = WHOLE * torch.exp2(logits.double())
-    error = (weigh(logits, ZERO, STEPS) - exact).abs()
-    assert (error <= 1e-6 * exact + 1).all()
-    assert weigh(torch.tensor([-torch.inf, -41.5, -1e38]), ZERO, STEPS).tolist() == [0, 0, 0]

@@ -1,9 +1,8 @@
-"""The triton backend splits mixed steps rightly, is chosen rightly, and says what it needs."""
+"""The triton backend computes the same from any batch, is chosen rightly, and says what it needs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -51,23 +50,6 @@ def test_bits_do_not_depend_on_the_batch_nor_on_being_recorded(backend: TritonBa
     together = attend_by(backend, whole)
     assert torch.equal(attend_by(backend, alone), together[:1])
     assert torch.equal(attend_by(backend, whole, recorded), together)
-
-
-def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
-    """Sequences of 1, 70, 1 and 3 queries: two decode rows, and tiles of 64 queries for the others."""
-    tables = np.arange(12, dtype=np.int32).reshape(4, 3)
-    metadata = backend.build_metadata(tables, np.array([5, 80, 9, 3]), np.array([1, 70, 1, 3]))
-    decode, prefill = metadata.decode, metadata.prefill
-    assert decode.rows.tolist() == [71, 0]
-    assert decode.context_lens.tolist() == [9, 5]
-    assert decode.block_tables.tolist() == tables[[2, 0]].tolist()
-    assert decode.max_context_len == 9
-    assert prefill.seqs.tolist() == [0, 0, 1]
-    assert prefill.starts.tolist() == [0, 64, 0]
-    assert prefill.query_ranges.tolist() == [[1, 71], [72, 75]]
-    assert prefill.block_tables.tolist() == tables[[1, 3]].tolist()
-    parts = (decode.context_lens, decode.block_tables, prefill.starts, prefill.block_tables)
-    assert all(part.data_ptr() % 16 == 0 for part in parts)  # or Triton compiles anew in mid-run
 
 
 def test_auto_does_not_take_it_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:

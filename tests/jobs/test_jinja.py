@@ -193,18 +193,16 @@ def test_a_row_whose_template_runs_away_fails_alone(
     prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jinja_source, "LIMIT_S", 1.0)
-    pq.write_table(pa.table({"n": [1, 10**9, 2, 10**10]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"n": [1, 10**9, 2]}), tmp_path / "in.parquet")
     assert prompts("{{ 'x' * n }}") == [
         "x",
         "the template: it takes more memory than the process may that renders it",
         "xx",
-        "the template: it takes more memory than the process may that renders it",
     ]
     assert prompts("{% if n > 99 %}{{ 10 ** n }}{% endif %}{{ n }}", output="slow") == [
         "1",
         "the template went on for more than 1 s",
         "2",
-        "the template went on for more than 1 s",
     ]
 
 

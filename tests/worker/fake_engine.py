@@ -143,6 +143,12 @@ class FakeEngineWorker(BatchWorker):
             from tests.slow_files import slow_down
 
             slow_down()
+        if seconds := os.environ.get("PERIODS_S"):  # of what takes ten otherwise
+            from worker import assembly
+            from worker.io_thread import maintenance
+            from worker.store import scheduler
+
+            assembly.REDIS_TIMEOUT_S = maintenance._LEFT_PERIOD_S = scheduler._REACQUIRE_S = float(seconds)
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
         return FakeEngine(settings.max_num_seqs, step_s, identity=identity)

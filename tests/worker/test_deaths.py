@@ -101,7 +101,7 @@ def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs
 def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(workers: Workers, tmp_path: Path) -> None:
     """The server is frozen for longer than a lease and longer than the client's patience."""
     job = enqueue(workers, f"file:{tmp_path}/go")
-    worker = workers.start("--name", "w")
+    worker = workers.start("--name", "w", PERIODS_S="3")
     wait_until_started(job)
     server = int(workers.redis.info("server")["process_id"])
     os.kill(server, signal.SIGSTOP)

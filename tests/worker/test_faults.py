@@ -37,8 +37,8 @@ def meet_a_fault(workers: Workers, fault: str, step: str, **env: str) -> str:
     ("step", "fault", "reason"),
     [
         ("open", "import", "ImportError: cannot import name 'pq'"),
-        ("open", "descriptors", "Too many open files"),
-        ("result", "memory", "MemoryError"),
+        pytest.param("open", "descriptors", "Too many open files", marks=pytest.mark.long),
+        pytest.param("result", "memory", "MemoryError", marks=pytest.mark.long),
         ("result", "disk", "No space left on device"),
         ("plan", "descriptors", "Too many open files"),
     ],

@@ -9,7 +9,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Queue, Repeat, Retry
 from rq.group import Group
-from rq.job import Job, JobStatus
+from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import leftovers
@@ -108,18 +108,6 @@ def test_an_ended_job_whose_worker_died_before_its_dependents_were_seen_to_is_ta
     end_leases(redis)
     (found,) = other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
     assert (found.job_id, found.has_ended) == (first.id, True)
-
-
-def test_a_repeat_runs_as_often_as_asked_whatever_is_sent_twice(redis: Redis, bulk: Queue) -> None:
-    job = bulk.enqueue("f", repeat=Repeat(2))
-    jobs, runs = worker_store(redis), 0
-    while held := claim(jobs):
-        runs += 1
-        jobs.finish([succeeded(held[0])])
-        jobs.finish([succeeded(held[0])])
-    assert runs == 3
-    assert len(job.results()) == 3
-    assert job.get_status() == JobStatus.FINISHED
 
 
 @pytest.mark.parametrize("second_queue", ["bulk", "high"])

@@ -68,7 +68,9 @@ def test_a_call_that_does_not_heed_its_interrupt_is_reported_and_its_thread_repl
     pool.close(10)
 
 
-@pytest.mark.parametrize("where", ["sleep", "lock", "socket"])
+@pytest.mark.parametrize(
+    "where", ["lock", *(pytest.param(where, marks=pytest.mark.long) for where in ("sleep", "socket"))]
+)
 def test_functions_that_hang_in_c_fail_at_their_timeout_and_close_the_lane_for_nobody(
     workers: Workers, where: str
 ) -> None:

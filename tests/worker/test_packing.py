@@ -105,20 +105,6 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     assert packer.claimable_files(0) == 2
 
 
-def test_a_file_that_opens_slowly_costs_its_place_and_no_other_file_of_its_lane() -> None:
-    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
-    slow = [job(number, 0, [1]) for number in range(2)]
-    packer.opening(slow[0])
-    packer.opens_slowly(slow[0])
-    assert packer.claimable_files(0) == 1
-    packer.opening(slow[1])
-    packer.opens_slowly(slow[1])
-    assert (packer.claimable_files(0), packer.free_files) == (0, 0), "more files than threads"
-    assert packer.claim_room(0) == SLOTS + PREFETCH
-    packer.opened(slow[0])
-    assert packer.claimable_files(0) == 1
-
-
 def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -> None:
     """As many as may be opened at once, and a batch of requests: fewer would stop the engine after small
     shards that end together."""

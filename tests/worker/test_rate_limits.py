@@ -39,7 +39,7 @@ def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:
 def test_the_slot_of_a_running_job_that_is_cancelled_goes_to_the_next(workers: Workers) -> None:
     queue = workers.queue("bulk")
     running, waiting = (enqueue_rate_limited(queue, "linger"), enqueue_rate_limited(queue, "add", 1, 2))
-    workers.start()
+    workers.start(PERIODS_S="1")
     wait_until_started(running)
     running.cancel()
     assert workers.result(waiting).return_value == 3

@@ -112,7 +112,7 @@ def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers,
 def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(workers: Workers) -> None:
     workers.redis.set("rq:scheduler-lock:bulk", "gone", ex=2)
     job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
-    process = workers.start("--with-scheduler")
+    process = workers.start("--with-scheduler", PERIODS_S="1")
     assert text_of(workers.result(job)) == "echo:a"
     process.terminate()
     assert process.wait(timeout=60) == 0

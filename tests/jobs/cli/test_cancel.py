@@ -1,6 +1,5 @@
 """A run, or one job, is cancelled: what waits goes, what runs is told to stop, and a later submit resumes."""
 
-import json
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 from rq import Queue, RateLimit
-from rq.executions import Execution
 from rq.job import JobStatus
 
 from jobs.cli import commands as cli
@@ -88,52 +86,24 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
 
 
-def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    run = runs.plan(source, rows_per_shard=1)["run"]
-    done, started, *_ = runs.jobs
-    runs.run(done)
-    done.delete()
-    redis.lrem("rq:queue:bulk", 1, started.id)
-    with redis.pipeline() as pipe:
-        execution = Execution.create(started, ttl=60, pipeline=pipe, worker_name="w1")
-        pipe.execute()
-    with redis.pubsub() as listener:
-        listener.subscribe("rq:pubsub:w1")
-        assert listener.get_message(timeout=5)["type"] == "subscribe"
-        result = invoke("cancel", run)
-        message = listener.get_message(timeout=5)
-    assert "3 jobs removed, 1 told to stop" in result.stdout
-    assert json.loads(message["data"]) == {"command": "stop-job", "job_id": started.id}
-    assert runs.jobs == []
-    assert "cancelled" in invoke("status", run).stdout
-    with pytest.raises(RunCancelled):  # a shard that was claimed just before
-        runs.run(started)
-    with redis.pipeline() as pipe:
-        execution.delete(job=started, pipeline=pipe)
-        pipe.hset(started.key, "status", "stopped")
-        pipe.execute()
-    assert runs.plan(source, rows_per_shard=1)["run"] == run
-    assert len(runs.jobs) == 4
-    runs.work()
-    assert (runs.output / "_SUCCESS").exists()
-    assert "is finished: nothing was left to cancel" in invoke("cancel", run).stdout
-
-
 def test_a_cancelled_planning_that_its_workers_death_runs_again_does_not_revive_the_run(
     runs: Runs, invoke: Invoke, make_context: MakeContext, source: Path
 ) -> None:
     arguments = (str(source), str(runs.output))
     planning = make_context()
     run = score_parquet(planning, *arguments, rows_per_shard=1)["run"]
+    claimed = runs.jobs[0]
     assert "5 jobs removed" in invoke("cancel", run).stdout
     with pytest.raises(RunCancelled):
         score_parquet(planning, *arguments, rows_per_shard=1)
+    with pytest.raises(RunCancelled):  # a shard that was claimed just before
+        runs.run(claimed)
     assert runs.jobs == []
     assert "cancelled" in invoke("status", run).stdout
     runs.plan(*arguments, rows_per_shard=1)
     assert len(runs.jobs) == 5
+    runs.work()
+    assert "is finished: nothing was left to cancel" in invoke("cancel", run).stdout
 
 
 def held(redis: Redis, job_id: str, worker: str = "node-1") -> None:

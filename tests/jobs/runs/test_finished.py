@@ -138,7 +138,7 @@ def test_what_was_made_of_parts_one_of_which_is_gone_is_made_again(ended: Site, 
 
 
 #: Of the steps each so many-eth is tried.
-STRIDES = [7, pytest.param(1, marks=pytest.mark.long)]
+STRIDES = [13, pytest.param(1, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("stride", STRIDES)

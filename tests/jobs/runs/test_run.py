@@ -128,7 +128,7 @@ def test_a_shard_that_runs_or_that_a_worker_holds_is_not_enqueued_again(
 _outputs = itertools.count()
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), group=st.integers(1, 12), finished=st.sets(st.integers(0, 9)))
 def test_resume_enqueues_exactly_the_shards_without_part(
     runs: Runs, redis: Redis, tmp_path: Path, rows: int, size: int, group: int, finished: set[int]

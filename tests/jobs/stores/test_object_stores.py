@@ -194,7 +194,7 @@ def test_a_shard_goes_on_where_another_execution_has_left_it(s3: S3, context: Jo
     assert len(s3.rows("data/out")) == 4
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "lost"])
+@pytest.mark.parametrize("fault", ["lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("503", "cut"))])
 def test_a_store_that_fails_for_moments_costs_nothing(
     s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault
 ) -> None:
@@ -261,8 +261,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     return store
 
 
+@pytest.mark.parametrize("stride", [37, pytest.param(11, marks=pytest.mark.long)])
 def test_no_kill_point_strands_a_run_in_a_store(
-    memory: MemoryStore, redis: Redis, context: JobContext, tmp_path: Path
+    memory: MemoryStore, redis: Redis, context: JobContext, tmp_path: Path, stride: int
 ) -> None:
     pq.write_table(rows(6), tmp_path / "in.parquet", row_group_size=2)
     spec, step = spec_of(str(tmp_path / "in.parquet")), 0
@@ -273,7 +274,7 @@ def test_no_kill_point_strands_a_run_in_a_store(
         assert "finished" in RunState(redis, spec.run).facts()
         redis.flushall()
         obstore.delete(memory, names)
-        step += 11
+        step += stride
     assert step > 60
 
 
