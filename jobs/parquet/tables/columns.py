@@ -43,7 +43,7 @@ class ColumnChoice(NamedTuple):
     def of(self, found: Sequence[str]) -> list[str] | None:
         """Return those of a file's columns that are chosen; None for all."""
         if self.names is not None:
-            return [*self.names, *(name for name in found if name == PROBLEM)]
+            return [name for name in (*self.names, PROBLEM) if name in found]
         return [name for name in found if name not in self.without] if self.without else None
 
 
@@ -61,6 +61,8 @@ def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.S
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
     """Append a file's values to a batch of its rows."""
     schema = with_added_fields(batch.schema, columns)
+    if len(schema) == batch.num_columns:  # which may have rows and no column
+        return batch
     added = [
         pa.repeat(pa.scalar(value, _TYPES[column.type]), batch.num_rows)
         for column, value in zip(columns, values, strict=True)

@@ -26,6 +26,7 @@ ANSWERS = [field.name for field in OUTPUT_FIELDS]
     [
         ({"keep": ["x", "extra"]}, ["extra", "x"]),
         ({"keep": []}, []),
+        ({"keep": [], "filename_column": "file"}, ["file"]),
         ({"drop": ["prompt"]}, ["id", "extra", "x.y", "x"]),
     ],
 )
