@@ -18,8 +18,8 @@ from tokenmill_dashboard.guard import MAX_CONNECTIONS, SESSION_COOKIE, SESSION_S
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
 
 
-def form_token(client: TestClient) -> str:
-    found = re.search(r'name="form_token" value="([^"]+)"', client.get("/failed").text)
+def form_token(client: TestClient, path: str = "/failed") -> str:
+    found = re.search(r'name="form_token" value="([^"]+)"', client.get(path).text)
     assert found is not None
     return found[1]
 
@@ -112,11 +112,10 @@ def test_a_login_opens_the_page_and_logging_out_closes_it(redis: Redis, open_pag
     assert "samesite=strict" in cookie.lower()
     assert TOKEN not in cookie
     assert page.get("/").status_code == 200
-    found = re.search(r'name="form_token" value="([^"]+)"', page.get("/").text)
-    assert found is not None
+    token = form_token(page, "/")
     page.post("/logout", data={"form_token": "x"})
     assert page.get("/").status_code == 200
-    page.post("/logout", data={"form_token": found[1]})
+    page.post("/logout", data={"form_token": token})
     assert page.get("/", headers={"Accept": "text/html"}).status_code == 303
     elsewhere = page.post("/login", data={"token": TOKEN, "to": "//evil.example"})
     assert elsewhere.headers["location"] == "/"

@@ -1,7 +1,8 @@
 """Fixtures of the engine's tests: random checkpoints, made once, and engines over them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +60,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None
 def references(folders: dict[str, Path]) -> dict[str, Reference]:
     """transformers' answers for each checkpoint, computed when first asked for."""
     return {name: Reference(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def truth(references: dict[str, Reference]) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """Log probabilities [tokens, vocabulary] of what follows each token, by transformers alone."""
+
+    @cache
+    def compute(token_ids: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = references["gqa2_tied_hub"].model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)
+
+    return compute
 
 
 @pytest.fixture

@@ -26,12 +26,6 @@ def fingerprint(folder: Path, dtype: str = "auto") -> str:
     return model_identity(EngineConfig(str(folder), dtype=dtype)).fingerprint
 
 
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(folders: dict[str, Path], copy: Path) -> None:
     original = fingerprint(folders["gqa1_untied"])
     assert fingerprint(copy) == original
@@ -60,25 +54,24 @@ def test_files_that_the_engine_does_not_read_do_not_count(copy: Path) -> None:
     assert fingerprint(copy) == before
 
 
-def test_a_small_tensor_counts_to_its_last_value(copy: Path) -> None:
+def nudge(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][-1] += 1e-3
+
+
+def train(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.embed_tokens.weight"
+    assert tensors[name].nbytes > 1 << 16, "read in samples"
+    tensors[name] *= 1.001
+
+
+@pytest.mark.parametrize("change", [nudge, train])
+def test_a_small_tensor_counts_to_its_last_value_and_training_of_a_large_one_is_found(
+    copy: Path, change: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
     before = fingerprint(copy)
-
-    def nudge(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"][-1] += 1e-3
-
-    change_weights(copy, nudge)
-    assert fingerprint(copy) != before
-
-
-def test_further_training_of_one_large_tensor_is_found(copy: Path) -> None:
-    before = fingerprint(copy)
-
-    def train(tensors: dict[str, torch.Tensor]) -> None:
-        name = "model.embed_tokens.weight"
-        assert tensors[name].nbytes > 1 << 16, "read in samples"
-        tensors[name] *= 1.001
-
-    change_weights(copy, train)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     assert fingerprint(copy) != before
 
 

@@ -15,8 +15,7 @@ from jobs.errors import InvalidJob, RequestFailed
 from jobs.prompts.scoring_tasks import RERANK_PROMPT
 from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import make_tokenizer
-from tests.engine.reference import Reference
-from tests.engine.test_logprobs import NAME, config, true_logprobs
+from tests.engine.test_logprobs import NAME, config
 from tests.jobs.answering import MODEL, opened_task
 from worker.stock_worker import drive
 
@@ -32,11 +31,6 @@ def roomy(folders: dict[str, Path]) -> Iterator[Engine]:
         yield built
         check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
-
-
-@pytest.fixture(scope="module")
-def truth(references: dict[str, Reference]) -> Any:
-    return true_logprobs(references[NAME])
 
 
 def likelihood(truth: Any, context: Sequence[int], continuation: Sequence[int]) -> float:

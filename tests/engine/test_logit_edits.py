@@ -18,7 +18,6 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, RequestEdits, SequenceEdits, token_mask
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
-from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import TIE, Reference
 
 VOCAB = 70  # more than two words of a mask, and no multiple of them
@@ -154,11 +153,6 @@ MIXES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def reference(folders: dict[str, Path]) -> Reference:
-    return Reference(folders[SHAPE.name])
-
-
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 1 to 60 tokens, some with a common prefix, each with other values."""
     rng = random.Random(3)
@@ -178,77 +172,28 @@ def words_of(params: SamplingParams) -> Words:
     return [tuple(encode(text)) for word in params.bad_words or () for text in (word, " " + word.lstrip())]
 
 
-def start(folders: dict[str, Path], *, pool_blocks: int = 400, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 96, "kv_cache_bytes": pool_bytes(SHAPE, pool_blocks),
-        "attention_backend": "torch",
-    }  # fmt: skip
-    return Engine(EngineConfig(str(folders[SHAPE.name]), **values | changes))
-
-
-def answers(engine: Engine) -> list[list[int]]:
-    prompts, params = zip(*requests(), strict=True)
-    completions = engine.generate(prompts, params)
-    assert {completion.finish_reason for completion in completions} == {"length"}
-    return [completion.token_ids for completion in completions]
-
-
-def answers_in_turns(engine: Engine) -> list[list[int]]:
-    """The same, where later requests are more urgent and come while earlier ones run."""
-    found = {}
-    for i, (prompt, params) in enumerate(requests()):
-        engine.add(str(i), prompt, params, lane=len(requests()) - i)
-        for completion in engine.step() + engine.step():
-            found[completion.request_id] = completion.token_ids
-    while engine.has_unfinished:
-        found |= {completion.request_id: completion.token_ids for completion in engine.step()}
-    return [found[str(i)] for i in range(len(found))]
-
-
 @pytest.fixture(scope="module")
-def plain(folders: dict[str, Path]) -> list[list[int]]:
-    """All in one batch, one step after the other."""
-    with start(folders, async_scheduling=False) as engine:
-        return answers(engine)
+def built(folders: dict[str, Path]) -> Iterator[Engine]:
+    config = EngineConfig(
+        str(folders[SHAPE.name]), dtype="float32", max_model_len=96, kv_cache_bytes=pool_bytes(SHAPE, 400),
+        attention_backend="torch",
+    )  # fmt: skip
+    with Engine(config) as engine:
+        yield engine
 
 
-def test_completions_are_those_of_the_processors(plain: list[list[int]], reference: Reference) -> None:
+def test_completions_are_those_of_the_processors(built: Engine, folders: dict[str, Path]) -> None:
     """Each token is the best of the reference's edited logits, or ties with it."""
-    for (prompt, params), token_ids in zip(requests(), plain, strict=True):
-        words = words_of(params)
+    reference = Reference(folders[SHAPE.name])
+    asked = requests()
+    completions = built.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    assert {completion.finish_reason for completion in completions} == {"length"}
+    for (prompt, params), completion in zip(asked, completions, strict=True):
+        words, token_ids = words_of(params), completion.token_ids
         for i, token_id in enumerate(token_ids):
             logits = reference.logits(prompt + token_ids[:i])
             scores = edited(logits, params, words, prompt, token_ids[:i])
             assert scores[token_id] >= scores.max() - TIE, (params, i)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_with_preemption_and_chunks(folders: dict[str, Path], plain: list[list[int]], overlap: bool) -> None:
-    """Sequences are thrown out half-way and computed again, with a token pending or without."""
-    with start(folders, async_scheduling=overlap) as engine:
-        assert answers(engine) == plain
-    limits = {"pool_blocks": 20, "max_num_seqs": 5, "max_num_batched_tokens": 21}
-    with start(folders, async_scheduling=overlap, **limits) as engine:
-        assert answers_in_turns(engine) == plain
-        assert engine.stats().num_preemptions > 5
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_from_graphs(
-    folders: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    """Decode steps stay in their graph up to hidden states; tokens are chosen behind it."""
-    capture = simulate_graphs(monkeypatch)
-    with start(folders, async_scheduling=overlap, max_num_seqs=8) as engine:
-        capture.replayed.clear()
-        assert answers(engine) == plain
-    assert len(capture.replayed) > GREEDY.max_tokens
-
-
-@pytest.fixture(scope="module")
-def built(folders: dict[str, Path]) -> Iterator[Engine]:
-    with start(folders) as engine:
-        yield engine
 
 
 def test_bans_for_min_tokens_come_on_top(built: Engine) -> None:

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from engine import Engine, InvalidPrompt, InvalidRequest, LogLikelihood, PromptTooLong, SamplingParams, ScoringFailed
 from tests.engine.accounting import check_accounting
-from tests.engine.checkpoints import make_tokenizer
-from tests.engine.reference import Reference
-from tests.engine.test_logprobs import NAME, config, true_logprobs
+from tests.engine.test_labels import TOKENIZER, encoded
+from tests.engine.test_logprobs import NAME, config
 
 Truth = Callable[[tuple[int, ...]], Tensor]
-TOKENIZER = make_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +23,6 @@ def small(folders: dict[str, Path]) -> Iterator[Engine]:
         yield built
         check_accounting(built._scheduler)
         assert built.stats().free_blocks == built.stats().num_blocks
-
-
-@pytest.fixture(scope="module")
-def truth(references: dict[str, Reference]) -> Truth:
-    return true_logprobs(references[NAME])
 
 
 def expected(truth: Truth, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -73,10 +66,6 @@ def test_what_greedy_generation_gives_is_greedy(small: Engine) -> None:
     other = [*completion.token_ids[:-1], (completion.token_ids[-1] + 1) % 500]
     found = small.loglikelihood([(prompt, completion.token_ids), (prompt, other), (prompt, other[:4])])
     assert [each.is_greedy for each in found] == [True, False, True]
-
-
-def encoded(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Log probabilities of tokens: those of transformers' own logits, whatever else is in the step."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
 from engine.run.forward import row_logprobs
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
-from tests.engine.reference import Reference
 
 NAME = "gqa2_tied_hub"
 (SHAPE,) = (shape for shape in SHAPES if shape.name == NAME)
@@ -39,23 +37,6 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
 def small(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(config(folders[NAME])) as built:
         yield built
-
-
-def true_logprobs(reference: Reference) -> Callable[[tuple[int, ...]], Tensor]:
-    """Log probabilities [tokens, vocabulary] of what follows each token, by transformers alone."""
-
-    @cache
-    def compute(token_ids: tuple[int, ...]) -> Tensor:
-        with torch.inference_mode():
-            logits = reference.model(torch.tensor([token_ids]), use_cache=False).logits[0]
-        return logits.float().log_softmax(-1)
-
-    return compute
-
-
-@pytest.fixture(scope="module")
-def truth(references: dict[str, Reference]) -> Any:
-    return true_logprobs(references[NAME])
 
 
 def mixed_requests() -> list[Asked]:

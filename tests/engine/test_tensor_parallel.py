@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
-from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
+from tests.engine.test_logprobs import generate, mixed_requests
 from tests.engine.two_ranks import GREEDY, SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
@@ -57,10 +58,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("odd") / ODD.name, ODD)
 
 
-def test_log_probabilities_are_those_of_the_whole_vocabulary(shared: Engine, references: dict[str, Reference]) -> None:
+def test_log_probabilities_are_those_of_the_whole_vocabulary(shared: Engine, truth: Any) -> None:
     """Of which each rank computes a part."""
     asked = mixed_requests()[3:7]
-    truth = true_logprobs(references["gqa2_tied_hub"])
     check_logprobs(generate(shared, asked), asked, truth)
 
 

@@ -126,10 +126,8 @@ def test_what_rq_offers_and_a_batch_cannot_do_is_refused(workers: Workers, flags
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"TOKENMILL_MAX_NUM_SEQ": "8"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
         ({"TOKENMILL_MODEL": "/no/such/model"}, "/no/such/model"),
         ({"TOKENMILL_LOG_FORMAT": "yaml"}, "TOKENMILL_LOG_FORMAT='yaml': expected text, json, or auto"),
-        ({"TOKENMILL_METRICS_PORT": "abc"}, "TOKENMILL_METRICS_PORT='abc': expected a port"),
     ],
 )
 def test_what_a_user_can_mend_ends_the_start_with_one_line(

@@ -1,71 +1,12 @@
 """Functions share the worker's threads, and one that nothing can interrupt costs none of them for long."""
 
-import threading
-from queue import SimpleQueue
-from typing import Any
-
 import pytest
 from rq import Callback
 from rq.job import JobStatus
-from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
-from worker.store.records.stored_job import timeout_error
-from worker.threads.functions import FunctionPool
 
 F = "tests.worker.functions."
-
-
-class Clock:
-    """Moves when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Hanging:
-    """A function that nothing can interrupt until it is let go, and what its pool reported of it."""
-
-    def __init__(self) -> None:
-        self.began, self.go, self.reports = threading.Event(), threading.Lock(), SimpleQueue[Any]()
-        self.go.acquire()
-
-    def __call__(self) -> str:
-        self.began.set()
-        self.go.acquire()
-        return "too late"
-
-    def done(self, value: Any, error: BaseException | None) -> None:
-        self.reports.put((value, error))
-
-
-def test_a_call_that_does_not_heed_its_interrupt_is_reported_and_its_thread_replaced() -> None:
-    clock, hanging = Clock(), Hanging()
-    pool = FunctionPool(1, "test", clock)
-    call = pool.submit(hanging, hanging.done)
-    assert hanging.began.wait(10)
-    call.interrupt(timeout_error(3))
-    clock.now = 5.0
-    assert pool.give_up_stuck(5) == []
-    clock.now = 5.1
-    [place] = pool.give_up_stuck(5)
-    assert "test-0" in place
-    assert "test_function_threads.py" in place
-    value, error = hanging.reports.get(timeout=10)
-    assert value is None
-    assert isinstance(error, JobTimeoutException)
-    assert "3 seconds" in str(error)
-    assert pool.give_up_stuck(5) == []
-    assert pool.num_stuck == 1
-
-    ran = SimpleQueue[str]()
-    pool.submit(lambda: ran.put(threading.current_thread().name), lambda value, error: None)
-    assert ran.get(timeout=10) == "test-1"
-    hanging.go.release()
-    pool.close(10)
 
 
 @pytest.mark.parametrize(

@@ -33,22 +33,6 @@ def test_a_turn_opens_a_mebibyte_of_each_lane_and_the_urgent_one_first() -> None
     assert budget.has_room(0)
 
 
-def test_a_lane_beyond_its_budget_waits_for_its_own_jobs_alone() -> None:
-    budget = PayloadBudget(2, 3 * MIB)
-    large = [job(number, 0, 2 * MIB) for number in range(4)]
-    for each in large:
-        budget.add(each)
-    assert [numbers(budget) for _ in range(3)] == [[0], [1], []]
-    budget.add(job(4, 1, 2 * MIB))
-    assert numbers(budget) == [4]
-    for withdrawn in (large[2], large[0]):
-        budget.forget(withdrawn)
-    assert numbers(budget) == [3]
-    for each in large:
-        budget.forget(each)
-    assert budget.has_room(0)
-
-
 def test_jobs_beyond_the_budget_wait_for_those_before_them_and_for_no_other_lane(workers: Workers) -> None:
     queue = workers.queue("bulk")
     callback = Callback("tests.worker.functions.ignore")  # which may ask for the prompts when the job ends

@@ -35,6 +35,7 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> Wor
         ("ALLOWED_FUNCTIONS", "jobs.mine.f", "ALLOWED_FUNCTIONS.*'jobs.mine.f'.*Tokenmill's own"),
         ("METRICS_PORT", "9466-9464", "TOKENMILL_METRICS_PORT"),
         ("METRICS_PORT", "70000", "TOKENMILL_METRICS_PORT"),
+        ("METRICS_PORT", "abc", "TOKENMILL_METRICS_PORT='abc': expected a port"),
         ("TRACES", "some", "'off', 'producers' or 'all'"),
     ],
 )

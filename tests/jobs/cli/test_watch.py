@@ -8,10 +8,10 @@ from redis import Redis
 from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, run_key, samples_key, worker_key
+from jobs.common.keys import run_key
 from jobs.runs.watching.snapshot import read_planned
 from jobs.watch.runs import list_runs, list_shards, run_reasons
-from jobs.watch.samples import Point, read_points, read_samples, worker_names
+from jobs.watch.samples import Point
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -96,30 +96,6 @@ def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
     assert older.per_second(newer, "rows") is None, "the clock was set back"
     assert Point(at=14.0).per_second(newer, "rows") is None, "it was started anew"
     assert newer.per_second(newer, "rows") is None
-
-
-def test_workers_are_read_in_the_order_of_their_names_without_those_that_tell_nothing(redis: Redis) -> None:
-    names = [f"w{i:03}" for i in range(250)]
-    with redis.pipeline() as pipe:
-        pipe.sadd("rq:workers", "rq:worker:rq's own", *(f"rq:worker:{name}" for name in names))
-        for name in names:
-            told = {"state": "draining", "queues": ["a"], "max_num_seqs": 4, "num_requests_running": 3}
-            pipe.set(worker_key(name), json.dumps(told), ex=WORKER_STATS_TTL_S)
-        pipe.execute()
-    redis.expire(worker_key("w007"), WORKER_STATS_TTL_S - 2 * SILENT_S)
-    samples = read_samples(redis)
-    assert worker_names(redis) == ["rq's own", *names]
-    assert [sample.name for sample in samples] == names
-    assert [sample.name for sample in samples if sample.is_silent] == ["w007"]
-    assert samples[0].state == "draining"
-    assert (samples[0].queues, samples[0].batch_fill) == (["a"], 0.75)
-    assert [sample.name for sample in read_samples(redis, ["w001", "gone"])] == ["w001"]
-
-
-def test_points_come_in_the_order_of_time(redis: Redis) -> None:
-    for at in (1.0, 2.0, 3.0):
-        redis.lpush(samples_key("w"), Point(at=at).to_text())
-    assert [point.at for point in read_points(redis, ["w"])["w"]] == [1.0, 2.0, 3.0]
 
 
 def commands(redis: Redis) -> int:

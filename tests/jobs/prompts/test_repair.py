@@ -73,13 +73,6 @@ def test_a_chat_goes_on_with_the_answer_and_the_reason_as_messages(checking: Job
     ]
 
 
-def test_one_attempt_checks_and_asks_nothing_again(checking: JobContext) -> None:
-    answers = Answers("a")
-    found = run_task(checking, "jobs.complete", "?", check={"regex": "b"}, max_attempts=1, answer=answers)
-    assert found["choices"][0]["check_error"] == "it does not match the pattern b"
-    assert len(answers.asked) == 1
-
-
 def test_seeds_of_further_attempts_follow_from_the_first(checking: JobContext) -> None:
     answers = Answers("a", "b", "c")
     run_task(checking, "jobs.complete", "?", check={"regex": "x"}, seed=5, temperature=0.5, answer=answers)
