@@ -23,8 +23,9 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
 from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
-from jobs.parquet.reuse.taken_answers import TakenAnswers
+from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards
+from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused
 from jobs.runs.redis_state.end_calls import Submission
@@ -59,11 +60,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         plan = only_rows(storage, plan, plan, matches.places < 0)
     else:
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
-        with TakenAnswers(storage, plan, schema := pa.schema(fields)) as taken:
-            for rows, batch, sources in answers(old, matches, look_up, schema):
+        beside_answers = pa.schema([*BESIDE, *fields])
+        with RowBuckets(plan.rows) as taken:
+            for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-                taken.add(rows, batch, pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string()))
-            taken.write()
+                beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
+                taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
+            write_taken(storage, plan, taken)
     runs = tuple(map(asdict, old.told))
     return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
 

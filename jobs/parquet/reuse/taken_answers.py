@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from jobs.context.answers import Answer
 from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.plan import Plan
 
@@ -26,66 +26,36 @@ from jobs.runs.plans.plan import Plan
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(16)), pa.field(SOURCE, pa.string())]
 
-#: Rows that are sorted at once, and so many files for that at most.
-BUCKET_ROWS, MAX_BUCKETS = 1 << 16, 256
+
+def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
+    """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and the answers' columns.
+
+    Raises DiskFull or OutputNotWritable.
+    """
+    firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
+    folder = os.path.dirname(plan.reused_path(0))
+    with writing(folder):
+        storage.make_folder(folder)
+    for shard, answers in _by_shard(buckets, firsts):
+        storage.check_interrupted()
+        path, own = plan.reused_path(shard), pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
+        with writing(path), storage.open_output(path) as sink:
+            pq.write_table(answers.set_column(0, BESIDE[0], own), sink)
 
 
-class TakenAnswers:
-    """Sorts answers, which come in the old runs' order, by shards of the new plan. Used in a `with` block."""
-
-    def __init__(self, storage: Storage, plan: Plan, schema: pa.Schema) -> None:
-        """schema: of the answers, by their own names."""
-        self._storage, self._plan = storage, plan
-        self._schema = pa.schema([*BESIDE, *schema])
-        self._firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
-        self._bucket_of = np.cumsum([shard.rows for shard in plan.shards]) // max(BUCKET_ROWS, plan.rows // MAX_BUCKETS)
-        self._streams: dict[int, tuple[str, Any]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> TakenAnswers:
-        self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def add(self, rows: npt.NDArray[np.int64], answers: pa.RecordBatch, marks: pa.Array, sources: pa.Array) -> None:
-        """Take answers. rows: those of the new run that have them."""
-        batch = pa.RecordBatch.from_arrays([pa.array(rows), marks, sources, *answers.columns], schema=self._schema)
-        buckets = self._bucket_of[self._shards_of(rows)]
-        for bucket in np.unique(buckets):
-            self._stream(int(bucket)).write_batch(batch.filter(pa.array(buckets == bucket)))
-
-    def write(self) -> None:
-        """Write the files of all shards that have answers. Raises DiskFull or OutputNotWritable."""
-        folder = os.path.dirname(self._plan.reused_path(0))
-        with writing(folder):
-            self._storage.make_folder(folder)
-        for path, stream in self._streams.values():
-            stream.close()
-            with pa.memory_map(path) as source:
-                self._write(pa.ipc.open_stream(source).read_all())
-
-    def _write(self, table: pa.Table) -> None:
-        """Write the shards of a bucket, of which the answers of one at a time are in memory."""
-        shards = self._shards_of(table.column(ROW).to_numpy())
-        for shard in np.unique(shards):
-            self._storage.check_interrupted()
-            part = table.filter(pa.array(shards == shard))
-            own = pc.subtract(part.column(ROW), pa.scalar(int(self._firsts[shard])))
-            part = part.set_column(0, BESIDE[0], own)
-            path = self._plan.reused_path(int(shard))
-            with writing(path), self._storage.open_output(path) as sink:
-                pq.write_table(part, sink)
-
-    def _shards_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self._firsts, rows, "right") - 1
-
-    def _stream(self, bucket: int) -> Any:
-        if bucket not in self._streams:
-            path = os.path.join(self._local, str(bucket))
-            self._streams[bucket] = path, self._stack.enter_context(pa.ipc.new_stream(path, self._schema))
-        return self._streams[bucket][1]
+def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the shards that have answers, with these. firsts: of each shard the first row."""
+    waiting, last = list[pa.Table](), -1
+    for table in buckets.sorted():
+        shards = np.searchsorted(firsts, table.column(ROW).to_numpy(), "right") - 1
+        for shard in map(int, np.unique(shards)):
+            if waiting and shard != last:
+                yield last, pa.concat_tables(waiting)
+                waiting.clear()
+            waiting.append(table.filter(pa.array(shards == shard)))
+            last = shard
+    if waiting:
+        yield last, pa.concat_tables(waiting)
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:

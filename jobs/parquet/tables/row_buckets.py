@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-#: Rows that are sorted at once, and so many files for that at most.
+#: Rows of a file at least, and so many files at most.
 BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
 
-#: Rows and bytes that are handed to the files at once.
-BATCH_ROWS, BATCH_BYTES = 1 << 16, 1 << 25
+#: Rows and bytes that are handed to the files at once, and rows that are read at once.
+BATCH_ROWS, BATCH_BYTES, READ_ROWS = 1 << 16, 1 << 25, 1 << 14
 
 _PLACE = pa.field("\0place", pa.int64())
 
@@ -27,7 +27,7 @@ class RowBuckets:
     def __init__(self, rows: int) -> None:
         """rows: places are below."""
         self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
-        self._waiting = list[pa.RecordBatch]()
+        self._waiting, self._rows, self._bytes = list[pa.RecordBatch](), 0, 0
         self._streams: dict[int, tuple[str, Any]] = {}
         self._stack = ExitStack()
 
@@ -42,26 +42,27 @@ class RowBuckets:
         """Take rows, each with its place."""
         schema = batch.schema.append(_PLACE)
         self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
-        if (
-            sum(each.num_rows for each in self._waiting) > BATCH_ROWS
-            or sum(each.nbytes for each in self._waiting) > BATCH_BYTES
-        ):
+        self._rows, self._bytes = self._rows + batch.num_rows, self._bytes + int(batch.nbytes)
+        if self._rows > BATCH_ROWS or self._bytes > BATCH_BYTES:
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows by their places, a bucket at a time."""
+        """Yield all rows by their places, READ_ROWS at most at a time."""
         self._flush()
         for _, (path, stream) in sorted(self._streams.items()):
             stream.close()
             with pa.memory_map(path) as source:
                 table = pa.ipc.open_stream(source).read_all()
-                yield table.take(np.argsort(table[_PLACE.name].to_numpy())).drop_columns([_PLACE.name])
+                order = np.argsort(table[_PLACE.name].to_numpy())
+                for start in range(0, len(order), READ_ROWS):
+                    yield table.take(order[start : start + READ_ROWS]).drop_columns([_PLACE.name])
             os.remove(path)
 
     def _flush(self) -> None:
         if not self._waiting:
             return
-        table, self._waiting = pa.Table.from_batches(self._waiting), []
+        table = pa.Table.from_batches(self._waiting)
+        self._waiting, self._rows, self._bytes = [], 0, 0
         buckets = table[_PLACE.name].to_numpy() // self._size
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
