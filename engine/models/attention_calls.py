@@ -167,6 +167,15 @@ class PagedAttention:
         """Answer calls from this batch and cache from now on."""
         self._pass, self._next = (batch, cache), 0
 
+    def end(self) -> None:
+        """Answer none."""
+        self._pass = None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Return those of the batch's rows, [rows]; None outside a pass."""
+        return None if self._pass is None else self._pass[0].positions
+
     def __call__(self, call: AttentionCall) -> Tensor:
         index, self._next = self._next, self._next + 1
         if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:

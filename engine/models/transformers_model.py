@@ -33,6 +33,7 @@ from engine.models.attention_calls import (
 )
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
+from engine.models.own_positions import counting_modules, tell_positions
 from engine.models.served import nearest
 
 PAGED = "tokenmill"  # our attention's name among transformers'
@@ -71,6 +72,7 @@ class TransformersModel(CausalModel):
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache."""
+        self._attention.end()
         with _attending(self.model, OWN):
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
@@ -241,7 +243,8 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and take its place."""
-    calls, called, bodies = _record(model, place.device)
+    with counting_modules(model, NUM_RECORDED_TOKENS) as counting:
+        calls, called, bodies = _record(model, place.device)
     if len(calls) < config.num_layers:
         raise UnsupportedModel(
             f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
@@ -254,6 +257,8 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
     attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
+    for module in counting & {call.module for call in calls}:
+        tell_positions(module, lambda: attention.positions)
     pack_linears(model, called)
     compute, output_type = body.forward, type(output)
 

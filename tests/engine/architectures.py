@@ -65,7 +65,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0},
     "glm4_moe_lite": LATENT,
     "helium": {"head_dim": 12},
-    "llama4_text": {"attention_chunk_size": 32},
+    "llama4_text": {"attention_chunk_size": 32, "floor_scale": 4, "no_rope_layers": [1, 0, 1]},
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
     "modernbert-decoder": {"bos_token_id": 1},
