@@ -77,7 +77,7 @@ def answer(
 def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
 
-    Raises UnsupportedModel for one that is neither causal, nor a window, nor chunks.
+    That is an UnsupportedModel for one that is neither causal, nor a window, nor chunks: no layer may want it.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -94,14 +94,19 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
 
     tokens = torch.arange(NUM_RECORDED_TOKENS, device=device)
     mask = sees(tokens, tokens).clone()
-    start = first_seen(FAR)
-    window, chunk = None, None
-    if start and first_seen(FAR + 1) == start + 1:
-        window = FAR + 1 - start
-    elif start:
-        chunk = start - first_seen(start - 1)
-    mask.span = (window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
+    try:
+        span: MaskSpan | UnsupportedModel = _reach(first_seen)
+    except UnsupportedModel as error:
+        span = error
+    mask.span = span  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
+
+
+def _reach(first_seen: Callable[[int], int]) -> MaskSpan:
+    start = first_seen(FAR)
+    if start and first_seen(FAR + 1) == start + 1:
+        return FAR + 1 - start, None
+    return None, start - first_seen(start - 1) if start else None
 
 
 def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
@@ -132,7 +137,9 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
-    span: MaskSpan | None = getattr(call.mask, "span", None)
+    span: MaskSpan | UnsupportedModel | None = getattr(call.mask, "span", None)
+    if isinstance(span, UnsupportedModel):
+        raise span
     if span is not None:
         return span
     window = call.options.get("sliding_window")

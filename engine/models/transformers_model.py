@@ -268,6 +268,8 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
         return compute(*args, **options)
 
     body.forward = forward
+    if model(inputs_embeds=output.last_hidden_state, use_cache=False).logits is None:
+        raise UnsupportedModel("it makes no logits of hidden states alone")
     return TransformersModel(model, body, attention, output.last_hidden_state.shape[-1])
 
 
@@ -305,5 +307,5 @@ def _record(
         for hook in hooks:
             hook.remove()
         for module in model.modules():
-            del module.__dict__[PLACE]
+            module.__dict__.pop(PLACE, None)  # a forward pass may have brought new ones
     return calls, called, bodies

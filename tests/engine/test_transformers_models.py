@@ -20,8 +20,17 @@ from engine.models.registry import ARCHITECTURES
 from engine.models.served import refuse_known, served_architectures
 from engine.run.forward.model_runner import ModelRunner
 from jobs.cli import main
-from tests.engine.architectures import REFUSED, SERVED, Architectures, add_sizes, class_name, make_architecture, small
-from tests.engine.families import COMMON
+from tests.engine.architectures import (
+    BY_NAME,
+    REFUSED,
+    SERVED,
+    Architectures,
+    add_sizes,
+    class_name,
+    make_architecture,
+    small,
+)
+from tests.engine.families import COMMON, Family
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
 
@@ -91,6 +100,21 @@ def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> 
         with pytest.raises(UnsupportedModel, match=f"{class_name(name)} .*the nearest") as refused:
             Engine(small(folder, model_path="transformers", dtype=dtype))
         assert "layers attend" in str(refused.value) or "mixes the sequences" in str(refused.value)
+
+
+def test_a_mask_that_no_layer_takes_refuses_nothing(tmp_path: Path) -> None:
+    """Without its windows, which is how it comes, Qwen2-MoE makes a mask for windows of no tokens."""
+    Engine(small(make_architecture(tmp_path / "model", "qwen2_moe", use_sliding_window=False))).close()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("big_bird", "0 of its 3 layers attend"), ("moshi", "makes no logits of hidden")])
+def test_a_model_on_no_list_is_refused_by_name(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BY_NAME, name, Family(name, name, {}))
+    folder = make_architecture(tmp_path / "model", name)
+    with pytest.raises(UnsupportedModel, match=f"{class_name(name)} does not run through transformers: .*{reason}"):
+        Engine(small(folder))
 
 
 def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
