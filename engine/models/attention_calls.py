@@ -191,6 +191,8 @@ class PagedAttention:
         features, layer_cache = self.features[index], cache.layers[index]
         head_dim = features.head_dim
         query, key, value = (_rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value))
+        if len(key) != len(batch.slot_mapping):
+            raise UnsupportedModel("it attends to other keys than one of each token")
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)

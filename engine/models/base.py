@@ -30,12 +30,14 @@ class CausalModel(nn.Module, ABC):
 
     attention_layers: its attention layers in the order of the cache's, which is made after them.
     hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
+    probe_lengths: tokens of the two sequences by which a start checks it; see engine.run.forward.probe.
     may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
     """
 
     attention_layers: Sequence[AttentionFeatures]
     hidden_size: int
     vocab_size: int
+    probe_lengths: ClassVar[tuple[int, int]] = (13, 9)
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

@@ -46,6 +46,7 @@ MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 class TransformersModel(CausalModel):
     """A causal model of transformers over flat batches and the paged cache."""
 
+    probe_lengths = (150, 40)  # some architectures compress what lies 128 tokens back
     may_wait = True
 
     def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:

@@ -135,7 +135,7 @@ def run_until_killed(site: Site, spec: RunSpec, fuse: Fuse) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [17, pytest.param(5, marks=pytest.mark.long)])
 def test_no_kill_point_strands_it(site: Site, stride: int) -> None:
     expected = site.score("calm")
     spec = RunSpec.from_arguments(str(site.runs.source), str(site.runs.output), **CASCADE)
