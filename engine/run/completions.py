@@ -27,8 +27,8 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
     if seq.sample_top != NOT_WANTED:
         first = begin = seq.num_prompt_tokens + seq.num_continued
         known = seq.logprobs
-        if seq.num_resumed:
-            known, first = [*seq.scored, *known], seq.first_scored
+        if seq.num_resumed and seq.targets is not None:
+            known, first = [*seq.scored, *known], int(seq.targets.places[0])
         logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:

@@ -22,8 +22,9 @@ class ScheduledBatch:
     if `prefill_samples[i]` says so. num_decode_tokens: generated ones of `decodes`, whose others end a prompt.
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed. refused: a sequence that could not be admitted, still first in its lane, and its error.
-    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. scored, pooled:
-    sequences, and their numbers of tokens. ending: sequences that have nothing else to do.
+    scored, pooled: of a step that was built, sequences, and how many of their tokens score others, or are pooled.
+    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. ending: sequences
+    that have nothing else to do.
     """
 
     decodes: list[Sequence] = field(default_factory=list)

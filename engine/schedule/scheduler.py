@@ -26,10 +26,9 @@ from engine.schedule.block_manager import BlockManager
 from engine.schedule.lanes import AdmissionGate, Overtakes, RunningList, SlotGroup, WaitingLanes
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.scored_tokens import count_scored, give_logprobs
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
-from engine.schedule.step_batch import count_pooled, give_pooled, learn
+from engine.schedule.step_batch import give_logprobs, give_pooled, learn
 
 
 class Scheduler:
@@ -113,12 +112,14 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count the tokens of the step just launched, and a pending token per sample."""
+        """Count the tokens of the step just built and launched, and a pending token per sample."""
         batch.launched = True
         self._let_go_sources(batch)
         self.blocks.launched(batch.published)
-        count_scored(batch, self.slots)
-        count_pooled(batch, self.slots)
+        for seq, count in batch.scored + batch.pooled:
+            wanted = seq.targets if seq.pooled is None else seq.pooled
+            assert wanted is not None
+            wanted.next += count
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
@@ -197,11 +198,8 @@ class Scheduler:
                 seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
-            for seq, _ in batch.scored:
-                seq.forget_scored()
-            for seq, _ in batch.pooled:
-                if seq.pooled is not None:
-                    seq.pooled.forget()
+            for seq, _ in batch.scored + batch.pooled:
+                seq.forget_launched()
         self.in_flight.clear()
         for seq in self.running:
             self._release(seq)

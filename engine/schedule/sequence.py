@@ -53,12 +53,12 @@ class Sequence:
     `num_stale` pending samples are dropped. `slot`: its row in the slot table while it runs. The scheduler owns
     status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
 
-    Known tokens from `next_scored` to `score_end` still need log probabilities; `scored` holds those from
-    `first_scored` on, `prompt_logprobs` is the one of the first sample, `logprobs` has those of sampled tokens.
-    `score_top`, `sample_top`: the number of likely tokens with each, or NOT_WANTED. A sequence that does not generate
-    scores `targets`, branch `index` of `tree`, or its hidden states are `pooled`. `followers` wait until it is
-    finished. The first `num_continued` tokens behind the prompt came with the request, and the `num_resumed` behind
-    those are of another engine. `arrived_at`, `first_token_at`: monotonic seconds.
+    `targets`: known tokens whose log probabilities are wanted, `scored` has what is known of them; `prompt_logprobs`
+    is that of the first sample, `logprobs` has those of sampled tokens. `sample_top`: the number of likely tokens with
+    each of these, or NOT_WANTED. A sequence that does not generate is branch `index` of `tree`, or its hidden states
+    are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
+    the request, and the `num_resumed` behind those are of another engine. `arrived_at`, `first_token_at`: monotonic
+    seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends it, the model's own included unless ignored.
@@ -92,16 +92,12 @@ class Sequence:
     generates: bool = field(init=False)
     forced: deque[int] = field(init=False)
     sample_top: int = field(init=False)
-    score_top: int = field(init=False)
-    score_end: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_stale: int = field(default=0, init=False)
     num_continued: int = field(default=0, init=False)
     num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
-    first_scored: int = field(default=1, init=False)
-    next_scored: int = field(default=1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
@@ -124,9 +120,8 @@ class Sequence:
         self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
         self.forced = deque(() if self.forcing is None else self.forcing.first())
         self.sample_top = num_top(self.params.logprobs)
-        # one sample speaks for all
-        self.score_top = num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
-        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
+        if self.index == 0 and self.params.prompt_logprobs is not None:  # one sample speaks for all
+            self.targets = Targets.of(self.token_ids, 1, num_top(self.params.prompt_logprobs))
 
     def go_on_behind(self, token_id: int) -> None:
         """Learn a token of a cut completion, before it is scheduled: max_tokens more follow it.
@@ -150,7 +145,8 @@ class Sequence:
         Raises InvalidRequest if it cannot have had them.
         """
         self.max_len = min(self.max_len, max_model_len)
-        known = list(token_ids)[:-1] if self.wants_logprobs else token_ids
+        wants_logprobs = self.sample_top != NOT_WANTED or self.targets is not None
+        known = list(token_ids)[:-1] if wants_logprobs else token_ids
         try:
             for token_id in known:
                 if self.finish_reason is not None:
@@ -163,8 +159,8 @@ class Sequence:
         self.num_resumed = len(known)
         begin, self.num_tokens = self.num_tokens, self.num_tokens + len(known)
         if self.sample_top != NOT_WANTED:
-            self.first_scored = self.next_scored = 1 if self.score_end else begin
-            self.score_top, self.score_end = max(self.score_top, self.sample_top), self.num_tokens
+            begin, top = (begin, NOT_WANTED) if self.targets is None else (1, self.targets.num_top)
+            self.targets = Targets.of(self.token_ids, begin, max(top, self.sample_top))
 
     def pool_alone(self, pooled: PooledStates) -> None:
         """Pool the prompt's hidden states and generate nothing. Before it is queued."""
@@ -182,11 +178,6 @@ class Sequence:
         return self.num_tokens - len(self.token_ids)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether log probabilities of any of its tokens are wanted."""
-        return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
-
-    @property
     def shares_blocks(self) -> bool:
         """Whether others may use its blocks: not if all hidden states of a prompt are needed."""
         return self.pooled is None or not self.pooled.needs_all
@@ -197,17 +188,16 @@ class Sequence:
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
-        if self.targets is not None:
+        if self.targets is not None and self.targets.next < len(self.targets.places):
             return min(last, int(self.targets.places[self.targets.next]) - 1)
-        return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
+        return last
 
-    def forget_scored(self) -> None:
-        """Score again from the first unknown token: launched steps are withdrawn."""
-        num_known = sum(len(part.ranks) for part in self.scored)
+    def forget_launched(self) -> None:
+        """Score or pool again from the first unknown token: launched steps are withdrawn."""
         if self.targets is not None:
-            self.targets.next = num_known
-        else:
-            self.next_scored = self.first_scored + num_known
+            self.targets.next = sum(len(part.ranks) for part in self.scored)
+        if self.pooled is not None:
+            self.pooled.forget()
 
     @property
     def generated_token_ids(self) -> list[int]:

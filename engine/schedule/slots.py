@@ -30,11 +30,11 @@ class SlotTable:
     While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
     before with new ones after them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
-    sample_top, score_top, next_scored, score_end: as in Sequence.
+    sample_top: as in Sequence.
     num_alone: how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a sequence that
     does not generate.
-    num_edited, num_constrained, num_pooled, num_wanting: sequences with a slot that have edits, follow a
-    grammar (whose tokens must be known before the next step), are pooled, want log probabilities.
+    num_edited, num_constrained, num_wanting: sequences with a slot that have edits, follow a grammar (whose tokens
+    must be known before the next step), want log probabilities of sampled tokens.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -48,7 +48,7 @@ class SlotTable:
 
         self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
         self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
-        self.sample_place, self.next_scored, self.score_end = zeros(), zeros(), zeros()
+        self.sample_place = zeros()
         self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -56,8 +56,7 @@ class SlotTable:
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.num_edited = self.num_constrained = self.num_pooled = self.num_wanting = 0
+        self.num_edited = self.num_constrained = self.num_wanting = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -71,8 +70,7 @@ class SlotTable:
         """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
-        self.num_wanting += seq.wants_logprobs
-        self.num_pooled += seq.pooled is not None
+        self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_prompt[slot] = seq.num_prompt_tokens
@@ -81,8 +79,7 @@ class SlotTable:
         self.max_len[slot] = seq.max_len
         self._write_end_token_ids(slot, seq.stop_token_ids)
         self.is_watched[slot] = seq.is_watched
-        self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
-        self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
+        self.sample_top[slot] = seq.sample_top
         self.is_edited[slot] = seq.is_edited
         self.num_edited += seq.is_edited
         self.num_constrained += seq.matcher is not None
@@ -109,8 +106,7 @@ class SlotTable:
         self.is_edited[seq.slot] = False
         self.num_constrained -= seq.matcher is not None
         self.generations[seq.slot] = -1
-        self.num_wanting -= seq.wants_logprobs
-        self.num_pooled -= seq.pooled is not None
+        self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1
 
     def add_block(self, seq: Sequence) -> None:
