@@ -25,7 +25,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
-from engine.run.forward.rows import BatchRows, StaticRows
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
@@ -205,14 +205,12 @@ def write_alone(num_rows: int) -> None:
     capacity, backend = max(num_rows, 256), TritonBackend(torch.device("cpu"))
     blocks = MAX_MODEL_LEN // BLOCK_SIZE
     static = StaticRows(capacity, blocks, BLOCK_SIZE, META, backend.write_rows)
-    rows = BatchRows(capacity, BLOCK_SIZE)
     for length in (BLOCK_SIZE, BLOCK_SIZE + 1):
         step = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, 4)
         seqs = np.arange(num_rows)
         step = replace(step, slots=seqs, generations=seqs)
-        _, changes = rows.update(step)
         sampled = Sampled(static.state.next_token_ids[:num_rows], seqs)
-        static.write(changes, step, sampling_batch(num_rows), sampled)
+        static.write(step, sampling_batch(num_rows), sampled)
 
 
 CASES = (
