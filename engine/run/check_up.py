@@ -108,7 +108,7 @@ def _check_memory(
     config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
 ) -> Iterator[Observation]:
     from engine.run.check_machine import free_memory
-    from engine.run.forward.memory import default_cpu_kv_cache_bytes, fit_pool
+    from engine.run.forward.memory import check_pool_bytes, default_cpu_kv_cache_bytes, fit_pool
 
     ranks = config.tensor_parallel_size
     weights = _weight_bytes(config, model, entries, dtype_bytes) // ranks
@@ -119,13 +119,8 @@ def _check_memory(
         mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
         yield Observation("memory", "fault", found, mend)
         return
-    wanted = config.kv_cache_bytes
-    if wanted is not None and wanted > left:
-        raise ConfigError(
-            f"kv_cache_bytes={wanted} on each rank is more than the {left} bytes left of {memory} beside the "
-            "weights; lower it, or leave it out"
-        )
-    pool = wanted or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
+    check_pool_bytes(config, left, f"{memory} beside the weights")
+    pool = config.kv_cache_bytes or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
     num_blocks = pool // _block_bytes(config, model, dtype_bytes)
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
     found = (

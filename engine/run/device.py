@@ -115,18 +115,3 @@ class GpuMemory:
         run()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before
-
-
-def measure_room(memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]) -> int:
-    """Return the bytes of `share` of the memory that the largest step and the graphs leave.
-
-    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. Their pool
-    counts as taken: free it and add its size to the result.
-    """
-    step_bytes = memory.peak_bytes(warm_up)
-    before = memory.used_bytes()
-    graphs = capture()
-    graph_bytes = memory.used_bytes() - before
-    del graphs
-    taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES
-    return int(memory.total_bytes * share) - taken
