@@ -5,8 +5,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -56,31 +55,25 @@ def _start(order: dict[str, Any]) -> ModelRunner:
 
 
 def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
-    with _answering(channel) as answers:
-        while (message := channel.receive()).kind is Kind.STEP:
-            tokens = runner.launch(*unpack_step(message.arrays))
-            if rank == 0:
-                answers.put(tokens)
-
-
-@contextmanager
-def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
-    """Yield a queue of tokens, which a thread sends to the driver while the next step is launched."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
-
-    def send_all() -> None:
-        try:
-            while (tokens := answers.get()) is not None:
-                said = tokens.wait(), tokens.logprobs, tokens.pooled
-                channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
-        except Exception as error:  # noqa: BLE001  # as in main
-            _give_up(channel, error)
-
-    thread = threading.Thread(target=send_all, name="rank-answers", daemon=True)
-    thread.start()
-    yield answers
+    sender = threading.Thread(target=_send_all, args=(channel, answers), name="rank-answers", daemon=True)
+    sender.start()
+    while (message := channel.receive()).kind is Kind.STEP:
+        tokens = runner.launch(*unpack_step(message.arrays))
+        if rank == 0:
+            answers.put(tokens)
     answers.put(None)
-    thread.join()
+    sender.join()
+
+
+def _send_all(channel: Channel, answers: SimpleQueue[PendingTokens | None]) -> None:
+    """Send tokens to the driver while the next step is launched, until None."""
+    try:
+        while (tokens := answers.get()) is not None:
+            said = tokens.wait(), tokens.logprobs, tokens.pooled
+            channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
+    except Exception as error:  # noqa: BLE001  # as in main
+        _give_up(channel, error)
 
 
 def _give_up(channel: Channel, error: Exception) -> NoReturn:
