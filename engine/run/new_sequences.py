@@ -74,9 +74,7 @@ class NewSequences:
     def pooled(self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int) -> list[Sequence]:
         """Make the sequence whose hidden states are pooled."""
         keys = prompt.block_keys
-        seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
-        seq.pool_alone(pooled)
-        return [seq]
+        return [Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys, pooled=pooled)]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
         """Make the sequences that score a prompt's continuations; all but the first follow another."""

@@ -100,8 +100,6 @@ class Stepper:
             self._run_by_halves()
         else:
             self._run(batch)
-        if batch.refused is not None:
-            self._blame(*batch.refused)
 
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in the steps that have arrived."""
@@ -112,7 +110,7 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._start_over(error)
             return
-        if self._receive_all_but(1 if self.overlaps and batch.num_tokens and batch.refused is None else 0):
+        if self._receive_all_but(1 if self.overlaps and batch.num_tokens else 0):
             self._num_unexplained = 0
 
     def _receive_all_but(self, num_left: int) -> bool:
@@ -170,7 +168,10 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - whatever its text raises
             self._raise_engines_fault(error)
             seq.fail(error)
-            _log_failure(seq, error)
+            logger.error(  # without the error's text, which may hold a part of the prompt
+                "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
+                seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
+            )  # fmt: skip
 
     def _text_of(self, seq: Sequence) -> str:
         if not seq.generates:
@@ -223,14 +224,7 @@ class Stepper:
             raise StepFailed(f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}") from error
         finally:
             self._scheduler.release_control(control)
-        self._scheduler.fail(seq, error)
+        self._scheduler.abort(seq)
+        seq.fail(error)
         self._finished.append(seq)
         self._num_unexplained = 0
-
-
-def _log_failure(seq: Sequence, error: Exception) -> None:
-    """Log the error without its text, which may hold a part of the prompt."""
-    logger.error(
-        "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
-        seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
-    )  # fmt: skip

@@ -16,15 +16,9 @@ from engine.schedule.sequence import Sequence
 class WaitingLanes(dict[int, deque[Sequence]]):
     """The waiting sequences: in each lane the first to arrive is the first to go."""
 
-    def append(self, seq: Sequence) -> None:
-        """Put the latest arrival at the end of its lane."""
-        self.setdefault(seq.lane, deque()).append(seq)
-
-    def put_back(self, seq: Sequence) -> None:
-        """Put a sequence that arrived before into its lane, in order of arrival."""
-        queue = self.setdefault(seq.lane, deque())
-        position = next((i for i, other in enumerate(queue) if other.arrival > seq.arrival), len(queue))
-        queue.insert(position, seq)
+    def put(self, seq: Sequence) -> None:
+        """Put a sequence into its lane, in order of arrival."""
+        insort(self.setdefault(seq.lane, deque()), seq, key=_urgency)
 
     def drop_empty(self) -> None:
         """Forget lanes in which nobody waits."""

@@ -80,18 +80,13 @@ class Scheduler:
         seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
         self._num_arrivals += 1
         seq.max_len = min(seq.max_len, self.max_model_len)
-        self.waiting.append(seq)
+        self.waiting.put(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
         self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
-
-    def fail(self, seq: Sequence, error: Exception) -> None:
-        """Abort a sequence that cannot go on because of `error`."""
-        self.abort(seq)
-        seq.fail(error)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step and reserve its blocks; it is empty if it has no tokens.
@@ -114,7 +109,7 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """Count the tokens of the step just built and launched, and a pending token per sample."""
         batch.launched = True
-        self._let_go_sources(batch)
+        self.blocks.let_go_sources(batch.copies)
         self.blocks.launched(batch.published)
         for seq, count in batch.scored + batch.pooled:
             wanted = seq.targets if seq.pooled is None else seq.pooled
@@ -193,7 +188,7 @@ class Scheduler:
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if not batch.launched:
-                self._let_go_sources(batch)
+                self.blocks.let_go_sources(batch.copies)
             for seq in batch.sampling + batch.ending:
                 seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
                 if seq.status is SequenceStatus.ENDING:
@@ -230,9 +225,12 @@ class Scheduler:
         decodes = group.select(~in_prefill)
         num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
         batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
-        self._publish_decodes(decodes, batch)
-        if in_prefill.any():
-            self._schedule_prefills(group.select(in_prefill).seqs, batch)
+        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
+        for i in np.flatnonzero(may_fill).tolist():
+            self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
+        for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
+            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
+                self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
         """Give blocks to sequences that lack any; return those that were not preempted."""
@@ -244,16 +242,6 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             return group
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
-
-    def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
-        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
-        for i in np.flatnonzero(may_fill).tolist():
-            self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
-
-    def _schedule_prefills(self, prefills: list[Sequence], batch: ScheduledBatch) -> None:
-        for seq in prefills:
-            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
-                self._schedule_chunk(seq, budget, batch)
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
         num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
@@ -294,16 +282,10 @@ class Scheduler:
             if tail is not None and self.blocks.num_missing(seq, cached, tail) > 0:
                 tail = None  # its block is the last free one: the sequence needs it itself
             copy = self.blocks.allocate(seq, cached, tail)
-            try:
-                self.slots.assign(seq)
-            except Exception as error:  # noqa: BLE001 - its own values; the caller judges whose fault it is
-                self._release(seq)
-                self.blocks.let_go_sources([copy] if copy else [])
-                batch.refused = seq, error
-                return
+            self.slots.assign(seq)
             queue.popleft()
             if copy is not None:
-                batch.copies.append((seq, copy))
+                batch.copies.append(copy)
             seq.status = SequenceStatus.RUNNING
             self.running.add(seq)
             self.cached_tokens += seq.num_computed_tokens
@@ -388,9 +370,6 @@ class Scheduler:
             self.blocks.extend_keys(follower)
             self._wait_again(follower)
 
-    def _let_go_sources(self, batch: ScheduledBatch) -> None:
-        self.blocks.let_go_sources(copy for _, copy in batch.copies)
-
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)
         self.slots.release(seq)
@@ -398,4 +377,4 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         """Put a sequence that arrived before back among those that wait."""
         seq.status = SequenceStatus.WAITING
-        self.waiting.put_back(seq)
+        self.waiting.put(seq)

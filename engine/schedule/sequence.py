@@ -38,8 +38,8 @@ class Forcing(Protocol):
     def first(self) -> Iterable[int]:
         """Return the tokens that must come first."""
 
-    def after(self, token_id: int) -> Iterable[int]:
-        """Return the tokens that must follow this one, which was sampled or forced itself."""
+    def after(self, token_id: int, num_left: int) -> Iterable[int]:
+        """Return the tokens that must follow this one and the num_left forced ones behind it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -84,6 +84,7 @@ class Sequence:
     block_keys: list[BlockKey] = field(default_factory=list)
     targets: Targets | None = None
     tree: ScoreTree | None = None
+    pooled: PooledStates | None = None
 
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
@@ -109,14 +110,13 @@ class Sequence:
     logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
     scored: list[RowLogprobs] = field(default_factory=list, init=False)
     prompt_logprobs: list[RowLogprobs] = field(init=False)
-    pooled: PooledStates | None = field(default=None, init=False)
     followers: list[Sequence] = field(default_factory=list, init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
         self.prompt_logprobs = self.scored
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
-        self.generates = self.targets is None
+        self.generates = self.targets is None and self.pooled is None
         self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
         self.forced = deque(() if self.forcing is None else self.forcing.first())
         self.sample_top = num_top(self.params.logprobs)
@@ -161,10 +161,6 @@ class Sequence:
         if self.sample_top != NOT_WANTED:
             begin, top = (begin, NOT_WANTED) if self.targets is None else (1, self.targets.num_top)
             self.targets = Targets.of(self.token_ids, begin, max(top, self.sample_top))
-
-    def pool_alone(self, pooled: PooledStates) -> None:
-        """Pool the prompt's hidden states and generate nothing. Before it is queued."""
-        self.pooled, self.generates, self.max_len = pooled, False, self.num_tokens
 
     def __repr__(self) -> str:
         return (
@@ -232,7 +228,7 @@ class Sequence:
         elif num_known >= self.max_len:
             self.finish_reason = "length"
         elif self.forcing is not None:
-            self.forced += self.forcing.after(token_id)
+            self.forced += self.forcing.after(token_id, len(self.forced))
         return self.finish_reason
 
     def end_scored(self) -> None:

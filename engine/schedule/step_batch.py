@@ -237,7 +237,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if not batch.copies:
         return NOTHING, NOTHING
-    copies = np.array([(copy.source, copy.target, copy.num_tokens) for _, copy in batch.copies], np.int64)
+    copies = np.array([(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64)
     counts = copies[:, 2]
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     sources, targets = (np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T)

@@ -189,7 +189,6 @@ class JumpAhead:
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
-        self._num_forced = 0  # tokens that have been named, and that the matcher has not learnt yet
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
@@ -202,18 +201,8 @@ class JumpAhead:
         return cls(matcher)
 
     def first(self) -> list[int]:
-        return self._find()
-
-    def after(self, token_id: int) -> list[int]:
-        if self._num_forced:
-            self._num_forced -= 1
-            if self._num_forced:
-                return []
-        return self._find()
-
-    def _find(self) -> list[int]:
         token_ids = self._matcher.forced()
-        if len(token_ids) < MIN_TOKENS:
-            return []
-        self._num_forced = len(token_ids)
-        return token_ids
+        return token_ids if len(token_ids) >= MIN_TOKENS else []
+
+    def after(self, token_id: int, num_left: int) -> list[int]:
+        return [] if num_left else self.first()
