@@ -99,7 +99,7 @@ class Grammars:
         except InvalidSampling as error:
             raise InvalidSampling(*error.args) from None  # that one is for all who ask
         assert self._started is not None
-        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params, self._vocab_size)
+        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
         shared = compiled, vocabulary, end_token_ids, allowed
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 

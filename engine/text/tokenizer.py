@@ -117,7 +117,7 @@ class Tokenizer:
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
-        own = self._encode(text, None, add_special_tokens=False)
+        own = self.encode_alone(text)
         num_added = len(whole) - len(own)
         starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
         if (start := next(starts, None)) is None:  # what is added is no frame around the text
@@ -136,16 +136,15 @@ class Tokenizer:
 
         Raises InvalidSampling for a word that has none.
         """
-        return tuple(token_ids for word in words for token_ids in self._ways_of(word))
-
-    def _ways_of(self, word: str) -> list[tuple[int, ...]]:
-        bare = word.lstrip()
-        texts = (bare, " " + bare) if bare else (word,)
-        ways = dict.fromkeys(tuple(self._encode(text, None, add_special_tokens=False)) for text in texts)
-        ways.pop((), None)
-        if not ways:
-            raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
-        return list(ways)
+        every: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip()
+            ways = dict.fromkeys(tuple(self.encode_alone(text)) for text in ((bare, " " + bare) if bare else (word,)))
+            ways.pop((), None)
+            if not ways:
+                raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
+            every += ways
+        return tuple(every)
 
     def decode(
         self,
@@ -204,17 +203,13 @@ class Tokenizer:
             joined=self._added_ids if is_joined else (),
         )
 
-    def decode_all(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self._decode(token_ids, skip_special_tokens=False)
-
     def encode_behind(self, text: str) -> list[int]:
         """Encode a text that stands behind others, without the space that many tokenizers put first."""
-        anchor = self._encode(self._anchor_text, None, add_special_tokens=False)
-        both = self._encode(self._anchor_text + text, None, add_special_tokens=False)
+        anchor = self.encode_alone(self._anchor_text)
+        both = self.encode_alone(self._anchor_text + text)
         if both[: len(anchor)] == anchor:
             return both[len(anchor) :]
-        return self._encode(text, None, add_special_tokens=False)
+        return self.encode_alone(text)
 
     def has_text(self, token_ids: list[int]) -> bool:
         """Whether any of the tokens is not special."""
@@ -245,7 +240,7 @@ class Tokenizer:
             text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
-        return self._encode(text, limit, add_special_tokens=False)
+        return self.encode_alone(text, limit=limit)
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         # a variable may have the name of an argument, such as `tokenize`: the last one counts
