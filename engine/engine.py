@@ -17,7 +17,7 @@ from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
-from engine.run.device import overlaps
+from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
 from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
@@ -30,7 +30,7 @@ from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence, request_progress
+from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoning import Reasoner
@@ -85,11 +85,12 @@ class Engine:
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
+        on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
             self._scheduler,
             self._live_runner,
             self._tokenizer,
-            overlaps=overlaps(config.async_scheduling, config.device),
+            overlaps=on_gpu if config.async_scheduling is None else config.async_scheduling,
         )
 
     def __enter__(self) -> Self:
@@ -188,12 +189,10 @@ class Engine:
             ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, pooling=params)
             states = self._embedder.states(params, len(ready.token_ids))
             seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
-            self._scheduler.add(seqs[0])
         elif not self._generates:
             raise UnsupportedTask("this checkpoint has no LM head: it embeds, it cannot generate or score")
         elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
-            self._scheduler.add(seqs[0])
         else:
             check_params(params, self._vocab_size)
             ready = self._ready(prompt, params)
@@ -204,12 +203,11 @@ class Engine:
                 seqs = self._resumed(seqs, resumed) or self._sequences.make(
                     request_id, ready, params, lane=lane, seed=seed, continued=continued
                 )
-            for seq in seqs:
-                seq.prompt_logprobs = seqs[0].prompt_logprobs
-                if seq.finish_reason is None:
-                    self._scheduler.add(seq)
-                else:
-                    self._stepper.finish(seq)
+        for seq in seqs:
+            if seq.finish_reason is not None:
+                self._stepper.finish(seq)
+            elif seq.status is not SequenceStatus.HELD:
+                self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
 
     def abort(self, request_id: str) -> None:
@@ -293,7 +291,7 @@ class Engine:
         certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
         self._check_idle()
-        scores = Scores(pairs, self._prompts)
+        scores = Scores(pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params))
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 

@@ -54,13 +54,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def overlaps(async_scheduling: bool | None, device: str) -> bool:
-    """Whether a step is scheduled while the one before runs; async_scheduling=None does so on GPUs."""
-    if async_scheduling is not None:
-        return async_scheduling
-    return resolve_device(device).type == "cuda"
-
-
 def sign_of_gpu() -> str:
     """Return a sign of an NVIDIA GPU, "" if there is none or it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -67,6 +67,7 @@ class NewSequences:
             for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
         for seq in seqs:
+            seq.prompt_logprobs = seqs[0].prompt_logprobs
             for token_id in continued:
                 seq.go_on_behind(token_id)
         return seqs
