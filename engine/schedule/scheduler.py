@@ -21,7 +21,6 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.lanes import AdmissionGate, Overtakes, RunningList, SlotGroup, WaitingLanes
 from engine.schedule.logprobs import RowLogprobs
@@ -32,10 +31,7 @@ from engine.schedule.step_batch import give_logprobs, give_pooled, learn
 
 
 class Scheduler:
-    """Chooses the sequences of each step, and owns their status.
-
-    Raises ConfigError if the pool cannot hold one longest sequence.
-    """
+    """Chooses the sequences of each step, and owns their status. The pool holds one longest sequence at least."""
 
     def __init__(
         self,
@@ -47,12 +43,7 @@ class Scheduler:
         batches_admissions: bool = False,
     ) -> None:
         """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate."""
-        pool_tokens = block_manager.num_blocks * block_manager.block_size
-        if max_model_len > pool_tokens:
-            raise ConfigError(
-                f"max_model_len={max_model_len} does not fit into a KV pool of {pool_tokens} tokens: "
-                "lower max_model_len or raise kv_cache_bytes"
-            )
+        assert max_model_len <= block_manager.num_blocks * block_manager.block_size, "one sequence fits into the pool"
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len

@@ -1,6 +1,8 @@
 """StepBatch: a step's tokens as numpy arrays, cut out of the slot table; a rank turns it into a ForwardBatch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
-from engine.structured.matcher import Matcher, StepMasks
+from engine.structured.matcher import Matcher, fill_step_masks
 
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -117,8 +119,8 @@ def _is_sampled(seq: Sequence) -> bool:
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 
 
-def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
-    """Collect the edits of the sequences that sample, and the masks to compute later."""
+def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, Callable[[], None] | None]:
+    """Collect the edits of the sequences that sample, and what computes their masks later."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
@@ -147,7 +149,7 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
-    return edits, StepMasks(matchers, edits.token_masks[len(parts.masks) :])
+    return edits, partial(fill_step_masks, matchers, edits.token_masks[len(parts.masks) :])
 
 
 @dataclass(frozen=True)

@@ -164,21 +164,13 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
             masks[row, : len(matcher.allowed)] &= matcher.allowed
 
 
-@dataclass(frozen=True)
-class StepMasks:
-    """Masks of a step to be computed later. masks: [matchers, num_words] int32, contiguous."""
-
-    matchers: list[Matcher]
-    masks: NDArray[np.int32]
-
-    def fill(self) -> None:
-        """Compute the masks; one by one once they take too long together, to find the slow one."""
-        one_by_one = any(each.is_suspect for each in self.matchers)
-        start = time.monotonic()
-        fill_masks(self.matchers, self.masks, one_by_one=one_by_one)
-        if time.monotonic() - start > MAX_MASK_S:
-            for matcher in self.matchers:
-                matcher.is_suspect = True
+def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+    """Write the masks of a step; one by one once they take too long together, to find the slow one."""
+    start = time.monotonic()
+    fill_masks(matchers, masks, one_by_one=any(each.is_suspect for each in matchers))
+    if time.monotonic() - start > MAX_MASK_S:
+        for matcher in matchers:
+            matcher.is_suspect = True
 
 
 MIN_TOKENS = 2  # one alone is left to the mask: a chunk costs its step more than it saves

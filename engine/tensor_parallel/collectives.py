@@ -86,11 +86,6 @@ def join_ranks(rank: int, size: int, port: int, device: torch.device) -> Process
     return ProcessGroupParallel(rank, size, device=device)
 
 
-def leave_ranks() -> None:
-    """Take the process group down, in all ranks at about the same time."""
-    dist.destroy_process_group()
-
-
 @contextmanager
 def _collective() -> Iterator[None]:
     """Turn RuntimeError, torch's report of a lost peer or a timeout, into CollectiveFailed."""

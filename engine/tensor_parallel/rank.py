@@ -18,7 +18,7 @@ from engine.errors import CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
-from engine.tensor_parallel.collectives import join_ranks, leave_ranks
+from engine.tensor_parallel.collectives import join_ranks
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, unpack_step
 
 
@@ -39,7 +39,7 @@ def main(descriptor: int) -> NoReturn:
         os._exit(1)  # the driver has ended
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
         _give_up(channel, error)
-    leave_ranks()
+    torch.distributed.destroy_process_group()
     os._exit(0)  # Python's own clean-up of torch takes a second and frees nothing that the end does not
 
 

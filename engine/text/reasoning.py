@@ -58,13 +58,10 @@ class Span(Enum):
 
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
     """Find the pair of marks among the added tokens, else in the template; None without such a pair."""
-    tokens = frozenset(added_tokens)
-    for start, end in KNOWN_MARKS:
-        if start in tokens and end in tokens:
-            return start, end
-    for start, end in KNOWN_MARKS:
-        if template is not None and start in template and end in template:
-            return start, end
+    for place in (frozenset(added_tokens), template or ""):
+        for start, end in KNOWN_MARKS:
+            if start in place and end in place:
+                return start, end
     return None
 
 

@@ -16,7 +16,9 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = content["config"]
-        special = [str(token["token_str"]) for token in sorted(content["special_tokens"], key=_rank)]
+        special = [
+            str(token["token_str"]) for token in sorted(content["special_tokens"], key=lambda each: int(each["rank"]))
+        ]
         num_special = int(config.get("default_num_special_tokens") or len(special))
         special += [f"<SPECIAL_{number}>" for number in range(len(special), num_special)]
         entries = content["vocab"]
@@ -26,10 +28,6 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
         return _build(ranks, str(config["pattern"]), special), special
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no tekken vocabulary ({error!r}); fetch it again") from error
-
-
-def _rank(token: dict[str, Any]) -> int:
-    return int(token["rank"])
 
 
 def _build(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
