@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, KernelBackend
+from engine.attention.base import AttentionMetadata, KernelBackend, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
+from engine.kernels.upload import Arrays, upload
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_batch import SamplingRows
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
@@ -79,11 +80,10 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
+        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, prefill_attention
 
         self._device = device
-        self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._logit_masks, self._sampler = logit_masks, cpu_sampler
+        self._decoding, self._prefilling, self._sampler = decode_attention, prefill_attention, cpu_sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -98,13 +98,13 @@ class CpuBackend(KernelBackend):
         return "it keeps them in the model's dtype only"
 
     def prepare(self, dtype: torch.dtype) -> None:
-        self._sampler.compile_for(dtype)
+        self._sampler.kernel_for(dtype)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
-        self._logit_masks.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
+        self._sampler.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
         others = edits.without_masks()
         return logits if others is None else super().edit(logits, others, sampled)
 
@@ -114,9 +114,9 @@ class CpuBackend(KernelBackend):
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> CpuMetadata:
-        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens)
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+    ) -> tuple[CpuMetadata, list[Tensor]]:
+        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens), upload(beside, self._device)
 
     def forward(
         self,

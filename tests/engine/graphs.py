@@ -114,7 +114,7 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         if rows.any():
             context_lens = metadata.context_lens[rows].long().numpy()
             tables = metadata.block_tables[rows].numpy()
-            spans = self.build_metadata(tables, context_lens, context_lens**0)
+            spans, _ = self.build_metadata(tables, context_lens, context_lens**0)
             out[rows] = super().forward(query[rows], cache, spans, features, sinks)
         return out
 

@@ -22,8 +22,7 @@ from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingBatch
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_batch import SamplingBatch, SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]
@@ -95,10 +94,7 @@ class DecodeGraphs:
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(len(static.indices))
         # the largest first: the others fit into the memory it took
-        largest_first = [
-            (capture(self._bind_forward(size, max_model_len)), capture(self._bind_choose(size)))
-            for size in reversed(self._sizes)
-        ]
+        largest_first = [[capture(run) for run in self._bind(size, max_model_len)] for size in reversed(self._sizes)]
         self._replays = largest_first[::-1]
         for compute, choose_tokens in self._replays:
             compute()  # the first time takes longer, and what is wrong with one shows here
@@ -132,9 +128,9 @@ class DecodeGraphs:
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _bind_forward(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """Make the call to capture: a decode step of `size` static rows, up to hidden states."""
-        forward, advance = self._forward, self._backend.advance
+    def _bind(self, size: int, max_context_len: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Make the calls to capture: a decode step of `size` static rows up to hidden states, then the next tokens."""
+        forward, advance, choose = self._forward, self._backend.advance, self._choose
         state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(
             token_ids=state.token_ids,
@@ -154,9 +150,4 @@ class DecodeGraphs:
             advance(state)
             outputs[size] = forward(batch)
 
-        return run
-
-    def _bind_choose(self, size: int) -> Callable[[], None]:
-        """Make the call to capture: the next tokens of the rows, without edits."""
-        choose, outputs, state = self._choose, self._hidden, self._static.state.first(size)
-        return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
+        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)

@@ -38,8 +38,7 @@ from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sam
 from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingBatch
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_batch import SamplingBatch, SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -85,6 +84,7 @@ class ModelRunner:
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
                 self._allocate()
+            self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
@@ -111,14 +111,9 @@ class ModelRunner:
         elif not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
         else:
-            batch, rows = to_device(step, self.backend, self.device, self._sampled, sampling)
+            batch, rows = to_device(step, self.backend, self._sampled, sampling)
             self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
-
-    @property
-    def backend_name(self) -> str:
-        """The attention backend, as configurations name it."""
-        return self.backend.name
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
@@ -130,15 +125,10 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
             self._graphs = None
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether decode steps run from recorded graphs."""
-        return self._graphs is not None
-
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
         """Return the logits of the rows that sample, as from `forward`."""
-        batch, _ = to_device(step, self.backend, self.device, self._sampled)
+        batch, _ = to_device(step, self.backend, self._sampled)
         return self.forward(batch)
 
     @torch.inference_mode()
@@ -159,7 +149,7 @@ class ModelRunner:
 
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
-        batch, values = to_device(step, self.backend, self.device, self._sampled, sampling)
+        batch, values = to_device(step, self.backend, self._sampled, sampling)
         wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]

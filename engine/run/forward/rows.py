@@ -10,8 +10,7 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.kernels.upload import ALIGNMENT
 from engine.run.forward.runner import Sampled
-from engine.sampling.sampling_batch import ROW, SamplingBatch
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_batch import ROW, SamplingBatch, SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]
@@ -61,15 +60,10 @@ class StaticRows:
         self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)  # that each computes next
         self._num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.forget()
-        self._fill_with_padding(max_num_seqs)
-
-    def _fill_with_padding(self, max_num_seqs: int) -> None:
-        """Write padding as steps write rows, so that the kernel is compiled before the first step."""
-        rows = np.arange(max_num_seqs)
-        wide, narrow = _padding(max_num_seqs)
-        none_sampled = np.full(max_num_seqs, -1)
-        order = rows.astype(np.int32)
-        self._write_rows(self._memory, RowWrites(rows, wide, narrow, none_sampled, NONE, NO_BLOCKS, order), None)
+        # written as steps write rows, so that the kernel is compiled before the first step
+        rows, none_sampled = np.arange(max_num_seqs), np.full(max_num_seqs, -1)
+        writes = RowWrites(rows, *_padding(max_num_seqs), none_sampled, NONE, NO_BLOCKS, rows.astype(np.int32))
+        write_rows(self._memory, writes, None)
 
     def forget(self) -> None:
         """Forget what the device knows: the next step writes all rows."""
