@@ -39,8 +39,8 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
         raise UnsupportedModel(
             f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
         )
-    if model_path != "transformers" and isinstance(named, list):
-        refuse_known(named[:1])
+    if model_path != "transformers" and isinstance(named, list) and named:
+        refuse_known(str(named[0]))
     model = read_model_config(folder)
     path = choose_path(model, model_path)
     name = model.architecture
@@ -55,22 +55,17 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
     """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
-    has_head = path.decoder is None or _has_lm_head(folder, model, path.decoder)
+    has_head = path.decoder is None or (path.decoder.tie_word_embeddings and model.architecture not in BODIES)
+    if not has_head:
+        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
+            names = own_names(tensors, is_text_part=model.is_text_part)
+            has_head = any(name.startswith("lm_head.") for name in names)
     if not has_head and not embeds and model.architecture in BODIES:
         raise UnsupportedModel(
             f"{model.architecture} has no LM head, so it can only embed, and no modules.json beside its "
             "weights says how; add that file, or set pooling"
         )
     return has_head
-
-
-def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
-    """Return whether the files have an LM head, perhaps quantized, or the embedding is one too."""
-    if decoder.tie_word_embeddings and model.architecture not in BODIES:
-        return True
-    with open_tensors(list_weight_files(folder)) as tensors:
-        names = own_names(tensors, is_text_part=model.is_text_part)
-        return any(name.startswith("lm_head.") for name in names)
 
 
 @dataclass(frozen=True)
@@ -161,15 +156,13 @@ def load_model(
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
     """Return whether the LM head is the embedding; the files count before config.json, as in transformers."""
-    if embeds and not _has_lm_head(folder, config, decoder):
-        return True
-    if not decoder.tie_word_embeddings:
-        return False
     with open_tensors(list_weight_files(folder)) as tensors:
         named = own_names(tensors, is_text_part=config.is_text_part)
+        if not any(name.startswith("lm_head.") for name in named):
+            return embeds or decoder.tie_word_embeddings
         head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
-        if head is None or embedding is None:
-            return True
+        if not decoder.tie_word_embeddings or head is None or embedding is None:
+            return decoder.tie_word_embeddings
         return head.shape == embedding.shape and torch.equal(head.whole(), embedding.whole())
 
 

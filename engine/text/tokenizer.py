@@ -11,7 +11,6 @@ from typing import Any
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
     Messages,
-    check_messages,
     check_tools,
     check_variables,
     for_template,
@@ -19,7 +18,6 @@ from engine.text.chat_templates import (
     read_variables,
     takes_parts,
     takes_tools,
-    with_joined_parts,
 )
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer_files import load_tokenizer
@@ -160,10 +158,11 @@ class Tokenizer:
         spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
-        parts = [anchor + token_ids]
+        whole, cuts = anchor + token_ids, [0, len(anchor) + len(token_ids)]
         if not skip_special_tokens and not spaces_between_special_tokens:
-            parts = self._cut_between_added(parts[0])
-        text = "".join(self._decode(part, skip_special_tokens) for part in parts)
+            is_added = [token_id in self._added_ids for token_id in whole]
+            cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
+        text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
         return text[len(self._anchor_text) :] if anchor else text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -173,11 +172,6 @@ class Tokenizer:
             )
         assert isinstance(text, str)
         return text
-
-    def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
-        is_added = [token_id in self._added_ids for token_id in token_ids]
-        cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
-        return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]
 
     def token_text(self, token_id: int) -> str:
         """Return a token's text by itself, also a special one's."""
@@ -230,12 +224,11 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        check_messages(messages)
         if self.template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         tools = check_tools(tools, self._takes_tools)
         variables = check_variables(chat_template_kwargs, self._variables)
-        messages = for_template(messages if self._takes_parts else with_joined_parts(messages))
+        messages = for_template(messages, takes_parts=self._takes_parts)
         try:
             text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
