@@ -22,7 +22,6 @@ from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
 from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
-from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
@@ -37,8 +36,6 @@ from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_NO_TOKENS: Mapping[int, Collection[int]] = MappingProxyType({})
 
 
 class Engine:
@@ -168,7 +165,7 @@ class Engine:
         *,
         lane: int = 0,
         continued: Collection[int] = (),
-        resumed: Mapping[int, Collection[int]] = _NO_TOKENS,
+        resumed: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         """Queue one request: text or token ids, prepared or not. `step()` returns its params.n completions.
 
@@ -239,7 +236,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
-        return engine_stats(self._scheduler, self._stepper.stats)
+        return self._stepper.engine_stats()
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -290,7 +287,6 @@ class Engine:
         context stands for the token that begins a text, or else the one that ends it; an empty continuation is
         certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
-        self._check_idle()
         scores = Scores(pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params))
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
@@ -306,14 +302,11 @@ class Engine:
         self._embedder.check(params := params or PoolingParams())
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def _check_idle(self) -> None:
+    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
+        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
         self._open_runner()
         if self._unfinished:
             raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
-
-    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
-        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
-        self._check_idle()
         done: dict[str, list[Completion]] = {}
         num_tokens = 0
         try:

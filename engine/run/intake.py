@@ -74,7 +74,10 @@ def prepare_scores(
     )
     ends = params.score_end
     if ends == "auto":
-        _check_distinct(tails)
+        places: dict[Tail, int] = {}
+        for place, tail in enumerate(tails):
+            if (other := places.setdefault(tail, place)) != place:
+                raise InvalidPrompt(f"continuations {other} and {place} are the same tokens: one of them is enough")
         ends = ends_needed(tails)
     if ends and not end_token_ids:
         raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
@@ -86,13 +89,6 @@ def prepare_scores(
             f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
         )
     return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
-
-
-def _check_distinct(tails: tuple[Tail, ...]) -> None:
-    places: dict[Tail, int] = {}
-    for place, tail in enumerate(tails):
-        if places.setdefault(tail, place) != place:
-            raise InvalidPrompt(f"continuations {places[tail]} and {place} are the same tokens: one of them is enough")
 
 
 class Scores:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.schedule.block_manager import Block, BlockCopy
 from engine.schedule.lanes import SlotGroup
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import Sequence
 
 
 @dataclass
@@ -118,9 +118,3 @@ class ScheduledBatch:
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
         """Yield each of `prefills`, its tokens to compute, and whether it samples then."""
         return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)
-
-    @property
-    def num_dropped(self) -> int:
-        """Count generated tokens of this step whose sequences are gone."""
-        gone = [seq for seq in self.decodes if seq.status is SequenceStatus.FINISHED]
-        return sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)

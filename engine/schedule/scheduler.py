@@ -16,18 +16,21 @@ one token, which is dropped. Whoever takes its blocks writes in a later launch: 
 """
 
 import time
-from collections import deque
+from bisect import insort
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.lanes import AdmissionGate, Overtakes, RunningList, SlotGroup, WaitingLanes
+from engine.schedule.lanes import AdmissionGate, RunningList, SlotGroup, urgency
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
 from engine.schedule.step_batch import give_logprobs, give_pooled, learn
+
+MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
 class Scheduler:
@@ -48,7 +51,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.slots = SlotTable(max_num_seqs, max_model_len, block_manager.block_size)
-        self.waiting = WaitingLanes()
+        self.waiting: dict[int, deque[Sequence]] = {}  # by lane, in order of arrival
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
@@ -57,7 +60,7 @@ class Scheduler:
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._overtakes = Overtakes()
+        self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
 
     @property
     def num_waiting(self) -> int:
@@ -71,7 +74,7 @@ class Scheduler:
         seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
         self._num_arrivals += 1
         seq.max_len = min(seq.max_len, self.max_model_len)
-        self.waiting.put(seq)
+        self._wait_again(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
@@ -91,7 +94,7 @@ class Scheduler:
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
-        self.waiting.drop_empty()
+        self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
             self.in_flight.pop()
@@ -146,7 +149,9 @@ class Scheduler:
         goes_on = is_held & ~self.slots.may_end(slots, token_ids)
         self.slots.add_known(slots[is_held], token_ids[is_held])
         self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
-        self.decode_tokens += batch.num_decode_tokens - (0 if is_held.all() else batch.num_dropped)
+        gone = () if is_held.all() else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
+        self.decode_tokens += batch.num_decode_tokens
+        self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
         finished, num_dropped = [], 0
         for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
@@ -308,7 +313,7 @@ class Scheduler:
                 if self._preempt() is seq:
                     return
             self.blocks.grow(seq)
-            self.slots.add_block(seq)
+            self.slots.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def _preempt(self) -> Sequence:
         """Take slot and blocks from the least urgent sequence; return it."""
@@ -323,11 +328,12 @@ class Scheduler:
         others = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
             others.update(seq.lane for seq in self._mid_prefill())
-        self._overtakes.count_admission(lane, others)
+        self._overtakes.update({other for other in others if other > lane})
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in self._overtakes.take_due(lane):
+        for other in [other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES]:
+            del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
@@ -366,6 +372,6 @@ class Scheduler:
         self.slots.release(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """Put a sequence that arrived before back among those that wait."""
+        """Put a sequence among those that wait, in order of arrival."""
         seq.status = SequenceStatus.WAITING
-        self.waiting.put(seq)
+        insort(self.waiting.setdefault(seq.lane, deque()), seq, key=urgency)

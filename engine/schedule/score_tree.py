@@ -151,17 +151,12 @@ class _Nodes:
 
 @dataclass
 class ScoreTree:
-    """The tree of one request, and its known scores. shared: the tokens before all tails."""
+    """The tree of one request, and its known scores."""
 
-    shared: list[int]
     num_prompt_tokens: int
     shape: TreeShape
     num_cached_tokens: int = 0
     _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
-
-    def targets(self, branch: Branch) -> Targets:
-        """Return the targets of a branch's sequence."""
-        return Targets(branch.places + len(self.shared), branch.scored_ids)
 
     def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:
         """Take a branch's scores; return whether all are known."""

@@ -247,18 +247,6 @@ class Sequence:
             self.fail(error)
             return True
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether its logits may be changed before a token is chosen, but for the bans of min_tokens."""
-        if self.matcher is not None:
-            return True
-        return self.edits is not None or (self.forcing is not None and self.sample_top != NOT_WANTED)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether each of its tokens must be looked at, as its text may end it or tokens be forced."""
-        return any(watch is not None for watch in (self.stop_strings, self.forcing, self.matcher))
-
 
 def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
     """Return each request's progress by id. running: the sequences in the batch.

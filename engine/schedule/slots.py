@@ -25,7 +25,7 @@ class SlotTable:
     min_len, max_len: tokens before which no end token may come, and with which the sequence ends.
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
-    is_edited: [slots] bool, whether the sequence has edits of its logits.
+    is_edited: [slots] bool, whether the sequence may have edits of its logits, but for the bans of min_tokens.
     generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
     While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
     before with new ones after them.
@@ -77,11 +77,16 @@ class SlotTable:
         self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.max_len[slot] = seq.max_len
-        self._write_end_token_ids(slot, seq.stop_token_ids)
-        self.is_watched[slot] = seq.is_watched
+        ends = list(seq.stop_token_ids)
+        if (num_more := len(ends) - self.end_token_ids.shape[1]) > 0:
+            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
+        self.end_token_ids[slot] = NO_TOKEN
+        self.end_token_ids[slot, : len(ends)] = ends
+        self.is_watched[slot] = any(each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher))
         self.sample_top[slot] = seq.sample_top
-        self.is_edited[slot] = seq.is_edited
-        self.num_edited += seq.is_edited
+        samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
+        self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
+        self.num_edited += int(self.is_edited[slot])
         self.num_constrained += seq.matcher is not None
         self.rewrite(seq)
 
@@ -109,10 +114,6 @@ class SlotTable:
         self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1
 
-    def add_block(self, seq: Sequence) -> None:
-        """Write the block that was just appended to the table of `seq`."""
-        self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
-
     def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
         """Count the tokens of a launched step for these slots, and a pending one if it samples."""
         self.num_computed[slots] += num_new_tokens
@@ -134,10 +135,3 @@ class SlotTable:
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
         may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
         return may_end
-
-    def _write_end_token_ids(self, slot: int, token_ids: frozenset[int]) -> None:
-        num_more = len(token_ids) - self.end_token_ids.shape[1]
-        if num_more > 0:
-            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
-        self.end_token_ids[slot, : len(token_ids)] = list(token_ids)
-        self.end_token_ids[slot, len(token_ids) :] = NO_TOKEN

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import engine.run.forward.model_runner
-from engine.attention import CapturableBackend
-from engine.attention.base import AttentionMetadata
+from engine.attention.base import AttentionMetadata, CapturableBackend
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError, Engine, EngineConfig
-from engine.attention import KernelBackend
+from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend

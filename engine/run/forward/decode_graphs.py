@@ -103,9 +103,8 @@ class DecodeGraphs:
     def fits(self, step: StepBatch) -> bool:
         """Return whether `run` can take this step: one token of each sequence, all of which sample."""
         num_seqs = len(step.slots)
-        if not step.gives_tokens_alone:
-            return False
-        return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
+        is_decode = len(step.token_ids) == len(step.sample_rows) == num_seqs and step.gives_tokens_alone
+        return is_decode and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
         """Compute the step without waiting for it. last: the tokens of the step launched before."""

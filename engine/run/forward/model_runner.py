@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import CapturableBackend, KernelBackend, load_backend
-from engine.attention.base import ForwardBatch
+from engine.attention import load_backend
+from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
