@@ -18,7 +18,7 @@ from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 Lens = NDArray[np.int64]
 

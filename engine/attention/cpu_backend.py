@@ -18,7 +18,7 @@ from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
 from engine.kernels.upload import Arrays, upload
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
@@ -80,10 +80,11 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, prefill_attention
+        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
 
         self._device = device
-        self._decoding, self._prefilling, self._sampler = decode_attention, prefill_attention, cpu_sampler
+        self._decoding, self._prefilling = decode_attention, prefill_attention
+        self._logit_masks, self._sampler = logit_masks, cpu_sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -104,7 +105,7 @@ class CpuBackend(KernelBackend):
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
-        self._sampler.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
+        self._logit_masks.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
         others = edits.without_masks()
         return logits if others is None else super().edit(logits, others, sampled)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 PADDING = -1  # the next position of a row that belongs to no sequence
 

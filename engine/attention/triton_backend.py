@@ -32,7 +32,7 @@ from engine.kernels.row_writes import write_rows
 from engine.kernels.step_inputs import advance_rows, fill_pending
 from engine.kernels.upload import Arrays, upload_aligned
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn

@@ -2,7 +2,7 @@
 
 All decisions are made with integers: weights as in engine/sampling/draws.py, and keys in the order of the
 logits. A cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of weights; another collects
-the tokens of the range with the cut, which is then halved. Masks of logits are applied in one pass.
+the tokens of the range with the cut, which is then halved.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, int64, njit, types
+from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import F32, FLOAT32, I32, I64, emitted, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
+from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels import weight_constants
 
 TILE = 128  # tokens whose highest key, and whose sum, are kept together
@@ -31,8 +32,6 @@ MULTIPLIER_0, MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
-WORD = 32  # tokens of a mask in one number
-NEVER = np.float32(-np.inf)
 
 
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -54,38 +53,6 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
 def _scratch_words(vocab_size: int) -> int:
     """Count one thread's scratch words of 8 bytes."""
     return 2 * -(-vocab_size // TILE) + NUM_RANGES + 3 * TILE + 3 * vocab_size
-
-
-@emitted(types.int32(FLOAT32))
-def ordered_key(builder: Any, logit: Any) -> Any:
-    """Return an int32 key in the order of the logits, float32; NaN is above all."""
-    bits = builder.bitcast(logit, I32)
-    size = builder.and_(bits, I32(0x7FFFFFFF))
-    is_negative = builder.icmp_signed("<", bits, I32(0))
-    key = builder.select(is_negative, builder.neg(size), size)
-    return builder.select(builder.icmp_signed(">", size, I32(INFINITY)), I32(0x7FFFFFFF), key)
-
-
-@emitted(types.int32(FLOAT32, FLOAT32, FLOAT32))
-def exponent(builder: Any, logit: Any, highest: Any, rate: Any) -> Any:
-    """Return the exponents of `weigh` of engine/sampling/draws.py, int32. No logit is above highest."""
-    steps = builder.fmul(builder.fsub(logit, highest), rate)
-    least = F32(weight_constants.LOWEST_EXPONENT)
-    return builder.fptosi(builder.select(builder.fcmp_ordered(">", steps, least), steps, least), I32)
-
-
-@emitted(types.int64(types.int32))
-def weight(builder: Any, exponent: Any) -> Any:
-    """Return the weight, int64, of an exponent: the rest of `weigh`, each operation rounded alone."""
-    bits = builder.or_(builder.and_(exponent, I32(weight_constants.MANTISSA)), I32(weight_constants.ONE))
-    mantissa = builder.bitcast(bits, F32)
-    first, *others, last = (F32(number) for number in weight_constants.COEFFICIENTS)
-    power = builder.fmul(mantissa, first)
-    for coefficient in others:
-        power = builder.fmul(builder.fadd(power, coefficient), mantissa)
-    bits = builder.bitcast(builder.fadd(power, last), I32)
-    scaled = builder.add(bits, builder.and_(exponent, I32(weight_constants.EXPONENT)))
-    return builder.fptosi(builder.bitcast(scaled, F32), I64)
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -307,40 +274,3 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
             task = next_task(parameters)
 
     return Kernel(sample)
-
-
-def mask_rows(logits: Tensor, rows: Tensor, masked: Tensor, token_masks: Tensor) -> None:
-    """Put minus infinity where a row's mask has no 1, and behind its last word.
-
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.
-    """
-    assert logits.stride(1) == 1
-    _mask_kernel(logits.dtype)(
-        len(masked), logits, logits.stride(0), logits.shape[1], rows, masked, token_masks,
-        token_masks.shape[1],
-    )  # fmt: skip
-
-
-@cache
-def _mask_kernel(dtype: torch.dtype) -> Kernel:
-    element = ELEMENTS[dtype]
-
-    def mask(parameters: Any) -> None:
-        vocab, num_words = parameters[5], parameters[9]
-        rows, masked = pointer_to(parameters[6], int64), pointer_to(parameters[7], int64)
-        never = narrow(NEVER, element)
-        task = next_task(parameters)
-        while task >= 0:
-            row = rows[masked[2 * task]]
-            logits = carray(row_pointer(parameters[3], row, parameters[4], element), (vocab,))
-            words = carray(row_pointer(parameters[8], masked[2 * task + 1], num_words, int32), (num_words,))
-            for place in range(-(-vocab // WORD)):
-                word = words[place] if place < num_words else np.int32(0)
-                if word != -1:
-                    first = place * WORD
-                    own = logits[first : first + WORD]  # fewer at the end
-                    for i in range(len(own)):
-                        own[i] = own[i] if (word >> i) & 1 else never
-            task = next_task(parameters)
-
-    return Kernel(mask)

@@ -14,7 +14,7 @@ from engine.kernels.weight_constants import (
     MANTISSA,
     ONE,
 )
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 
 def decay_rate(temperature: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.weight_constants import MAX_VOCAB_SIZE, WHOLE
 from engine.sampling.draws import decay_rate, random_words, target, weigh
-from engine.sampling.sampling_batch import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows
 
 
 def share(total: Tensor, top_p: Tensor) -> Tensor:

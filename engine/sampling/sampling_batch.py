@@ -1,18 +1,14 @@
-"""SamplingBatch: the sampler's inputs besides logits, as arrays; SamplingRows: as tensors on the logits' device.
+"""SamplingBatch: the sampler's inputs besides logits, as arrays; `values` has SamplingParams' columns.
 
 One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
@@ -56,33 +52,3 @@ class SamplingBatch:
         if self.fill_masks is not None:
             self.fill_masks()
         return self.edits
-
-
-@dataclass(frozen=True)
-class SamplingRows:
-    """One entry of each for a row, contiguous; fields have the meaning of SamplingParams'.
-
-    temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
-    seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, the counter of the row's
-    uniform; position counts all tokens before the chosen one.
-    """
-
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor
-    seed: Tensor
-    sample_index: Tensor
-    position: Tensor
-
-    def only(self, places: Tensor) -> SamplingRows:
-        """Return some of the rows. places: [some] int64, on their device."""
-        return SamplingRows(*(getattr(self, each.name)[places] for each in fields(self)))
-
-
-def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
-    """Return the fields of SamplingRows on the host, in their order."""
-    columns = [batch.position if each.name == "position" else batch.values[each.name] for each in fields(SamplingRows)]
-    # one after another in memory, where a row's values were: kernels read them so, on a CPU too
-    columns = [np.ascontiguousarray(column) for column in columns]
-    return [column.view(np.int64) if column.dtype == np.uint64 else column for column in columns]

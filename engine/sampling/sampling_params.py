@@ -1,7 +1,7 @@
 """SamplingParams: how to choose tokens for one request and when to stop.
 
 Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array: slots,
-batches, graphs and warm-up take the columns from here, so that a new one is a row here and in sampling_batch.py, and a
+batches, graphs and warm-up take the columns from here, so that a new one is a row here and in sampling_rows.py, and a
 function in each sampler.
 """
 

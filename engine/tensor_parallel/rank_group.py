@@ -54,7 +54,7 @@ class RankProcess:
         driver_end, rank_end = socket.socketpair()
         arguments = map(str, (rank_end.fileno(), os.getpid(), threading.get_native_id(), *sys.path))
         with rank_end:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
                 pass_fds=[rank_end.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -63,10 +63,14 @@ class RankProcess:
             )
         self.channel = Channel(driver_end, timeout_s)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def describe_end(self) -> str:
         """Say how a process ended whose channel has closed."""
         try:
-            status = self.process.wait(REAP_TIMEOUT_S)
+            status = self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "it closed its channel"
         if status >= 0:
@@ -77,11 +81,11 @@ class RankProcess:
     def wait(self, timeout_s: float) -> None:
         """Wait for the end of the process, so long at most."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
+            self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """End the process, if it still runs, and close the channel to it."""
-        self.process.kill()
+        self._process.kill()
         self.wait(REAP_TIMEOUT_S)
         self.channel.close()
 
@@ -152,6 +156,11 @@ class RankGroup:
         except BaseException:
             self._kill()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [rank.pid for rank in self._ranks]
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Send the step to the ranks, behind those that they compute.

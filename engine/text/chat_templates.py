@@ -136,10 +136,10 @@ def _check_part(part: object, i: int) -> None:
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
 
 
-def _for_template(message: Any, i: int, *, takes_parts: bool) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+def _for_template(given: object, i: int, *, takes_parts: bool) -> dict[str, Any]:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidPrompt(f"message {i} must be an object with a role and a content")
-    message = {key: value for key, value in message.items() if value is not None}
+    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(content := message.get("content"), list):
         for part in content:
             _check_part(part, i)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.kernels.upload import upload
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows, neutral_rows, sampling_columns
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Tensor, SamplingRows], Tensor]

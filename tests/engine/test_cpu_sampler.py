@@ -13,7 +13,7 @@ pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels 
 import numba
 
 from engine.attention.cpu_backend import CpuBackend
-from engine.cpu_kernels.cpu_sampler import exponent, ordered_key, weight
+from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
 from engine.sampling import draws
 from engine.sampling.sampler import sample

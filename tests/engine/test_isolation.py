@@ -18,7 +18,8 @@ from torch import Tensor
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.attention.base import KernelBackend
 from engine.run.forward.runner import PendingTokens
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.sequence import Sequence
 from engine.schedule.step_batch import StepBatch
 from tests.engine.accounting import check_accounting

@@ -22,7 +22,7 @@ from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.reference import Reference
-from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, pids_of, ranks_of
+from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
@@ -104,5 +104,5 @@ def test_tokens_of_two_gpus_equal_transformers(name: str, references: dict[str, 
     on_gpu = config(reference.folder, SHAPE_OF[name], device="cuda", attention_backend="torch")
     with Engine(on_gpu) as built:
         compare(reference, built)
-        pids, port = pids_of(ranks_of(built)), ranks_of(built)._store.port  # type: ignore[union-attr]
+        pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
     check_nothing_is_left(pids, port)

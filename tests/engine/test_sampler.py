@@ -10,8 +10,9 @@ import torch
 from engine.kernels.upload import upload
 from engine.sampling.draws import first_words, philox4x32
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows, neutral_rows, sampling_columns, sampling_row
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 
 def sampling_rows(n: int, **values: Any) -> SamplingRows:

@@ -25,7 +25,7 @@ from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests
-from tests.engine.two_ranks import GREEDY, SHAPE_OF, check_nothing_is_left, compare, config, pids_of, ranks_of
+from tests.engine.two_ranks import GREEDY, SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 
@@ -47,7 +47,7 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
     name = "gqa2_tied_hub"
     with Engine(config(folders[name], SHAPE_OF[name], pooling="mean")) as built:
         yield built
-        pids, port = pids_of(ranks_of(built)), ranks_of(built)._store.port  # type: ignore[union-attr]
+        pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
         assert all(map(psutil.pid_exists, pids))
     check_nothing_is_left(pids, port)
     built.close()
@@ -70,7 +70,7 @@ def doomed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterato
     driver's own children."""
     monkeypatch.setattr(rank_group, "RankProcess", RankProcess)
     with Engine(config(folders["gqa1_untied"], SHAPE_OF["gqa1_untied"])) as built:
-        pids, port = pids_of(ranks_of(built)), ranks_of(built)._store.port  # type: ignore[union-attr]
+        pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
         for i in range(3):
             built.add(str(i), [5, 6, 7 + i], GREEDY)
         built.step()
@@ -140,7 +140,7 @@ def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
 
 def test_a_rank_killed_in_a_step_takes_its_engine_down_and_no_other(doomed: Engine, shared: Engine) -> None:
     """It is frozen first, so that the step is under way when it dies; the other engine goes on."""
-    victim = psutil.Process(pids_of(ranks_of(doomed))[1])
+    victim = psutil.Process(ranks_of(doomed).pids[1])
     assert ranks_of(doomed)._store.port != ranks_of(shared)._store.port  # type: ignore[union-attr]
     victim.suspend()
     with ThreadPoolExecutor(1) as thread:
@@ -263,7 +263,7 @@ config = EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22, tensor_parallel_size=
 with ThreadPoolExecutor(1) as thread:  # which ends before its ranks do
     engine = thread.submit(Engine, config).result()
 engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
-print(*(rank.process.pid for rank in engine._live_runner._ranks), flush=True)
+print(*engine._live_runner.pids, flush=True)
 time.sleep(60)
 """
 

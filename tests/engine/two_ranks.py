@@ -29,10 +29,6 @@ def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any
     return EngineConfig(str(folder), **{**values, **changes})
 
 
-def pids_of(group: RankGroup) -> list[int]:
-    return [rank.process.pid for rank in group._ranks]
-
-
 def ranks_of(built: Engine) -> RankGroup:
     runner = built._open_runner()
     assert isinstance(runner, RankGroup)

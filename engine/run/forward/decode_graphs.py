@@ -22,7 +22,8 @@ from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]

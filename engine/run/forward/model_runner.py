@@ -38,7 +38,8 @@ from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sam
 from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)

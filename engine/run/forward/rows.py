@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.kernels.upload import ALIGNMENT
 from engine.run.forward.runner import Sampled
-from engine.sampling.sampling_batch import ROW, SamplingBatch, SamplingRows
+from engine.sampling.sampling_batch import ROW, SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]

@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.attention.base import ForwardBatch, KernelBackend
 from engine.kernels.upload import upload
 from engine.run.forward.runner import Sampled
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows, sampling_columns
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 from engine.schedule.step_batch import StepBatch
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.attention import load_backend
 from engine.kernels.upload import upload
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows, neutral_rows, sampling_columns, sampling_row
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import SamplingParams
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 from ops.bench.kernels.timing import Case
 from ops.bench.make import Shape
 

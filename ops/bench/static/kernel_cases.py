@@ -29,7 +29,8 @@ from engine.models.registry import decoder_flags
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
-from engine.sampling.sampling_batch import SamplingBatch, SamplingRows, neutral_rows, sampling_columns
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 PROCESSORS = 132  # of an H200
 BLOCK_SIZE = 16
