@@ -17,12 +17,11 @@ from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
-from engine.run.device import overlaps
+from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
 from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
-from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
@@ -30,15 +29,13 @@ from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence, request_progress
+from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_NO_TOKENS: Mapping[int, Collection[int]] = MappingProxyType({})
 
 
 class Engine:
@@ -85,11 +82,12 @@ class Engine:
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
+        on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
             self._scheduler,
             self._live_runner,
             self._tokenizer,
-            overlaps=overlaps(config.async_scheduling, config.device),
+            overlaps=on_gpu if config.async_scheduling is None else config.async_scheduling,
         )
 
     def __enter__(self) -> Self:
@@ -167,7 +165,7 @@ class Engine:
         *,
         lane: int = 0,
         continued: Collection[int] = (),
-        resumed: Mapping[int, Collection[int]] = _NO_TOKENS,
+        resumed: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         """Queue one request: text or token ids, prepared or not. `step()` returns its params.n completions.
 
@@ -188,12 +186,10 @@ class Engine:
             ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, pooling=params)
             states = self._embedder.states(params, len(ready.token_ids))
             seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
-            self._scheduler.add(seqs[0])
         elif not self._generates:
             raise UnsupportedTask("this checkpoint has no LM head: it embeds, it cannot generate or score")
         elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
-            self._scheduler.add(seqs[0])
         else:
             check_params(params, self._vocab_size)
             ready = self._ready(prompt, params)
@@ -204,12 +200,11 @@ class Engine:
                 seqs = self._resumed(seqs, resumed) or self._sequences.make(
                     request_id, ready, params, lane=lane, seed=seed, continued=continued
                 )
-            for seq in seqs:
-                seq.prompt_logprobs = seqs[0].prompt_logprobs
-                if seq.finish_reason is None:
-                    self._scheduler.add(seq)
-                else:
-                    self._stepper.finish(seq)
+        for seq in seqs:
+            if seq.finish_reason is not None:
+                self._stepper.finish(seq)
+            elif seq.status is not SequenceStatus.HELD:
+                self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
 
     def abort(self, request_id: str) -> None:
@@ -241,7 +236,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
-        return engine_stats(self._scheduler, self._stepper.stats)
+        return self._stepper.engine_stats()
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -292,8 +287,7 @@ class Engine:
         context stands for the token that begins a text, or else the one that ends it; an empty continuation is
         certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
-        self._check_idle()
-        scores = Scores(pairs, self._prompts)
+        scores = Scores(pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params))
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 
@@ -308,14 +302,11 @@ class Engine:
         self._embedder.check(params := params or PoolingParams())
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def _check_idle(self) -> None:
+    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
+        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
         self._open_runner()
         if self._unfinished:
             raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
-
-    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
-        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
-        self._check_idle()
         done: dict[str, list[Completion]] = {}
         num_tokens = 0
         try:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
+from engine.attention.base import KernelBackend
 from engine.errors import ConfigError, NotDeterministic
 
 #: Each backend's module and class.
@@ -16,8 +16,6 @@ BACKENDS = {
     "triton": ("triton_backend", "TritonBackend"),
     "flash_attn": ("flash_attn_backend", "FlashAttnBackend"),
 }
-
-__all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,8 @@
 """The interface between the model and a backend's kernels, and the inputs of one forward pass."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,11 +14,13 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.errors import AttentionRefused
-from engine.kernels.upload import upload
+from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_rows import SamplingRows
+
+Lens = NDArray[np.int64]
 
 
 class AttentionMetadata:
@@ -67,24 +68,13 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> AttentionMetadata:
-        """Prepare one step, once for all layers.
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+    ) -> tuple[AttentionMetadata, list[Tensor]]:
+        """Prepare one step, once for all layers, and upload the arrays `beside`, in one transfer if it can.
 
         block_tables: [seqs, max_blocks], valid up to each context.  context_lens: [seqs], tokens each
         sequence has once this step is computed.  query_lens: [seqs], how many of them are in this step.
         """
-
-    def build_and_upload(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
-        beside: Sequence[NDArray[Any]],
-        device: torch.device,
-    ) -> tuple[AttentionMetadata, list[Tensor]]:
-        """Build the metadata and upload the arrays `beside`, in one transfer if the backend can."""
-        return self.build_metadata(block_tables, context_lens, query_lens), upload(beside, device)
 
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
         """Put sampled[places] into rows of token_ids, -1 as 0: [tokens], [pending], [any], [pending] int64."""

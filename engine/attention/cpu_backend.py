@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, KernelBackend
+from engine.attention.base import AttentionMetadata, KernelBackend, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
+from engine.kernels.upload import Arrays, upload
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -98,7 +99,7 @@ class CpuBackend(KernelBackend):
         return "it keeps them in the model's dtype only"
 
     def prepare(self, dtype: torch.dtype) -> None:
-        self._sampler.compile_for(dtype)
+        self._sampler.kernel_for(dtype)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
@@ -114,9 +115,9 @@ class CpuBackend(KernelBackend):
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> CpuMetadata:
-        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens)
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+    ) -> tuple[CpuMetadata, list[Tensor]]:
+        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens), upload(beside, self._device)
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata
+from engine.attention.base import AttentionMetadata, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import AttentionRefused, ConfigError
 from engine.kernels.attention.decode import DecodeRows
-from engine.kernels.upload import upload_aligned
+from engine.kernels.upload import Arrays, upload_aligned
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -74,13 +73,8 @@ class FlashAttnBackend(TritonBackend):
                     "use attention_backend='triton'"
                 )
 
-    def build_and_upload(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
-        beside: Sequence[NDArray[Any]],
-        device: torch.device,
+    def build_metadata(
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         decodes, starts = query_lens == 1, np.cumsum(query_lens) - query_lens
         queries, contexts = query_lens[~decodes], context_lens[~decodes]
@@ -89,7 +83,7 @@ class FlashAttnBackend(TritonBackend):
             np.flatnonzero(np.repeat(~decodes, query_lens)),
             np.cumsum(np.append(0, queries)), np.cumsum(np.append(0, contexts)), block_tables[~decodes],
         ]  # fmt: skip
-        uploaded = upload_aligned([*(array.astype(np.int32, copy=False) for array in own), *beside], device)
+        uploaded = upload_aligned([*(array.astype(np.int32, copy=False) for array in own), *beside], self._device)
         rows, lens, tables, prefill_rows, query_starts, context_starts, prefill_tables = uploaded[: len(own)]
         prefill = {
             "cu_seqlens_q": query_starts,

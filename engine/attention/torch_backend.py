@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, KernelBackend
+from engine.attention.base import AttentionMetadata, KernelBackend, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.kernels.upload import Arrays, upload
 
 # Rows at a time, if they see less than their whole context or scores are written out: more rows would go
 # through more tokens that they cannot see, and their scores leave the caches (measured: 2 times slower).
@@ -60,12 +61,13 @@ class TorchBackend(KernelBackend):
         self._device = device
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> TorchMetadata:
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+    ) -> tuple[TorchMetadata, list[Tensor]]:
         tables = torch.from_numpy(block_tables).to(self._device)
         ends = np.cumsum(query_lens)
         starts = (ends - query_lens).tolist()
-        return TorchMetadata(list(map(Span, starts, ends.tolist(), tables, context_lens.tolist())))
+        spans = list(map(Span, starts, ends.tolist(), tables, context_lens.tolist()))
+        return TorchMetadata(spans), upload(beside, self._device)
 
     def forward(
         self,

@@ -3,16 +3,14 @@
 Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, CapturableBackend
+from engine.attention.base import AttentionMetadata, CapturableBackend, Lens
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -32,7 +30,7 @@ from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.row_writes import write_rows
 from engine.kernels.step_inputs import advance_rows, fill_pending
-from engine.kernels.upload import upload_aligned
+from engine.kernels.upload import Arrays, upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -99,18 +97,7 @@ class TritonBackend(CapturableBackend):
         store_kv(keys, values, cache, slot_mapping)
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> AttentionMetadata:
-        metadata, _ = self.build_and_upload(block_tables, context_lens, query_lens, (), self._device)
-        return metadata
-
-    def build_and_upload(
-        self,
-        block_tables: NDArray[np.int32],
-        context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
-        beside: Sequence[NDArray[Any]],
-        device: torch.device,
+        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         """Build the step's metadata and upload it with `beside` in one transfer."""
         decodes = np.flatnonzero(query_lens == 1)
@@ -128,7 +115,7 @@ class TritonBackend(CapturableBackend):
             tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
         ]  # fmt: skip
         narrow = [array.astype(np.int32, copy=False) for array in own]
-        uploaded = upload_aligned([*narrow, *beside], device)
+        uploaded = upload_aligned([*narrow, *beside], self._device)
         rows, lens, tables, *prefill_parts = uploaded[: len(own)]
         decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
         return TritonMetadata(decode, PrefillTiles(*prefill_parts)), uploaded[len(own) :]

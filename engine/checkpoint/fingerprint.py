@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,11 +22,6 @@ class TensorEntry:
     shape: list[int]
     start: int
     end: int
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return prod(self.shape)
 
 
 def check_file(path: Path) -> list[TensorEntry]:

@@ -21,7 +21,16 @@ def resolve_model(model: str) -> Path:
             raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
         return path
     _refuse_path(model)
-    return _fetch(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=FETCHED, ignore_patterns=SECOND_COPIES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"{model!r} is no folder here, and the hub gave no such model ({type(error).__name__}: {error}); "
+            "check the name, the network, and HF_TOKEN for gated models"
+        ) from error
 
 
 def _refuse_path(model: str) -> None:
@@ -77,16 +86,3 @@ def _read_places(index: Path) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}")
     return places
-
-
-def _fetch(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=FETCHED, ignore_patterns=SECOND_COPIES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelNotFound(
-            f"{model!r} is no folder here, and the hub gave no such model ({type(error).__name__}: {error}); "
-            "check the name, the network, and HF_TOKEN for gated models"
-        ) from error

@@ -14,7 +14,6 @@ from engine.errors import ConfigError, MissingWeights
 
 MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
-DTYPES = ("float32", "bfloat16", "float16")
 
 #: Other architectures' names of the same sizes, in the order of looking.
 NAMES = {
@@ -25,17 +24,6 @@ NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
 }
-
-
-def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
-    """Return the served dtype; "auto" is the checkpoint's own. Raises ConfigError for an unknown one."""
-    chosen = checkpoint_dtype if wanted == "auto" else wanted
-    if chosen not in DTYPES:
-        whose = f": the checkpoint's is {chosen}" if wanted == "auto" else ""
-        raise ConfigError(
-            f"dtype={wanted!r} cannot be used{whose}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
-        )
-    return chosen
 
 
 @dataclass(frozen=True)

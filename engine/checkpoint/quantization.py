@@ -45,13 +45,6 @@ class Scheme:
     scale_name: str = "weight_scale"
     targets: tuple[str, ...] = ("Linear",)
 
-    def __str__(self) -> str:
-        if self.layout == "mxfp4":
-            return "mxfp4"
-        rows, columns = ("all" if size is None else str(size) for size in self.block)
-        name = {"float": "fp", "int": "int"}[self.kind]
-        return f"{name}{self.bits} ({rows} x {columns} weights to a scale)"
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -69,7 +62,8 @@ class Quantization:
         return next(iter(by_name + by_pattern + by_class), None)
 
     def __str__(self) -> str:
-        return f"{self.method}: {' and '.join(dict.fromkeys(map(str, self.schemes)))}"
+        numbers = dict.fromkeys(f"{each.kind}{each.bits}" for each in self.schemes)
+        return f"{self.method}: {' and '.join(numbers)}"
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:

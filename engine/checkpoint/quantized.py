@@ -245,10 +245,11 @@ def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization
     taken = set()
     for name in tensors:
         module, _, part = name.rpartition(".")
+        scaled = f"{module}.weight_scale" in tensors or f"{module}.weight_scale_inv" in tensors
         if quantization.method == "mxfp4" and part.endswith(BLOCKS):
             weights[name.removesuffix(BLOCKS)] = _open_mxfp4(tensors, name.removesuffix(BLOCKS))
             taken |= {name, name.removesuffix(BLOCKS) + SCALES}
-        elif part in CODES and _is_quantized(tensors, module, part):
+        elif part in CODES and (part != "weight" or scaled or tensors[name].dtype in ONE_BYTE):
             scheme = quantization.scheme_of(module)
             if scheme is None:
                 raise WeightMismatch(
@@ -260,11 +261,6 @@ def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization
         elif PASSED_OVER.fullmatch(part):
             taken.add(name)
     return weights | {name: tensor for name, tensor in tensors.items() if name not in taken}
-
-
-def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str, part: str) -> bool:
-    scaled = f"{module}.weight_scale" in tensors or f"{module}.weight_scale_inv" in tensors
-    return part != "weight" or scaled or tensors[f"{module}.weight"].dtype in ONE_BYTE
 
 
 def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:

@@ -46,13 +46,8 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     chosen = torch.empty(num_rows, dtype=torch.int64)
     words = _scratch_words(vocab_size)
     scratch = torch.empty(min(num_rows, torch.get_num_threads()) * words, dtype=torch.int64)
-    _kernel(logits.dtype)(num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words)
+    kernel_for(logits.dtype)(num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words)
     return chosen
-
-
-def compile_for(dtype: torch.dtype) -> None:
-    """Compile or load the kernel for logits of that dtype."""
-    _kernel(dtype)
 
 
 def _scratch_words(vocab_size: int) -> int:
@@ -214,7 +209,8 @@ def _reached_at(row: Any, sums: Any, goal: Any, scale: Any, cut: Any, element: A
 
 
 @cache
-def _kernel(dtype: torch.dtype) -> Kernel:
+def kernel_for(dtype: torch.dtype) -> Kernel:
+    """Compile or load the kernel for logits of that dtype."""
     element, element_bytes = ELEMENTS[dtype], dtype.itemsize
 
     def sample(parameters: Any) -> None:

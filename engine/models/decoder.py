@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -238,20 +238,9 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(CausalModel):
-    """The decoder with its LM head. Module names are the checkpoint's, save for the packed ones.
-
-    packed: last module name in the checkpoint -> (module that holds it here, shard in that module).
-    """
+    """The decoder with its LM head. Module names are the checkpoint's, save for those that hold several of its."""
 
     is_deterministic = False
-
-    packed: ClassVar[dict[str, tuple[str, str]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", "gate"),
-        "up_proj": ("gate_up_proj", "up"),
-    }
 
     def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
         """rotaries: of the configuration's ropes, in their order."""

@@ -10,11 +10,11 @@ from reprlib import repr as brief  # short
 import torch
 
 from engine.checkpoint.folder import list_weight_files
-from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
+from engine.checkpoint.model_config import ModelConfig, longrope_length, read_json, read_model_config
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.linear import Int8Product, check_int8, quantize_rows
-from engine.layers.rotary import Rope, RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
@@ -39,41 +39,33 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
         raise UnsupportedModel(
             f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
         )
-    if model_path != "transformers" and isinstance(named, list):
-        refuse_known(named[:1])
+    if model_path != "transformers" and isinstance(named, list) and named:
+        refuse_known(str(named[0]))
     model = read_model_config(folder)
     path = choose_path(model, model_path)
-    if path.decoder is None and _lacks_head(model.architecture):
+    name = model.architecture
+    # transformers' AutoModel has names such as an encoder's
+    if path.decoder is None and name.endswith("Model") and not name.endswith("HeadModel"):
         raise UnsupportedModel(
-            f"{model.architecture} has no LM head ({path.reason}); without one embeddings are served of "
+            f"{name} has no LM head ({path.reason}); without one embeddings are served of "
             f"decoders that look at no later token: {', '.join(sorted(BODIES))}"
         )
     return model, path
 
 
-def _lacks_head(architecture: str) -> bool:
-    """Return whether the name is one of transformers' AutoModel, such as an encoder's."""
-    return architecture.endswith("Model") and not architecture.endswith("HeadModel")
-
-
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
     """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
-    has_head = path.decoder is None or _has_lm_head(folder, model, path.decoder)
+    has_head = path.decoder is None or (path.decoder.tie_word_embeddings and model.architecture not in BODIES)
+    if not has_head:
+        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
+            names = own_names(tensors, is_text_part=model.is_text_part)
+            has_head = any(name.startswith("lm_head.") for name in names)
     if not has_head and not embeds and model.architecture in BODIES:
         raise UnsupportedModel(
             f"{model.architecture} has no LM head, so it can only embed, and no modules.json beside its "
             "weights says how; add that file, or set pooling"
         )
     return has_head
-
-
-def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
-    """Return whether the files have an LM head, perhaps quantized, or the embedding is one too."""
-    if decoder.tie_word_embeddings and model.architecture not in BODIES:
-        return True
-    with open_tensors(list_weight_files(folder)) as tensors:
-        names = own_names(tensors, is_text_part=model.is_text_part)
-        return any(name.startswith("lm_head.") for name in names)
 
 
 @dataclass(frozen=True)
@@ -129,8 +121,13 @@ def load_model(
         return load_transformers_model(config, folder, place)
     ties = _ties_head(folder, config, path.decoder, embeds=embeds)
     decoder = replace(path.decoder, tie_word_embeddings=ties).within(place.max_positions)
-    for rope in decoder.ropes:
-        _warn_of_long_factors(rope, place.max_positions)
+    original = longrope_length(config)
+    if original is not None and place.max_positions > original:
+        logger.warning(
+            "this model turns heads by other factors in sequences of more than %d tokens, and a KV cache "
+            "cannot change factors while a sequence grows: all sequences have those of long ones; if %d "
+            "tokens are enough, set max_model_len=%d", original, original, original,
+        )  # fmt: skip
     rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
     rotaries = [
         RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device) for rope in decoder.ropes
@@ -159,15 +156,13 @@ def load_model(
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
     """Return whether the LM head is the embedding; the files count before config.json, as in transformers."""
-    if embeds and not _has_lm_head(folder, config, decoder):
-        return True
-    if not decoder.tie_word_embeddings:
-        return False
     with open_tensors(list_weight_files(folder)) as tensors:
         named = own_names(tensors, is_text_part=config.is_text_part)
+        if not any(name.startswith("lm_head.") for name in named):
+            return embeds or decoder.tie_word_embeddings
         head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
-        if head is None or embedding is None:
-            return True
+        if not decoder.tie_word_embeddings or head is None or embedding is None:
+            return decoder.tie_word_embeddings
         return head.shape == embedding.shape and torch.equal(head.whole(), embedding.whole())
 
 
@@ -183,16 +178,3 @@ def _check_quantization(name: str, path: ModelPath, device: torch.device) -> Non
     if problem is not None:
         raise ConfigError(f"quantization='int8' cannot be used: {problem}; leave it out")
     check_int8()
-
-
-def _warn_of_long_factors(rope: Rope, max_positions: int) -> None:
-    """Warn that a longrope model's short sequences are computed with the long factors."""
-    if rope.kind != "longrope":
-        return
-    original = int(rope.number("original_max_position_embeddings"))
-    if max_positions > original:
-        logger.warning(
-            "this model turns heads by other factors in sequences of more than %d tokens, and a KV cache "
-            "cannot change factors while a sequence grows: all sequences have those of long ones; if %d "
-            "tokens are enough, set max_model_len=%d", original, original, original,
-        )  # fmt: skip

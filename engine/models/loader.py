@@ -17,6 +17,14 @@ from engine.models.decoder import DecoderForCausalLM
 
 #: Other names of modules, by their names here.
 RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
+#: Last names of modules in the checkpoint, with the module that holds each here and its shard.
+PACKED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
 
@@ -66,7 +74,7 @@ def load_weights(
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED):
-                missing.difference_update(_load_tensor(model.packed, modules, name, tensor))
+                missing.difference_update(_load_tensor(modules, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -77,14 +85,12 @@ def load_weights(
         module.finish_loading()
 
 
-def _load_tensor(
-    packed: dict[str, tuple[str, str]], modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor
-) -> list[Place]:
+def _load_tensor(modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor) -> list[Place]:
     """Load one tensor; return the places filled."""
-    found = _find_place(packed, modules, name)
+    found = _find_place(modules, name)
     if found is None:
         weight = name.removesuffix("bias") + "weight"
-        if name.endswith(".bias") and _find_place(packed, modules, weight) and not tensor.whole().any():
+        if name.endswith(".bias") and _find_place(modules, weight) and not tensor.whole().any():
             return []  # AutoGPTQ writes one of zeros where a linear layer has none
         raise WeightMismatch(f"{tensor.path} holds {name!r}, for which this model has no place")
     module_name, parameter, shard = found
@@ -97,14 +103,12 @@ def _load_tensor(
     return [(f"{module_name}.{parameter}", each) for each in shards]
 
 
-def _find_place(
-    packed: dict[str, tuple[str, str]], modules: dict[str, WeightedModule], name: str
-) -> tuple[str, str, str | None] | None:
+def _find_place(modules: dict[str, WeightedModule], name: str) -> tuple[str, str, str | None] | None:
     """Find a tensor's module, parameter and shard; None for a tensor that no module has."""
     parts = [RENAMED.get(part, part) for part in name.split(".")]
     for end in range(len(parts) - 1, 0, -1):  # the innermost module first
         *parents, last = parts[:end]
-        last, shard = packed.get(last, (last, None))
+        last, shard = PACKED.get(last, (last, None))
         module_name = ".".join([*parents, last])
         if module_name in modules:
             place = modules[module_name].place_of(".".join(parts[end:]))

@@ -94,15 +94,14 @@ def nearest(architecture: str) -> str:
     return f"the nearest that is served: {related}; `tokenmill models` lists all"
 
 
-def refuse_known(architectures: list[object]) -> None:
-    """Raise UnsupportedModel if one of these was tried and is refused."""
+def refuse_known(architecture: str) -> None:
+    """Raise UnsupportedModel if this one was tried and is refused."""
     for reason, nearest_ones in REFUSED.items():
-        for name, instead in nearest_ones.items():
-            if name in architectures:
-                raise UnsupportedModel(
-                    f"{name} has {reason}; the nearest that is served: {instead} "
-                    "(model_path='transformers' tries it all the same)"
-                )
+        if architecture in nearest_ones:
+            raise UnsupportedModel(
+                f"{architecture} has {reason}; the nearest that is served: {nearest_ones[architecture]} "
+                "(model_path='transformers' tries it all the same)"
+            )
 
 
 def served_architectures() -> frozenset[str]:

@@ -154,13 +154,16 @@ def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any,
     """Return the loader to ask, with path and options. Quantized weights are unpacked for it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more = _text_part(config, folder) if config.is_text_part else {}
     loader: Any = AutoModelForCausalLM
+    if config.quantization is None and not config.is_text_part:
+        return loader, str(folder), {}
+    values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if config.is_text_part:
+        values = values.get_text_config(decoder=True)
+        values.tie_word_embeddings = config.values["tie_word_embeddings"]
     if config.quantization is None:
-        return loader, str(folder), more
-    values: Any = more.get("config") or AutoConfig.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False
-    )
+        mapping = {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}
+        return loader, str(folder), {"config": values, "key_mapping": mapping}
     if hasattr(values, "quantization_config"):
         del values.quantization_config  # or it would unpack them itself, with packages that are not here
     with torch.device("meta"):
@@ -173,16 +176,6 @@ def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any,
             for name, tensor in named.items()
         }
     return loader, None, {"config": values, "state_dict": state}
-
-
-def _text_part(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Return how transformers' loader finds the text part of a model that reads images or sound too."""
-    from transformers import AutoConfig
-
-    whole: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    text = whole.get_text_config(decoder=True)
-    text.tie_word_embeddings = config.values["tie_word_embeddings"]
-    return {"config": text, "key_mapping": {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}}
 
 
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:

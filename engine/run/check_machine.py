@@ -1,13 +1,12 @@
 """Checks of the machine before anything is loaded: GPU or processors, memory, folders for kernels."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from engine.attention import load_backend
-from engine.cpu_kernels.kernel import exposure
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
@@ -30,11 +29,11 @@ def check_machine(config: EngineConfig) -> Iterator[Observation]:
         return
     if device.type == "cuda":
         yield from _check_gpus(config)
-        yield from _check_folder(Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser())
+        yield _kept(Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser())
     else:
         reason = "no GPU" if config.device == "auto" else f"device={config.device!r} is set"
         yield Observation("gpu", "ok", f"{reason}: runs on CPU, {torch.get_num_threads()} threads")
-        yield from _check_cpu_kernels()
+        yield _check_cpu_kernels()
     if config.tensor_parallel_size > 1:
         yield from _check_shared_memory()
 
@@ -72,28 +71,27 @@ def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
             yield Observation("gpu", "ok", found)
 
 
-def _check_cpu_kernels() -> Iterator[Observation]:
+def _check_cpu_kernels() -> Observation:
     try:
-        from engine.cpu_kernels.kernel import cache_root
+        from engine.cpu_kernels.kernel import cache_root, exposure
     except ImportError as error:
         found = f"Numba does not import ({error}): torch computes attention, slower"
-        mend = "pip install --upgrade numba, to a version that knows this numpy"
-        yield Observation("kernels", "warning", found, mend)
-        return
-    yield from _check_folder(cache_root(), private=True)
+        return Observation(
+            "kernels", "warning", found, "pip install --upgrade numba, to a version that knows this numpy"
+        )
+    return _kept(cache_root(), exposure)
 
 
-def _check_folder(folder: Path, *, private: bool = False) -> Iterator[Observation]:
-    """Check that compiled kernels can be kept there. private: nobody else may write to it."""
+def _kept(folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None) -> Observation:
+    """Find whether compiled kernels can be kept there. exposure: how others may write into a folder."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
-    problem = exposure(there.resolve()) if private else None
+    problem = exposure(there.resolve())
     if problem is None and not os.access(there, os.W_OK | os.X_OK):
         problem = f"{there} cannot be written to"
     if problem is None:
-        yield Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
-    else:
-        mend = f"correct that, or set XDG_CACHE_HOME to a folder of this user; {folder} holds nothing else"
-        yield Observation("kernels", "warning", f"kernels are compiled at each start: {problem}", mend)
+        return Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
+    mend = f"correct that, or set XDG_CACHE_HOME to a folder of this user; {folder} holds nothing else"
+    return Observation("kernels", "warning", f"kernels are compiled at each start: {problem}", mend)
 
 
 def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,20 +43,17 @@ def check_up(config: EngineConfig) -> Iterator[Observation]:
 
 
 def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
-    entries: list[TensorEntry] = []
-    try:
-        entries += whole_weights(folder)
-        yield Observation("model", "ok", f"{folder}: {len(entries)} tensors, every file is whole")
-    except ConfigError as error:
-        yield fault_of("model", error)
-    for subject, found in (
-        ("tokenizer", _check_text(config, folder)),
-        ("model", _check_served(config, folder, entries)),
-    ):
+    entries: list[TensorEntry] = []  # of all tensors, once the files are found whole
+    for subject, check in (("model", _check_weights), ("tokenizer", _check_text), ("model", _check_served)):
         try:
-            yield from found
+            yield from check(config, folder, entries)
         except ConfigError as error:
             yield fault_of(subject, error)
+
+
+def _check_weights(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+    entries += whole_weights(folder)
+    yield Observation("model", "ok", f"{folder}: {len(entries)} tensors, every file is whole")
 
 
 def whole_weights(folder: Path) -> list[TensorEntry]:
@@ -71,7 +69,7 @@ def whole_weights(folder: Path) -> list[TensorEntry]:
     return [entry for entries in files.values() for entry in entries]
 
 
-def _check_text(config: EngineConfig, folder: Path) -> Iterator[Observation]:
+def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
     from engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(folder, config.chat_template)
@@ -108,7 +106,7 @@ def _check_memory(
     config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
 ) -> Iterator[Observation]:
     from engine.run.check_machine import free_memory
-    from engine.run.forward.memory import default_cpu_kv_cache_bytes, fit_pool
+    from engine.run.forward.memory import check_pool_bytes, default_cpu_kv_cache_bytes, fit_pool
 
     ranks = config.tensor_parallel_size
     weights = _weight_bytes(config, model, entries, dtype_bytes) // ranks
@@ -119,13 +117,8 @@ def _check_memory(
         mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
         yield Observation("memory", "fault", found, mend)
         return
-    wanted = config.kv_cache_bytes
-    if wanted is not None and wanted > left:
-        raise ConfigError(
-            f"kv_cache_bytes={wanted} on each rank is more than the {left} bytes left of {memory} beside the "
-            "weights; lower it, or leave it out"
-        )
-    pool = wanted or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
+    check_pool_bytes(config, left, f"{memory} beside the weights")
+    pool = config.kv_cache_bytes or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
     num_blocks = pool // _block_bytes(config, model, dtype_bytes)
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
     found = (
@@ -144,7 +137,7 @@ def _weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[Tensor
     if model.quantization is not None:
         return sum(entry.end - entry.start for entry in entries)
     size = 1 if config.quantization is not None else dtype_bytes
-    return sum(entry.numel for entry in entries) * size
+    return sum(prod(entry.shape) for entry in entries) * size
 
 
 def _block_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

@@ -1,7 +1,6 @@
 """Turns finished sequences into completions."""
 
 import time
-from collections.abc import Callable
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
@@ -27,10 +26,14 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
     if seq.sample_top != NOT_WANTED:
         first = begin = seq.num_prompt_tokens + seq.num_continued
         known = seq.logprobs
-        if seq.num_resumed:
-            known, first = [*seq.scored, *known], seq.first_scored
+        if seq.num_resumed and seq.targets is not None:
+            known, first = [*seq.scored, *known], int(seq.targets.places[0])
         logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
+    of_prompt: list[dict[int, Logprob] | None] | None = None
+    if seq.params.prompt_logprobs is not None and seq.error is None:
+        top = num_top(seq.params.prompt_logprobs)
+        of_prompt = [None, *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text)]
     if seq.params.separate_reasoning and seq.error is None:
         marks = seq.params.reasoning_marks
         reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
@@ -44,7 +47,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         num_cached_tokens=min(seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued),
         logprobs=logprobs,
         error=None if seq.error is None else str(SequenceFailed(seq.error)),
-        prompt_logprobs=_of_prompt(seq, tokenizer.token_text),
+        prompt_logprobs=of_prompt,
         reasoning=reasoning,
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
@@ -66,11 +69,3 @@ def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
         return None
     counts = tree.num_prompt_tokens, tree.num_cached_tokens
     return Completion(seq.request_id, 0, [], "", "stop", *counts, loglikelihoods=tree.results())
-
-
-def _of_prompt(seq: Sequence, text_of: Callable[[int], str]) -> list[dict[int, Logprob] | None] | None:
-    top = num_top(seq.params.prompt_logprobs)
-    if top == NOT_WANTED or seq.error is not None:
-        return None
-    prompt = seq.token_ids[1 : seq.num_prompt_tokens]
-    return [None, *as_dicts(seq.prompt_logprobs, prompt, top, text_of)]

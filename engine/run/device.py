@@ -54,13 +54,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def overlaps(async_scheduling: bool | None, device: str) -> bool:
-    """Whether a step is scheduled while the one before runs; async_scheduling=None does so on GPUs."""
-    if async_scheduling is not None:
-        return async_scheduling
-    return resolve_device(device).type == "cuda"
-
-
 def sign_of_gpu() -> str:
     """Return a sign of an NVIDIA GPU, "" if there is none or it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -115,18 +108,3 @@ class GpuMemory:
         run()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before
-
-
-def measure_room(memory: GpuMemory, share: float, warm_up: Callable[[], None], capture: Callable[[], object]) -> int:
-    """Return the bytes of `share` of the memory that the largest step and the graphs leave.
-
-    warm_up: runs the largest steps.  capture: records the graphs and returns what keeps them alive. Their pool
-    counts as taken: free it and add its size to the result.
-    """
-    step_bytes = memory.peak_bytes(warm_up)
-    before = memory.used_bytes()
-    graphs = capture()
-    graph_bytes = memory.used_bytes() - before
-    del graphs
-    taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES
-    return int(memory.total_bytes * share) - taken

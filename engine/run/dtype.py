@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from engine.checkpoint.model_config import dtype_name
 from engine.cpu_kernels.processor import multiplies_bfloat16
+from engine.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,12 @@ def served_dtype(wanted: str, checkpoint_dtype: str, device: str) -> ServedDtype
     "auto" is the checkpoint's, or float32 on a CPU that would convert every number. Raises ConfigError for an
     unsupported dtype or device.
     """
-    name = dtype_name(wanted, checkpoint_dtype)
+    name = checkpoint_dtype if wanted == "auto" else wanted
+    if name not in DTYPES:
+        whose = f": the checkpoint's is {name}" if wanted == "auto" else ""
+        raise ConfigError(
+            f"dtype={wanted!r} cannot be used{whose}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
+        )
     if name == "float32" or (name == "bfloat16" and multiplies_bfloat16()) or not _is_cpu(device):
         return ServedDtype(name)
     lacking = "this CPU has neither avx512_bf16 nor amx_bf16"

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -23,12 +24,10 @@ from engine.schedule.outputs import Completion, LogLikelihood
 from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import BlockKey, PreparedPrompt
 from engine.schedule.score_tree import ends_needed, shape_of
-from engine.text.prompts import Prompt, PromptReader, Tail
+from engine.text.prompts import Context, Prompt, PromptReader, Tail
 from engine.text.tokenizer import Tokenizer
 
-Request = tuple[str, Prompt, RequestParams]
-Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
-NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
+Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 
 #: Tokens of all sequences of a scoring request together: each holds the prompt's.
 MAX_TREE_TOKENS = 1 << 25
@@ -75,7 +74,10 @@ def prepare_scores(
     )
     ends = params.score_end
     if ends == "auto":
-        _check_distinct(tails)
+        places: dict[Tail, int] = {}
+        for place, tail in enumerate(tails):
+            if (other := places.setdefault(tail, place)) != place:
+                raise InvalidPrompt(f"continuations {other} and {place} are the same tokens: one of them is enough")
         ends = ends_needed(tails)
     if ends and not end_token_ids:
         raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
@@ -89,40 +91,47 @@ def prepare_scores(
     return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
 
 
-def _check_distinct(tails: tuple[Tail, ...]) -> None:
-    places: dict[Tail, int] = {}
-    for place, tail in enumerate(tails):
-        if places.setdefault(tail, place) != place:
-            raise InvalidPrompt(f"continuations {places[tail]} and {place} are the same tokens: one of them is enough")
-
-
 class Scores:
     """Pairs of a context and a continuation as requests, one for each context."""
 
-    def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
+    def __init__(
+        self,
+        pairs: Iterable[tuple[Prompt, Prompt]],
+        prompts: PromptReader,
+        prepare: Callable[[Prompt, ScoringParams], PreparedPrompt],
+    ) -> None:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
-        self._groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-        self._asked = [self._group(*_read(place, pair, prompts)) for place, pair in enumerate(pairs)]
-
-    def _group(self, token_ids: list[int], score_from: int) -> Asked | None:
-        if score_from == len(token_ids):
-            return None
-        context, continuation = tuple(token_ids[:score_from]), tuple(token_ids[score_from:])
-        group = self._groups.setdefault(context, {})
-        return context, group.setdefault(continuation, len(group))
+        groups: dict[Context, list[Context]] = {}
+        places: dict[Context, int] = {}  # the first pair of each context
+        self._asked: list[tuple[Context, int] | None] = []  # a context, and which of its continuations
+        for place, pair in enumerate(pairs):
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
+            with _naming(place):
+                continuation, context = prompts.pair(*pair)
+            group = groups.setdefault(context, []) if continuation else []
+            self._asked.append((context, len(group)) if continuation else None)
+            group.append(continuation)
+            places.setdefault(context, place)
+        self._ready: dict[Context, tuple[PreparedPrompt, ScoringParams]] = {}
+        for context, group in groups.items():
+            with _naming(places[context]):
+                params = ScoringParams(group)
+                prompt = context if isinstance(context, str) else list(context)
+                self._ready[context] = prepare(prompt, params), params
 
     def requests(self) -> Iterator[Request]:
         """Return requests in the order of their tokens, so that neighbours share the most."""
-        for number, context in enumerate(sorted(self._groups)):
-            yield str(number), list(context), ScoringParams(tuple(self._groups[context]))
+        ready = sorted(enumerate(self._ready.values()), key=lambda each: each[1][0].token_ids)
+        return ((str(number), prompt, params) for number, (prompt, params) in ready)
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """Return one score for each pair. Raises ScoringFailed for the first without one."""
-        found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
+        found = {context: done[str(number)][0] for number, context in enumerate(self._ready)}
         results = []
         for place, asked in enumerate(self._asked):
             if asked is None:
-                results.append(NOTHING)
+                results.append(LogLikelihood(0.0, 0, is_greedy=True))
                 continue
             context, number = asked
             if (scored := found[context]).loglikelihoods is None:
@@ -131,11 +140,11 @@ class Scores:
         return results
 
 
-def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], int]:
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-        raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
+@contextmanager
+def _naming(place: int) -> Iterator[None]:
+    """Say of an InvalidRequest which pair it is about, or the first of one context."""
     try:
-        return prompts.pair(*pair)
+        yield
     except InvalidRequest as error:
         raise type(error)(f"pair {place}: {error}") from error
 

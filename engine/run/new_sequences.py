@@ -7,7 +7,7 @@ from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import PreparedPrompt
-from engine.schedule.score_tree import ScoreTree
+from engine.schedule.score_tree import ScoreTree, Targets
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
@@ -67,6 +67,7 @@ class NewSequences:
             for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
         for seq in seqs:
+            seq.prompt_logprobs = seqs[0].prompt_logprobs
             for token_id in continued:
                 seq.go_on_behind(token_id)
         return seqs
@@ -74,14 +75,12 @@ class NewSequences:
     def pooled(self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int) -> list[Sequence]:
         """Make the sequence whose hidden states are pooled."""
         keys = prompt.block_keys
-        seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
-        seq.pool_alone(pooled)
-        return [seq]
+        return [Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys, pooled=pooled)]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
         """Make the sequences that score a prompt's continuations; all but the first follow another."""
         assert prompt.continued is not None
-        tree = ScoreTree(prompt.token_ids, prompt.num_prompt_tokens, prompt.continued)
+        tree = ScoreTree(prompt.num_prompt_tokens, prompt.continued)
         seqs: list[Sequence] = []
         for index, branch in enumerate(tree.shape.branches):
             seq = Sequence(
@@ -91,7 +90,7 @@ class NewSequences:
                 index=index,
                 lane=lane,
                 block_keys=prompt.block_keys,
-                targets=tree.targets(branch),
+                targets=Targets(branch.places + len(prompt.token_ids), branch.scored_ids),
                 tree=tree,
             )
             if branch.parent is not None:

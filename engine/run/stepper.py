@@ -8,6 +8,7 @@ log2(sequences) tries.
 """
 
 import logging
+import time
 import traceback
 from collections import deque
 
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 
 from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
-from engine.run.step_stats import StepStats
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.outputs import EngineStats
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -35,6 +36,46 @@ CONTROL = SamplingParams(max_tokens=2, top_p=0.5, seed=0)
 
 #: A step's tokens, log probabilities and pooled states.
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
+
+
+_NUM_SIZES = 13
+"""Of batches: 1, 2, up to 4, up to 8, ... up to 2,048, and all that are larger."""
+
+
+class Stopwatch:
+    """Adds up the seconds that are spent inside `with`."""
+
+    __slots__ = ("_began", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+class StepStats:
+    """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_scheduled = 0
+        self.batch_sizes = [0] * _NUM_SIZES
+        self.schedule, self.prepare, self.launch = Stopwatch(), Stopwatch(), Stopwatch()
+        self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
+
+    def count(self, num_seqs: int) -> None:
+        """Count a step of so many sequences."""
+        self.num_steps += 1
+        self.num_scheduled += num_seqs
+        self.batch_sizes[min(max(num_seqs - 1, 0).bit_length(), _NUM_SIZES - 1)] += 1
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent in each part."""
+        return {name: part.seconds for name, part in vars(self).items() if isinstance(part, Stopwatch)}
 
 
 class Stepper:
@@ -66,6 +107,27 @@ class Stepper:
         """Have the next step return a sequence that has ended without one."""
         seq.status = SequenceStatus.FINISHED
         self._finished.append(seq)
+
+    def engine_stats(self) -> EngineStats:
+        """Counters since start and the state of now."""
+        scheduler, steps = self._scheduler, self.stats
+        return EngineStats(
+            num_steps=steps.num_steps,
+            num_running=len(scheduler.running),
+            max_running=scheduler.max_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            prefill_tokens=scheduler.prefill_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            decode_tokens=scheduler.decode_tokens,
+            num_blocks=scheduler.blocks.num_blocks,
+            free_blocks=scheduler.blocks.num_free_blocks,
+            cpu_threads=torch.get_num_threads(),
+            generation_tokens=scheduler.generation_tokens,
+            step_seconds=steps.seconds,
+            num_scheduled=steps.num_scheduled,
+            batch_sizes=tuple(steps.batch_sizes),
+        )
 
     def take(self, launches: bool = True) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
@@ -100,8 +162,6 @@ class Stepper:
             self._run_by_halves()
         else:
             self._run(batch)
-        if batch.refused is not None:
-            self._blame(*batch.refused)
 
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in the steps that have arrived."""
@@ -112,7 +172,7 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._start_over(error)
             return
-        if self._receive_all_but(1 if self.overlaps and batch.num_tokens and batch.refused is None else 0):
+        if self._receive_all_but(1 if self.overlaps and batch.num_tokens else 0):
             self._num_unexplained = 0
 
     def _receive_all_but(self, num_left: int) -> bool:
@@ -170,7 +230,10 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - whatever its text raises
             self._raise_engines_fault(error)
             seq.fail(error)
-            _log_failure(seq, error)
+            logger.error(  # without the error's text, which may hold a part of the prompt
+                "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
+                seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
+            )  # fmt: skip
 
     def _text_of(self, seq: Sequence) -> str:
         if not seq.generates:
@@ -223,14 +286,7 @@ class Stepper:
             raise StepFailed(f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}") from error
         finally:
             self._scheduler.release_control(control)
-        self._scheduler.fail(seq, error)
+        self._scheduler.abort(seq)
+        seq.fail(error)
         self._finished.append(seq)
         self._num_unexplained = 0
-
-
-def _log_failure(seq: Sequence, error: Exception) -> None:
-    """Log the error without its text, which may hold a part of the prompt."""
-    logger.error(
-        "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
-        seq.request_id, seq.index, type(error).__name__, traceback.extract_tb(error.__traceback__)[-1:],
-    )  # fmt: skip

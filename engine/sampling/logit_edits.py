@@ -190,17 +190,18 @@ FIRST_ROOM = 64
 class TokenCounts:
     """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
 
-    def __init__(self, prompt_token_ids: NDArray[np.int32]) -> None:
-        """prompt_token_ids: [tokens], each once; they have entries from the start."""
+    def __init__(self, prompt_token_ids: NDArray[np.int32], start: int) -> None:
+        """prompt_token_ids: [tokens], each once; they have entries from the start. start: of the completion."""
+        self._num_counted = start
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
         self._entries[: self._size, 0] = prompt_token_ids
         self._entries[self._size, 0] = -1
         self._index = {token_id: i for i, token_id in enumerate(prompt_token_ids.tolist())}
 
-    def add(self, token_ids: Iterable[int]) -> None:
-        """Count tokens of the completion."""
-        for token_id in token_ids:
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count the tokens of the completion that are new. token_ids: all known ones."""
+        for token_id in token_ids[self._num_counted :]:
             place = self._index.setdefault(token_id, self._size)
             if place == self._size:
                 self._size += 1
@@ -208,6 +209,7 @@ class TokenCounts:
                     self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
                 self._entries[place : place + 2, 0] = token_id, -1
             self._entries[place, 1] += 1
+        self._num_counted = len(token_ids)
 
     def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
         """Return [tokens, 2]: a token, and its count; to be copied before the next `add`."""
@@ -237,7 +239,7 @@ class RequestEdits:
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
-        allowed = allowed_mask(params, vocab_size) if params.structured_outputs is None else None
+        allowed = allowed_mask(params.allowed_token_ids, vocab_size) if params.structured_outputs is None else None
         bias = params.logit_bias
         if not (has_penalties or words or allowed is not None or bias):
             return None
@@ -255,12 +257,11 @@ class RequestEdits:
 class SequenceEdits:
     """Keeps the edits of a sequence's logits as its tokens come to be known."""
 
-    __slots__ = ("_counts", "_num_counted", "_request")
+    __slots__ = ("_counts", "_request")
 
     def __init__(self, request: RequestEdits) -> None:
         self._request = request
         self._counts: TokenCounts | None = None
-        self._num_counted = 0
 
     def write(
         self, parts: EditParts, place: int, token_ids: Sequence[int], start: int, pending_sample: int | None
@@ -284,23 +285,13 @@ class SequenceEdits:
             parts.biased.append((place, request.biased))
             parts.biases.append(request.biases)
         if request.penalties is not None:
-            counts = self._count(request, token_ids, start)
-            parts.penalize(place, request.penalties, counts.entries(with_pending=is_pending))
-
-    def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> TokenCounts:
-        if self._counts is None:
-            self._counts, self._num_counted = TokenCounts(request.prompt_token_ids), start
-        self._counts.add(token_ids[self._num_counted :])
-        self._num_counted = len(token_ids)
-        return self._counts
-
-
-def allowed_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32] | None:
-    """Return the mask of a request's allowed tokens, None for all."""
-    allowed = params.allowed_token_ids
-    return None if allowed is None else _mask_of(tuple(allowed), vocab_size)
+            if self._counts is None:
+                self._counts = TokenCounts(request.prompt_token_ids, start)
+            self._counts.add(token_ids)
+            parts.penalize(place, request.penalties, self._counts.entries(with_pending=is_pending))
 
 
 @lru_cache(maxsize=16)  # rows of a run name the same ids again and again, and then share a mask
-def _mask_of(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
-    return token_mask(token_ids, vocab_size)
+def allowed_mask(allowed: Sequence[int] | None, vocab_size: int) -> NDArray[np.int32] | None:
+    """Return the mask of a request's allowed tokens, None for all."""
+    return None if allowed is None else token_mask(allowed, vocab_size)

@@ -17,11 +17,6 @@ from engine.sampling.draws import decay_rate, random_words, target, weigh
 from engine.sampling.sampling_rows import SamplingRows
 
 
-def least_weight(min_p: Tensor) -> Tensor:
-    """Return the least weight that min_p keeps: [rows] int64."""
-    return torch.mul(min_p, WHOLE).to(torch.int64)
-
-
 def share(total: Tensor, top_p: Tensor) -> Tensor:
     """Return floor(top_p total), top_p cut to 31 bits, and 1 at least. total: int64 up to 2^60."""
     fraction = (top_p * 2.0**31).to(torch.int64)
@@ -69,7 +64,8 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
     weights = weigh(logits, highest.unsqueeze(1), decay_rate(rows.temperature).unsqueeze(1))
-    weights.masked_fill_(weights < least_weight(rows.min_p).unsqueeze(1), 0)
+    least = torch.mul(rows.min_p, WHOLE).to(torch.int64)  # that min_p keeps
+    weights.masked_fill_(weights < least.unsqueeze(1), 0)
     is_cut = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1)
     if len(places := is_cut.nonzero().squeeze(1)):
         weights[places] = cut(weights[places], logits[places], rows.only(places))

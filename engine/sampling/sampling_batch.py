@@ -3,9 +3,9 @@
 One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,28 +34,21 @@ def neutral_rows(num_rows: int) -> Values:
     return rows
 
 
-class Masks(Protocol):
-    """Masks to be computed later."""
-
-    def fill(self) -> None:
-        """Compute the masks in their place."""
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
     """The choice of one token for each row of a step's logits, as numpy arrays.
 
     values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
-    edits: of the logits, if any.  masks: those that are computed while the step runs on its device.
+    edits: of the logits, if any.  fill_masks: computes those of their masks that are zeros yet, while the step runs.
     """
 
     values: Values
     position: NDArray[np.uint64]
     edits: LogitEdits | None = None
-    masks: Masks | None = None
+    fill_masks: Callable[[], None] | None = None
 
     def ready_edits(self) -> LogitEdits | None:
         """Compute the masks, as late as can be, and return the edits."""
-        if self.masks is not None:
-            self.masks.fill()
+        if self.fill_masks is not None:
+            self.fill_masks()
         return self.edits

@@ -8,7 +8,7 @@ function in each sampler.
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -145,7 +145,9 @@ class SamplingParams:
         for name in mapping:
             if name not in _NAMES:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
-                raise InvalidSampling(f"{brief(name)} {problem}; {_names_to_use(name, _NAMES)}")
+                near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), _NAMES, n=1)
+                hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
+                raise InvalidSampling(f"{brief(name)} {problem}; {hint}accepted are {', '.join(_NAMES)}")
         values = {name: value for name, value in mapping.items() if value is not None}
         if not _is_plain(values):  # numbers of numpy, for example, which marshal takes for bytes
             return cls(**values)
@@ -206,10 +208,3 @@ MAX_KEY_BYTES = 16_384  # of values that are remembered
 def _remembered(key: bytes) -> SamplingParams:
     """Return the params for equal values, of which jobs share few. key: 1, 1.0 and True differ in it."""
     return SamplingParams(**marshal.loads(key))
-
-
-def _names_to_use(name: object, accepted: Collection[str]) -> str:
-    """Name the parameter most like a misspelt one, or all of them."""
-    near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
-    hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
-    return f"{hint}accepted are {', '.join(accepted)}"

@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.upload import upload
 from engine.sampling.sampling_batch import SamplingBatch
 
 
@@ -30,11 +28,6 @@ class SamplingRows:
     seed: Tensor
     sample_index: Tensor
     position: Tensor
-
-    @classmethod
-    def upload(cls, batch: SamplingBatch, device: torch.device) -> SamplingRows:
-        """Upload the batch's values in one transfer, without waiting."""
-        return cls(*upload(sampling_columns(batch), device))
 
     def only(self, places: Tensor) -> SamplingRows:
         """Return some of the rows. places: [some] int64, on their device."""

@@ -1,9 +1,8 @@
-"""The waiting and the running sequences, lane by lane, and which lane's turn it is."""
+"""The running sequences, lane by lane, and which lanes are kept out for a while."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,25 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.schedule.sequence import Sequence
-
-
-class WaitingLanes(dict[int, deque[Sequence]]):
-    """The waiting sequences: in each lane the first to arrive is the first to go."""
-
-    def append(self, seq: Sequence) -> None:
-        """Put the latest arrival at the end of its lane."""
-        self.setdefault(seq.lane, deque()).append(seq)
-
-    def put_back(self, seq: Sequence) -> None:
-        """Put a sequence that arrived before into its lane, in order of arrival."""
-        queue = self.setdefault(seq.lane, deque())
-        position = next((i for i, other in enumerate(queue) if other.arrival > seq.arrival), len(queue))
-        queue.insert(position, seq)
-
-    def drop_empty(self) -> None:
-        """Forget lanes in which nobody waits."""
-        for lane in [lane for lane, queue in self.items() if not queue]:
-            del self[lane]
 
 
 @dataclass(frozen=True)
@@ -78,7 +58,7 @@ class RunningList:
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence that has its slot in its place."""
-        insort(self._seqs, seq, key=_urgency)
+        insort(self._seqs, seq, key=urgency)
         self._lanes = None
 
     def remove(self, gone: Iterable[Sequence]) -> None:
@@ -101,26 +81,9 @@ class RunningList:
         self.add(seq)
 
 
-def _urgency(seq: Sequence) -> tuple[int, int]:
+def urgency(seq: Sequence) -> tuple[int, int]:
+    """Return a key that sorts sequences, the most urgent first."""
     return seq.lane, seq.arrival
-
-
-MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
-
-
-class Overtakes(Counter[int]):
-    """Counts admissions of more urgent lanes since a lane's own last one."""
-
-    def count_admission(self, lane: int, others: Iterable[int]) -> None:
-        """Count one admission from `lane` against those of `others` that are less urgent."""
-        self.update({other for other in others if other > lane})
-
-    def take_due(self, lane: int) -> list[int]:
-        """Return the lanes overtaken too often, less urgent than `lane`, and count them anew."""
-        due = [other for other, n in self.items() if other > lane and n >= MAX_OVERTAKES]
-        for other in due:
-            del self[other]
-        return due
 
 
 LEFT_SHARE = 16  # places are given together when one in so many of the running sequences has left

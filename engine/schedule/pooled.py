@@ -3,8 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-Vector = NDArray[np.float32]
-
 
 class PooledStates:
     """Collects one sequence's vector. next: the place of the first hidden state not yet computed or launched."""
@@ -31,7 +29,7 @@ class PooledStates:
         """Drop the states of launched steps, which will not come."""
         self.next = self._first + self._num_rows
 
-    def add(self, pooled: Vector, num_rows: int) -> None:
+    def add(self, pooled: NDArray[np.float32], num_rows: int) -> None:
         """Add a step's pooled states of the next num_rows tokens: [modes * hidden], by `pool`."""
         new = pooled.reshape(len(self._modes), -1)
         if self._vectors is None:

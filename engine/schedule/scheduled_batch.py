@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.schedule.block_manager import Block, BlockCopy
 from engine.schedule.lanes import SlotGroup
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import Sequence
 
 
 @dataclass
@@ -21,9 +21,10 @@ class ScheduledBatch:
     A sequence with all tokens computed samples its next one, if it generates: each of `decodes`, and `prefills[i]`
     if `prefill_samples[i]` says so. num_decode_tokens: generated ones of `decodes`, whose others end a prompt.
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
-    is computed. refused: a sequence that could not be admitted, still first in its lane, and its error.
-    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. scored, pooled:
-    sequences, and their numbers of tokens. ending: sequences that have nothing else to do.
+    is computed.
+    scored, pooled: of a step that was built, sequences, and how many of their tokens score others, or are pooled.
+    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. ending: sequences
+    that have nothing else to do.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -35,11 +36,10 @@ class ScheduledBatch:
     decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
-    copies: list[tuple[Sequence, BlockCopy]] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
-    refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
 
     def add_decodes(self, group: SlotGroup, *, num_generated: int) -> None:
@@ -76,9 +76,9 @@ class ScheduledBatch:
             )
             for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
         )
-        for seq, copy in self.copies:
-            (first if seq in first.prefills else second).copies.append((seq, copy))
         own = {block_id for seq in first.seqs for block_id in seq.block_table}
+        for copy in self.copies:
+            (first if copy.target in own else second).copies.append(copy)
         for block in self.published:
             (first if block.block_id in own else second).published.append(block)
         return first, second
@@ -118,9 +118,3 @@ class ScheduledBatch:
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
         """Yield each of `prefills`, its tokens to compute, and whether it samples then."""
         return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)
-
-    @property
-    def num_dropped(self) -> int:
-        """Count generated tokens of this step whose sequences are gone."""
-        gone = [seq for seq in self.decodes if seq.status is SequenceStatus.FINISHED]
-        return sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)

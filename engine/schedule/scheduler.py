@@ -16,27 +16,25 @@ one token, which is dropped. Whoever takes its blocks writes in a later launch: 
 """
 
 import time
-from collections import deque
+from bisect import insort
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.lanes import AdmissionGate, Overtakes, RunningList, SlotGroup, WaitingLanes
+from engine.schedule.lanes import AdmissionGate, RunningList, SlotGroup, urgency
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.scored_tokens import count_scored, give_logprobs
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
-from engine.schedule.step_batch import count_pooled, give_pooled, learn
+from engine.schedule.step_batch import give_logprobs, give_pooled, learn
+
+MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
 class Scheduler:
-    """Chooses the sequences of each step, and owns their status.
-
-    Raises ConfigError if the pool cannot hold one longest sequence.
-    """
+    """Chooses the sequences of each step, and owns their status. The pool holds one longest sequence at least."""
 
     def __init__(
         self,
@@ -48,17 +46,12 @@ class Scheduler:
         batches_admissions: bool = False,
     ) -> None:
         """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate."""
-        pool_tokens = block_manager.num_blocks * block_manager.block_size
-        if max_model_len > pool_tokens:
-            raise ConfigError(
-                f"max_model_len={max_model_len} does not fit into a KV pool of {pool_tokens} tokens: "
-                "lower max_model_len or raise kv_cache_bytes"
-            )
+        assert max_model_len <= block_manager.num_blocks * block_manager.block_size, "one sequence fits into the pool"
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.slots = SlotTable(max_num_seqs, max_model_len, block_manager.block_size)
-        self.waiting = WaitingLanes()
+        self.waiting: dict[int, deque[Sequence]] = {}  # by lane, in order of arrival
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
@@ -67,7 +60,7 @@ class Scheduler:
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._overtakes = Overtakes()
+        self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
 
     @property
     def num_waiting(self) -> int:
@@ -81,18 +74,13 @@ class Scheduler:
         seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
         self._num_arrivals += 1
         seq.max_len = min(seq.max_len, self.max_model_len)
-        self.waiting.append(seq)
+        self._wait_again(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
         self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
-
-    def fail(self, seq: Sequence, error: Exception) -> None:
-        """Abort a sequence that cannot go on because of `error`."""
-        self.abort(seq)
-        seq.fail(error)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step and reserve its blocks; it is empty if it has no tokens.
@@ -106,19 +94,21 @@ class Scheduler:
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
-        self.waiting.drop_empty()
+        self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
             self.in_flight.pop()
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count the tokens of the step just launched, and a pending token per sample."""
+        """Count the tokens of the step just built and launched, and a pending token per sample."""
         batch.launched = True
-        self._let_go_sources(batch)
+        self.blocks.let_go_sources(batch.copies)
         self.blocks.launched(batch.published)
-        count_scored(batch, self.slots)
-        count_pooled(batch, self.slots)
+        for seq, count in batch.scored + batch.pooled:
+            wanted = seq.targets if seq.pooled is None else seq.pooled
+            assert wanted is not None
+            wanted.next += count
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
@@ -159,7 +149,9 @@ class Scheduler:
         goes_on = is_held & ~self.slots.may_end(slots, token_ids)
         self.slots.add_known(slots[is_held], token_ids[is_held])
         self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
-        self.decode_tokens += batch.num_decode_tokens - (0 if is_held.all() else batch.num_dropped)
+        gone = () if is_held.all() else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
+        self.decode_tokens += batch.num_decode_tokens
+        self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
         finished, num_dropped = [], 0
         for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
@@ -192,16 +184,13 @@ class Scheduler:
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if not batch.launched:
-                self._let_go_sources(batch)
+                self.blocks.let_go_sources(batch.copies)
             for seq in batch.sampling + batch.ending:
                 seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
-            for seq, _ in batch.scored:
-                seq.forget_scored()
-            for seq, _ in batch.pooled:
-                if seq.pooled is not None:
-                    seq.pooled.forget()
+            for seq, _ in batch.scored + batch.pooled:
+                seq.forget_launched()
         self.in_flight.clear()
         for seq in self.running:
             self._release(seq)
@@ -232,9 +221,12 @@ class Scheduler:
         decodes = group.select(~in_prefill)
         num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
         batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
-        self._publish_decodes(decodes, batch)
-        if in_prefill.any():
-            self._schedule_prefills(group.select(in_prefill).seqs, batch)
+        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
+        for i in np.flatnonzero(may_fill).tolist():
+            self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
+        for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
+            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
+                self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
         """Give blocks to sequences that lack any; return those that were not preempted."""
@@ -246,16 +238,6 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             return group
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
-
-    def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
-        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
-        for i in np.flatnonzero(may_fill).tolist():
-            self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
-
-    def _schedule_prefills(self, prefills: list[Sequence], batch: ScheduledBatch) -> None:
-        for seq in prefills:
-            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
-                self._schedule_chunk(seq, budget, batch)
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
         num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
@@ -296,16 +278,10 @@ class Scheduler:
             if tail is not None and self.blocks.num_missing(seq, cached, tail) > 0:
                 tail = None  # its block is the last free one: the sequence needs it itself
             copy = self.blocks.allocate(seq, cached, tail)
-            try:
-                self.slots.assign(seq)
-            except Exception as error:  # noqa: BLE001 - its own values; the caller judges whose fault it is
-                self._release(seq)
-                self.blocks.let_go_sources([copy] if copy else [])
-                batch.refused = seq, error
-                return
+            self.slots.assign(seq)
             queue.popleft()
             if copy is not None:
-                batch.copies.append((seq, copy))
+                batch.copies.append(copy)
             seq.status = SequenceStatus.RUNNING
             self.running.add(seq)
             self.cached_tokens += seq.num_computed_tokens
@@ -337,7 +313,7 @@ class Scheduler:
                 if self._preempt() is seq:
                     return
             self.blocks.grow(seq)
-            self.slots.add_block(seq)
+            self.slots.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def _preempt(self) -> Sequence:
         """Take slot and blocks from the least urgent sequence; return it."""
@@ -352,11 +328,12 @@ class Scheduler:
         others = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
             others.update(seq.lane for seq in self._mid_prefill())
-        self._overtakes.count_admission(lane, others)
+        self._overtakes.update({other for other in others if other > lane})
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in self._overtakes.take_due(lane):
+        for other in [other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES]:
+            del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
@@ -390,14 +367,11 @@ class Scheduler:
             self.blocks.extend_keys(follower)
             self._wait_again(follower)
 
-    def _let_go_sources(self, batch: ScheduledBatch) -> None:
-        self.blocks.let_go_sources(copy for _, copy in batch.copies)
-
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)
         self.slots.release(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """Put a sequence that arrived before back among those that wait."""
+        """Put a sequence among those that wait, in order of arrival."""
         seq.status = SequenceStatus.WAITING
-        self.waiting.put_back(seq)
+        insort(self.waiting.setdefault(seq.lane, deque()), seq, key=urgency)

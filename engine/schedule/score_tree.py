@@ -22,17 +22,23 @@ Scored = tuple[int, int]  # the node before a token, and the token
 MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
 
 
+@dataclass(slots=True, eq=False)
 class Targets:
     """The tokens that a sequence scores, in the order of their places: several may share one.
 
-    places, token_ids: [targets] int64. A place is the number of tokens before it.
-    next: how many of them are known, or being computed.
+    places, token_ids: [targets] int64. A place is the number of tokens before it. num_top: the likely tokens wanted
+    with each. next: how many of them are known, or being computed.
     """
 
-    __slots__ = ("next", "places", "token_ids")
+    places: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    num_top: int = 0
+    next: int = 0
 
-    def __init__(self, places: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        self.places, self.token_ids, self.next = places, token_ids, 0
+    @classmethod
+    def of(cls, token_ids: list[int], first: int, num_top: int) -> Targets:
+        """Score known tokens from place `first` on."""
+        return cls(np.arange(first, len(token_ids)), np.array(token_ids[first:], np.int64), num_top)
 
     def until(self, num_tokens: int) -> slice:
         """Return the targets that so many computed tokens make known."""
@@ -145,17 +151,12 @@ class _Nodes:
 
 @dataclass
 class ScoreTree:
-    """The tree of one request, and its known scores. shared: the tokens before all tails."""
+    """The tree of one request, and its known scores."""
 
-    shared: list[int]
     num_prompt_tokens: int
     shape: TreeShape
     num_cached_tokens: int = 0
     _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
-
-    def targets(self, branch: Branch) -> Targets:
-        """Return the targets of a branch's sequence."""
-        return Targets(branch.places + len(self.shared), branch.scored_ids)
 
     def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:
         """Take a branch's scores; return whether all are known."""

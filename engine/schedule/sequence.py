@@ -38,8 +38,8 @@ class Forcing(Protocol):
     def first(self) -> Iterable[int]:
         """Return the tokens that must come first."""
 
-    def after(self, token_id: int) -> Iterable[int]:
-        """Return the tokens that must follow this one, which was sampled or forced itself."""
+    def after(self, token_id: int, num_left: int) -> Iterable[int]:
+        """Return the tokens that must follow this one and the num_left forced ones behind it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -53,12 +53,12 @@ class Sequence:
     `num_stale` pending samples are dropped. `slot`: its row in the slot table while it runs. The scheduler owns
     status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
 
-    Known tokens from `next_scored` to `score_end` still need log probabilities; `scored` holds those from
-    `first_scored` on, `prompt_logprobs` is the one of the first sample, `logprobs` has those of sampled tokens.
-    `score_top`, `sample_top`: the number of likely tokens with each, or NOT_WANTED. A sequence that does not generate
-    scores `targets`, branch `index` of `tree`, or its hidden states are `pooled`. `followers` wait until it is
-    finished. The first `num_continued` tokens behind the prompt came with the request, and the `num_resumed` behind
-    those are of another engine. `arrived_at`, `first_token_at`: monotonic seconds.
+    `targets`: known tokens whose log probabilities are wanted, `scored` has what is known of them; `prompt_logprobs`
+    is that of the first sample, `logprobs` has those of sampled tokens. `sample_top`: the number of likely tokens with
+    each of these, or NOT_WANTED. A sequence that does not generate is branch `index` of `tree`, or its hidden states
+    are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
+    the request, and the `num_resumed` behind those are of another engine. `arrived_at`, `first_token_at`: monotonic
+    seconds.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends it, the model's own included unless ignored.
@@ -84,6 +84,7 @@ class Sequence:
     block_keys: list[BlockKey] = field(default_factory=list)
     targets: Targets | None = None
     tree: ScoreTree | None = None
+    pooled: PooledStates | None = None
 
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
@@ -92,16 +93,12 @@ class Sequence:
     generates: bool = field(init=False)
     forced: deque[int] = field(init=False)
     sample_top: int = field(init=False)
-    score_top: int = field(init=False)
-    score_end: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_stale: int = field(default=0, init=False)
     num_continued: int = field(default=0, init=False)
     num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
-    first_scored: int = field(default=1, init=False)
-    next_scored: int = field(default=1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
@@ -113,20 +110,18 @@ class Sequence:
     logprobs: list[RowLogprobs] = field(default_factory=list, init=False)
     scored: list[RowLogprobs] = field(default_factory=list, init=False)
     prompt_logprobs: list[RowLogprobs] = field(init=False)
-    pooled: PooledStates | None = field(default=None, init=False)
     followers: list[Sequence] = field(default_factory=list, init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
         self.prompt_logprobs = self.scored
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
-        self.generates = self.targets is None
+        self.generates = self.targets is None and self.pooled is None
         self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
         self.forced = deque(() if self.forcing is None else self.forcing.first())
         self.sample_top = num_top(self.params.logprobs)
-        # one sample speaks for all
-        self.score_top = num_top(self.params.prompt_logprobs if self.index == 0 else None) if self.generates else 0
-        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and self.generates else 0
+        if self.index == 0 and self.params.prompt_logprobs is not None:  # one sample speaks for all
+            self.targets = Targets.of(self.token_ids, 1, num_top(self.params.prompt_logprobs))
 
     def go_on_behind(self, token_id: int) -> None:
         """Learn a token of a cut completion, before it is scheduled: max_tokens more follow it.
@@ -150,7 +145,8 @@ class Sequence:
         Raises InvalidRequest if it cannot have had them.
         """
         self.max_len = min(self.max_len, max_model_len)
-        known = list(token_ids)[:-1] if self.wants_logprobs else token_ids
+        wants_logprobs = self.sample_top != NOT_WANTED or self.targets is not None
+        known = list(token_ids)[:-1] if wants_logprobs else token_ids
         try:
             for token_id in known:
                 if self.finish_reason is not None:
@@ -163,12 +159,8 @@ class Sequence:
         self.num_resumed = len(known)
         begin, self.num_tokens = self.num_tokens, self.num_tokens + len(known)
         if self.sample_top != NOT_WANTED:
-            self.first_scored = self.next_scored = 1 if self.score_end else begin
-            self.score_top, self.score_end = max(self.score_top, self.sample_top), self.num_tokens
-
-    def pool_alone(self, pooled: PooledStates) -> None:
-        """Pool the prompt's hidden states and generate nothing. Before it is queued."""
-        self.pooled, self.generates, self.max_len = pooled, False, self.num_tokens
+            begin, top = (begin, NOT_WANTED) if self.targets is None else (1, self.targets.num_top)
+            self.targets = Targets.of(self.token_ids, begin, max(top, self.sample_top))
 
     def __repr__(self) -> str:
         return (
@@ -182,11 +174,6 @@ class Sequence:
         return self.num_tokens - len(self.token_ids)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether log probabilities of any of its tokens are wanted."""
-        return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
-
-    @property
     def shares_blocks(self) -> bool:
         """Whether others may use its blocks: not if all hidden states of a prompt are needed."""
         return self.pooled is None or not self.pooled.needs_all
@@ -197,17 +184,16 @@ class Sequence:
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
-        if self.targets is not None:
+        if self.targets is not None and self.targets.next < len(self.targets.places):
             return min(last, int(self.targets.places[self.targets.next]) - 1)
-        return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
+        return last
 
-    def forget_scored(self) -> None:
-        """Score again from the first unknown token: launched steps are withdrawn."""
-        num_known = sum(len(part.ranks) for part in self.scored)
+    def forget_launched(self) -> None:
+        """Score or pool again from the first unknown token: launched steps are withdrawn."""
         if self.targets is not None:
-            self.targets.next = num_known
-        else:
-            self.next_scored = self.first_scored + num_known
+            self.targets.next = sum(len(part.ranks) for part in self.scored)
+        if self.pooled is not None:
+            self.pooled.forget()
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -242,7 +228,7 @@ class Sequence:
         elif num_known >= self.max_len:
             self.finish_reason = "length"
         elif self.forcing is not None:
-            self.forced += self.forcing.after(token_id)
+            self.forced += self.forcing.after(token_id, len(self.forced))
         return self.finish_reason
 
     def end_scored(self) -> None:
@@ -260,18 +246,6 @@ class Sequence:
         except Exception as error:  # noqa: BLE001 - whatever it is
             self.fail(error)
             return True
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether its logits may be changed before a token is chosen, but for the bans of min_tokens."""
-        if self.matcher is not None:
-            return True
-        return self.edits is not None or (self.forcing is not None and self.sample_top != NOT_WANTED)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether each of its tokens must be looked at, as its text may end it or tokens be forced."""
-        return any(watch is not None for watch in (self.stop_strings, self.forcing, self.matcher))
 
 
 def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:

@@ -25,16 +25,16 @@ class SlotTable:
     min_len, max_len: tokens before which no end token may come, and with which the sequence ends.
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
-    is_edited: [slots] bool, whether the sequence has edits of its logits.
+    is_edited: [slots] bool, whether the sequence may have edits of its logits, but for the bans of min_tokens.
     generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
     While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
     before with new ones after them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
-    sample_top, score_top, next_scored, score_end: as in Sequence.
+    sample_top: as in Sequence.
     num_alone: how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a sequence that
     does not generate.
-    num_edited, num_constrained, num_pooled, num_wanting: sequences with a slot that have edits, follow a
-    grammar (whose tokens must be known before the next step), are pooled, want log probabilities.
+    num_edited, num_constrained, num_wanting: sequences with a slot that have edits, follow a grammar (whose tokens
+    must be known before the next step), want log probabilities of sampled tokens.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -48,7 +48,7 @@ class SlotTable:
 
         self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
         self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
-        self.sample_place, self.next_scored, self.score_end = zeros(), zeros(), zeros()
+        self.sample_place = zeros()
         self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -56,8 +56,7 @@ class SlotTable:
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.num_edited = self.num_constrained = self.num_pooled = self.num_wanting = 0
+        self.num_edited = self.num_constrained = self.num_wanting = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -71,20 +70,23 @@ class SlotTable:
         """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
-        self.num_wanting += seq.wants_logprobs
-        self.num_pooled += seq.pooled is not None
+        self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_prompt[slot] = seq.num_prompt_tokens
         self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.max_len[slot] = seq.max_len
-        self._write_end_token_ids(slot, seq.stop_token_ids)
-        self.is_watched[slot] = seq.is_watched
-        self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
-        self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
-        self.is_edited[slot] = seq.is_edited
-        self.num_edited += seq.is_edited
+        ends = list(seq.stop_token_ids)
+        if (num_more := len(ends) - self.end_token_ids.shape[1]) > 0:
+            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
+        self.end_token_ids[slot] = NO_TOKEN
+        self.end_token_ids[slot, : len(ends)] = ends
+        self.is_watched[slot] = any(each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher))
+        self.sample_top[slot] = seq.sample_top
+        samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
+        self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
+        self.num_edited += int(self.is_edited[slot])
         self.num_constrained += seq.matcher is not None
         self.rewrite(seq)
 
@@ -109,13 +111,8 @@ class SlotTable:
         self.is_edited[seq.slot] = False
         self.num_constrained -= seq.matcher is not None
         self.generations[seq.slot] = -1
-        self.num_wanting -= seq.wants_logprobs
-        self.num_pooled -= seq.pooled is not None
+        self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1
-
-    def add_block(self, seq: Sequence) -> None:
-        """Write the block that was just appended to the table of `seq`."""
-        self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
         """Count the tokens of a launched step for these slots, and a pending one if it samples."""
@@ -138,10 +135,3 @@ class SlotTable:
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
         may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
         return may_end
-
-    def _write_end_token_ids(self, slot: int, token_ids: frozenset[int]) -> None:
-        num_more = len(token_ids) - self.end_token_ids.shape[1]
-        if num_more > 0:
-            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
-        self.end_token_ids[slot, : len(token_ids)] = list(token_ids)
-        self.end_token_ids[slot, len(token_ids) :] = NO_TOKEN

@@ -1,53 +1,75 @@
 """StepBatch: a step's tokens as numpy arrays, cut out of the slot table; a rank turns it into a ForwardBatch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.logit_edits import EditParts, LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.logprobs import NOT_WANTED
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.scored_tokens import find_scored, sample_tops
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
-from engine.structured.matcher import Matcher, StepMasks
+from engine.structured.matcher import Matcher, fill_step_masks
+
+NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
-class PooledRows:
-    """Rows to pool. of: the sequences, and how many rows of each.  rows: [pooled] int64, in that order."""
+def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
+    """Note the sequences that score tokens or are pooled in the batch; return StepBatch's arrays of their rows.
 
-    of: list[tuple[Sequence, int]]
-    rows: NDArray[np.int64]
-
-
-NONE_POOLED = PooledRows([], np.zeros(0, np.int64))
-
-
-def find_pooled(batch: ScheduledBatch, slots: SlotTable) -> PooledRows:
-    """Find the rows that a step to launch pools; NONE_POOLED if there are none."""
-    if not slots.num_pooled:
-        return NONE_POOLED
-    of, rows = [], []
+    The row of a token scores the one behind it.
+    """
+    batch.scored, batch.pooled = [], []
+    scored, pooled_rows = [(NOTHING, NOTHING, NOTHING)], [NOTHING]
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
-        if seq.pooled is not None:
-            own = seq.pooled.until(seq.num_computed_tokens + num_new)
-            if own:
-                of.append((seq, len(own)))
-                rows.append(np.arange(own.start, own.stop) + first_row - seq.num_computed_tokens)
+        end, shift = seq.num_computed_tokens + num_new, first_row - seq.num_computed_tokens
         first_row += num_new
-    return PooledRows(of, np.concatenate(rows)) if of else NONE_POOLED
+        if seq.targets is not None and len(places := seq.targets.places[found := seq.targets.until(end)]):
+            batch.scored.append((seq, len(places)))
+            tops = np.full_like(places, seq.targets.num_top)
+            scored.append((places - 1 + shift, seq.targets.token_ids[found], tops))
+        elif seq.pooled is not None and (own := seq.pooled.until(end)):
+            batch.pooled.append((seq, len(own)))
+            pooled_rows.append(np.arange(own.start, own.stop) + shift)
+    if not batch.scored and not batch.pooled:
+        return {}
+    rows, token_ids, tops = map(np.concatenate, zip(*scored, strict=True))
+    return {
+        "scored_rows": rows,
+        "scored_token_ids": token_ids,
+        "scored_tops": tops,
+        "pooled_rows": np.concatenate(pooled_rows),
+        "pooled_counts": np.array([count for _, count in batch.pooled], np.int64),
+    }
 
 
-def count_pooled(batch: ScheduledBatch, slots: SlotTable) -> None:
-    """Count the tokens that a launched step pools, before its computed ones are counted."""
-    batch.pooled = find_pooled(batch, slots).of
-    for seq, count in batch.pooled:
-        assert seq.pooled is not None
-        seq.pooled.next += count
+def _sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
+    if not slots.num_wanting:
+        return NOTHING
+    tops = slots.sample_top[batch.sampling_slots]
+    return tops if (tops != NOT_WANTED).any() else NOTHING
+
+
+def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
+    """Hand each live sequence its tokens' log probabilities, before it learns the tokens.
+
+    logprobs: of the samples that wanted them, in their order, then of the scored tokens.
+    """
+    row = 0
+    for seq in batch.sampling:
+        if seq.sample_top != NOT_WANTED:
+            if seq.status is not SequenceStatus.FINISHED and not seq.num_stale:
+                seq.logprobs.append(logprobs.rows(row, row + 1))
+            row += 1
+    for seq, count in batch.scored:
+        if seq.status is not SequenceStatus.FINISHED:
+            seq.scored.append(logprobs.rows(row, row + count))
+        row += count
 
 
 def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
@@ -95,14 +117,13 @@ def _is_sampled(seq: Sequence) -> bool:
 
 #: Added to a logit, this leaves no other token any weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
-NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
-def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, StepMasks | None]:
-    """Collect the edits of the sequences that sample, and the masks to compute later."""
+def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, Callable[[], None] | None]:
+    """Collect the edits of the sequences that sample, and what computes their masks later."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
-    edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
+    edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
     if not len(early) and not len(edited):
         return None, None
     rows = np.union1d(early, edited) if len(early) else edited
@@ -128,11 +149,7 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
-    return edits, StepMasks(matchers, edits.token_masks[len(parts.masks) :])
-
-
-def _none() -> NDArray[np.int64]:
-    return np.zeros(0, np.int64)
+    return edits, partial(fill_step_masks, matchers, edits.token_masks[len(parts.masks) :])
 
 
 @dataclass(frozen=True)
@@ -163,18 +180,18 @@ class StepBatch:
     block_tables: NDArray[np.int32]
     context_lens: NDArray[np.int64]
     query_lens: NDArray[np.int64]
-    pending_rows: NDArray[np.int64] = field(default_factory=_none)
-    pending_samples: NDArray[np.int64] = field(default_factory=_none)
-    slots: NDArray[np.int64] = field(default_factory=_none)
-    generations: NDArray[np.int64] = field(default_factory=_none)
-    sample_tops: NDArray[np.int64] = field(default_factory=_none)
-    scored_rows: NDArray[np.int64] = field(default_factory=_none)
-    scored_token_ids: NDArray[np.int64] = field(default_factory=_none)
-    scored_tops: NDArray[np.int64] = field(default_factory=_none)
-    pooled_rows: NDArray[np.int64] = field(default_factory=_none)
-    pooled_counts: NDArray[np.int64] = field(default_factory=_none)
-    copy_from: NDArray[np.int64] = field(default_factory=_none)
-    copy_to: NDArray[np.int64] = field(default_factory=_none)
+    pending_rows: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    pending_samples: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    slots: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    generations: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    sample_tops: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    scored_rows: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    scored_tops: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    pooled_rows: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    pooled_counts: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    copy_from: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    copy_to: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -198,7 +215,6 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
-    scored, pooled = find_scored(batch, slots), find_pooled(batch, slots)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
@@ -213,21 +229,17 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         pending_samples=slots.sample_place[rows[is_pending]],
         slots=rows,
         generations=slots.generations[rows],
-        sample_tops=sample_tops(batch, slots),
-        scored_rows=scored.rows,
-        scored_token_ids=scored.token_ids,
-        scored_tops=scored.tops,
-        pooled_rows=pooled.rows,
-        pooled_counts=np.array([count for _, count in pooled.of], np.int64),
+        sample_tops=_sample_tops(batch, slots),
         copy_from=copy_from,
         copy_to=copy_to,
+        **_find_wanted(batch),
     )
 
 
 def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if not batch.copies:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    copies = np.array([(copy.source, copy.target, copy.num_tokens) for _, copy in batch.copies], np.int64)
+        return NOTHING, NOTHING
+    copies = np.array([(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64)
     counts = copies[:, 2]
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     sources, targets = (np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T)

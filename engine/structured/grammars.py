@@ -35,12 +35,15 @@ _FORM = "engine.structured.trial_child:try_form"
 class NotTried(InvalidSampling):
     """Raised if no process could try a form, which is no fault of the form's."""
 
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{NAME} cannot be compiled here: no process for it begins", str(error))
+
 
 def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
     try:
         child.ask(_VOCABULARY, vocabulary, Limits(BEGIN_LIMIT_S))
     except ChildFailed as error:
-        raise _not_tried(error) from None
+        raise NotTried(error) from None
 
 
 def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
@@ -51,14 +54,10 @@ def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
     except ChildFailed as error:
         raise unusable(spec, f"whose compilation {error}") from None
     except OSError as error:
-        raise _not_tried(error) from None
+        raise NotTried(error) from None
     if "refused" in reply:
         raise InvalidSampling(*reply["refused"])
     return str(reply["grammar"])
-
-
-def _not_tried(error: Exception) -> NotTried:
-    return NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error))
 
 
 class Grammars:
@@ -84,7 +83,19 @@ class Grammars:
         Hold the future until `matchers` is called.
         """
         spec = params.structured_outputs
-        return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
+        if not isinstance(spec, StructuredOutputsParams):
+            return None
+        with self._lock:
+            found = self._known.get(spec)
+            if found is None:
+                with stacks_of(2 * STACK_BYTES):  # of the threads, more than in a trial
+                    found = self._pool.submit(self._compile, spec)
+                self._known[spec] = found
+            self._latest[spec] = found
+            self._latest.move_to_end(spec)
+            if len(self._latest) > MAX_GRAMMARS:
+                self._latest.popitem(last=False)
+        return found
 
     def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
         """Return a matcher for each completion of a request, or None for free text. Raises InvalidSampling.
@@ -99,7 +110,7 @@ class Grammars:
         except InvalidSampling as error:
             raise InvalidSampling(*error.args) from None  # that one is for all who ask
         assert self._started is not None
-        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params, self._vocab_size)
+        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
         shared = compiled, vocabulary, end_token_ids, allowed
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
@@ -109,19 +120,6 @@ class Grammars:
         with self._starting:
             if self._started is not None:
                 self._started[1].close(kill=True)  # a thread that waits for one learns of it
-
-    def _find(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
-        with self._lock:
-            found = self._known.get(spec)
-            if found is None:
-                with stacks_of(2 * STACK_BYTES):  # of the threads, more than in a trial
-                    found = self._pool.submit(self._compile, spec)
-                self._known[spec] = found
-            self._latest[spec] = found
-            self._latest.move_to_end(spec)
-            if len(self._latest) > MAX_GRAMMARS:
-                self._latest.popitem(last=False)
-        return found
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
         compiler, children = self._start()
@@ -137,17 +135,13 @@ class Grammars:
         """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""
         with self._starting:
             if self._started is None:
-                vocabulary = self._vocabulary()
+                if self._backend is None:
+                    raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
+                known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+                vocabulary = {
+                    "tokenizer": self._backend.to_str(),
+                    "num_tokens": max(known, self._vocab_size),
+                    "eos_token_ids": self._eos_token_ids,
+                }
                 self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started
-
-    def _vocabulary(self) -> dict[str, Any]:
-        """Return the arguments of a Compiler."""
-        if self._backend is None:
-            raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
-        known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        return {
-            "tokenizer": self._backend.to_str(),
-            "num_tokens": max(known, self._vocab_size),
-            "eos_token_ids": self._eos_token_ids,
-        }

@@ -164,21 +164,13 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
             masks[row, : len(matcher.allowed)] &= matcher.allowed
 
 
-@dataclass(frozen=True)
-class StepMasks:
-    """Masks of a step to be computed later. masks: [matchers, num_words] int32, contiguous."""
-
-    matchers: list[Matcher]
-    masks: NDArray[np.int32]
-
-    def fill(self) -> None:
-        """Compute the masks; one by one once they take too long together, to find the slow one."""
-        one_by_one = any(each.is_suspect for each in self.matchers)
-        start = time.monotonic()
-        fill_masks(self.matchers, self.masks, one_by_one=one_by_one)
-        if time.monotonic() - start > MAX_MASK_S:
-            for matcher in self.matchers:
-                matcher.is_suspect = True
+def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+    """Write the masks of a step; one by one once they take too long together, to find the slow one."""
+    start = time.monotonic()
+    fill_masks(matchers, masks, one_by_one=any(each.is_suspect for each in matchers))
+    if time.monotonic() - start > MAX_MASK_S:
+        for matcher in matchers:
+            matcher.is_suspect = True
 
 
 MIN_TOKENS = 2  # one alone is left to the mask: a chunk costs its step more than it saves
@@ -189,7 +181,6 @@ class JumpAhead:
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
-        self._num_forced = 0  # tokens that have been named, and that the matcher has not learnt yet
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
@@ -202,18 +193,8 @@ class JumpAhead:
         return cls(matcher)
 
     def first(self) -> list[int]:
-        return self._find()
-
-    def after(self, token_id: int) -> list[int]:
-        if self._num_forced:
-            self._num_forced -= 1
-            if self._num_forced:
-                return []
-        return self._find()
-
-    def _find(self) -> list[int]:
         token_ids = self._matcher.forced()
-        if len(token_ids) < MIN_TOKENS:
-            return []
-        self._num_forced = len(token_ids)
-        return token_ids
+        return token_ids if len(token_ids) >= MIN_TOKENS else []
+
+    def after(self, token_id: int, num_left: int) -> list[int]:
+        return [] if num_left else self.first()

@@ -1,6 +1,6 @@
 """The child process that tries forms: it returns a grammar for each, or why there is none."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,29 +13,22 @@ from sandbox.child import Worker, unlimited_memory
 MASK_STACK_BYTES = 1 << 20
 
 
-class _Trial:
-    """One vocabulary's compiler, and the threads on whose stacks forms are tried."""
-
-    def __init__(self, vocabulary: dict[str, Any]) -> None:
-        self._compiler = Compiler(**vocabulary)
-        self._deep, self._shallow = _thread(STACK_BYTES), _thread(MASK_STACK_BYTES)
-
-    def grammar_of(self, spec: StructuredOutputsParams) -> str:
-        """Compile a form in the threads. Raises InvalidSampling."""
-        grammar = grammar_of(spec)
-        compiled = self._deep.submit(self._compiler.compile, spec, grammar).result()
-        self._shallow.submit(self._compiler.try_out, spec, compiled).result()
-        return grammar
-
-
-_trial: _Trial | None = None
+_trial: Callable[[StructuredOutputsParams], str] | None = None
 
 
 def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Make the compiler with which forms are tried; its time does not count."""
+    """Make what tries forms of one vocabulary; its time does not count."""
     global _trial
     with unlimited_memory():
-        _trial = _Trial(worker.question)
+        compiler, deep, shallow = Compiler(**worker.question), _thread(STACK_BYTES), _thread(MASK_STACK_BYTES)
+
+    def tried(spec: StructuredOutputsParams) -> str:
+        grammar = grammar_of(spec)
+        compiled = deep.submit(compiler.compile, spec, grammar).result()
+        shallow.submit(compiler.try_out, spec, compiled).result()
+        return grammar
+
+    _trial = tried
     yield {}
 
 
@@ -43,7 +36,7 @@ def try_form(worker: Worker) -> Iterator[dict[str, Any]]:
     """Compile a form, and find its first token."""
     assert _trial is not None
     try:
-        yield {"grammar": _trial.grammar_of(StructuredOutputsParams(**worker.question))}
+        yield {"grammar": _trial(StructuredOutputsParams(**worker.question))}
     except InvalidSampling as error:
         yield {"refused": error.args}
 

@@ -23,18 +23,16 @@ TIMEOUT = timedelta(minutes=30)  # the driver notices a rank that ends long befo
 
 @dataclass(frozen=True)
 class ProcessGroupParallel(TensorParallel):
-    """One of several ranks, in the default process group of its process."""
+    """One of several ranks, in the default process group of its process. Calls raise CollectiveFailed."""
 
     device: torch.device = field(kw_only=True)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum all ranks' partial results in place. Raises CollectiveFailed."""
         with _collective():
             dist.all_reduce(partial)
         return partial
 
     def gather(self, part: Tensor) -> Tensor:
-        """Put all ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
         if not part.numel():  # a step in which nothing samples: no rank has anything to send
             return part.new_empty(*part.shape[:-1], part.shape[-1] * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
@@ -43,14 +41,12 @@ class ProcessGroupParallel(TensorParallel):
         return part if parts is None else torch.cat(parts, dim=-1)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Copy rank 0's values to every rank, in place. Raises CollectiveFailed."""
         if values.numel():  # in a step in which nothing samples there is nothing to send
             with _collective():
                 dist.broadcast(values, src=0)
         return values
 
     def minimum(self, value: int) -> int:
-        """Return the smallest of all ranks' values, on every rank. Raises CollectiveFailed."""
         smallest = torch.tensor([value], device=self.device)
         with _collective():
             dist.all_reduce(smallest, dist.ReduceOp.MIN)
@@ -84,11 +80,6 @@ def join_ranks(rank: int, size: int, port: int, device: torch.device) -> Process
             device_id=device if on_gpu else None,
         )
     return ProcessGroupParallel(rank, size, device=device)
-
-
-def leave_ranks() -> None:
-    """Take the process group down, in all ranks at about the same time."""
-    dist.destroy_process_group()
 
 
 @contextmanager

@@ -5,8 +5,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +18,7 @@ from engine.errors import CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
-from engine.tensor_parallel.collectives import join_ranks, leave_ranks
+from engine.tensor_parallel.collectives import join_ranks
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, unpack_step
 
 
@@ -40,7 +39,7 @@ def main(descriptor: int) -> NoReturn:
         os._exit(1)  # the driver has ended
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
         _give_up(channel, error)
-    leave_ranks()
+    torch.distributed.destroy_process_group()
     os._exit(0)  # Python's own clean-up of torch takes a second and frees nothing that the end does not
 
 
@@ -56,31 +55,25 @@ def _start(order: dict[str, Any]) -> ModelRunner:
 
 
 def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
-    with _answering(channel) as answers:
-        while (message := channel.receive()).kind is Kind.STEP:
-            tokens = runner.launch(*unpack_step(message.arrays))
-            if rank == 0:
-                answers.put(tokens)
-
-
-@contextmanager
-def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
-    """Yield a queue of tokens, which a thread sends to the driver while the next step is launched."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
-
-    def send_all() -> None:
-        try:
-            while (tokens := answers.get()) is not None:
-                said = tokens.wait(), tokens.logprobs, tokens.pooled
-                channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
-        except Exception as error:  # noqa: BLE001  # as in main
-            _give_up(channel, error)
-
-    thread = threading.Thread(target=send_all, name="rank-answers", daemon=True)
-    thread.start()
-    yield answers
+    sender = threading.Thread(target=_send_all, args=(channel, answers), name="rank-answers", daemon=True)
+    sender.start()
+    while (message := channel.receive()).kind is Kind.STEP:
+        tokens = runner.launch(*unpack_step(message.arrays))
+        if rank == 0:
+            answers.put(tokens)
     answers.put(None)
-    thread.join()
+    sender.join()
+
+
+def _send_all(channel: Channel, answers: SimpleQueue[PendingTokens | None]) -> None:
+    """Send tokens to the driver while the next step is launched, until None."""
+    try:
+        while (tokens := answers.get()) is not None:
+            said = tokens.wait(), tokens.logprobs, tokens.pooled
+            channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
+    except Exception as error:  # noqa: BLE001  # as in main
+        _give_up(channel, error)
 
 
 def _give_up(channel: Channel, error: Exception) -> NoReturn:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,15 @@ class RankProcess:
         known = {number.value: number.name for number in signal.Signals}
         return f"it was killed by {known.get(-status, f'signal {-status}')}"
 
-    def stop(self, deadline: float) -> None:
-        """Wait until `deadline` (time.monotonic()) for the end that was asked for; kill the rank then."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the process, so long at most."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        self.kill()
+            self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """End the process, if it still runs, and close the channel to it."""
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(REAP_TIMEOUT_S)
+        self.wait(REAP_TIMEOUT_S)
         self.channel.close()
 
 
@@ -98,21 +96,16 @@ STOP_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that broke it to be known
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank's failure. is_victim: it only noticed that another one is gone."""
+class RankIsVictim(RankFailed):
+    """A rank has only noticed that another one is gone."""
 
-    error: EngineError
-    is_victim: bool = False
 
-    @classmethod
-    def reported(cls, rank: int, error_type: str, text: str) -> Failure:
-        """Read a rank's own report: the same ConfigError that one process would raise, else RankFailed."""
-        kind = getattr(errors, error_type, None)
-        if isinstance(kind, type) and issubclass(kind, ConfigError):
-            return cls(kind(f"rank {rank}: {text}"))
-        failed = RankFailed(rank, f"{error_type}: {text}")
-        return cls(failed, is_victim=error_type == CollectiveFailed.__name__)
+def _reported(rank: int, error_type: str, text: str) -> EngineError:
+    """Read a rank's own report: the same ConfigError that one process would raise, else RankFailed."""
+    kind = getattr(errors, error_type, None)
+    if isinstance(kind, type) and issubclass(kind, ConfigError):
+        return kind(f"rank {rank}: {text}")
+    return (RankIsVictim if kind is CollectiveFailed else RankFailed)(rank, f"{error_type}: {text}")
 
 
 class RankTokens(PendingTokens):
@@ -202,7 +195,7 @@ class RankGroup:
                 rank.channel.send(message)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for rank in self._ranks:
-            rank.stop(deadline)
+            rank.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
 
     def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
@@ -235,7 +228,9 @@ class RankGroup:
         except TimeoutError:
             raise RankFailed(rank.rank, "it does not read what it is sent") from None
         except OSError:
-            raise self._blame(self._read_failure(rank)) from None
+            while isinstance(found := self._read(rank), Message):
+                pass  # which it has sent before
+            raise self._blame(found) from None
 
     def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Message]:
         """Wait for such a message of each rank. Raises a failed rank's error, or RankFailed after timeout_s."""
@@ -246,7 +241,7 @@ class RankGroup:
                 raise RankFailed(min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs")
             for rank in self._readable(deadline):
                 found = self._read(rank)
-                if isinstance(found, Failure):
+                if isinstance(found, EngineError):
                     raise self._blame(found)
                 assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
                 received[rank.rank] = found
@@ -257,34 +252,28 @@ class RankGroup:
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
             yield key.data
 
-    def _read(self, rank: RankProcess) -> Message | Failure:
+    def _read(self, rank: RankProcess) -> Message | EngineError:
         """Take the rank's next message, or its failure, after which nothing more is read of it."""
         try:
             message = rank.channel.receive()
         except (EOFError, OSError):
-            failure = Failure(RankFailed(rank.rank, rank.describe_end()))
+            failure: EngineError = RankFailed(rank.rank, rank.describe_end())
         else:
             if message.kind is not Kind.ERROR:
                 return message
-            failure = Failure.reported(rank.rank, *message.facts)
+            failure = _reported(rank.rank, *message.facts)
         self._selector.unregister(rank.channel)
         return failure
 
-    def _read_failure(self, rank: RankProcess) -> Failure:
-        """Return the failure of a rank that takes no more messages."""
-        while isinstance(found := self._read(rank), Message):
-            pass
-        return found
-
-    def _blame(self, found: Failure) -> EngineError:
+    def _blame(self, found: EngineError) -> EngineError:
         """Return the error of the rank that failed first: a broken collective may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
-        while found.is_victim and self._selector.get_map() and time.monotonic() < deadline:
+        while isinstance(found, RankIsVictim) and self._selector.get_map() and time.monotonic() < deadline:
             for rank in self._readable(deadline):
                 other = self._read(rank)
-                if isinstance(other, Failure) and not other.is_victim:
+                if isinstance(other, EngineError) and not isinstance(other, RankIsVictim):
                     found = other
-        return found.error
+        return RankFailed(*found.args) if isinstance(found, RankIsVictim) else found
 
     def _kill(self) -> None:
         """End the ranks that still run, and give the port back."""
@@ -326,11 +315,10 @@ StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 def start_own_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
     """Load the model here, or start ranks that share it."""
-    runner: Runner
-    if config.tensor_parallel_size == 1:
-        runner = ModelRunner(config, model, folder, TensorParallel())
+    if config.tensor_parallel_size > 1:
+        runner: Runner = RankGroup(config, model, folder)
     else:
-        runner = RankGroup(config, model, folder)
+        runner = ModelRunner(config, model, folder, TensorParallel())
     size = runner.pool_size
     logger.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB on each rank; sequences of up to %d tokens",

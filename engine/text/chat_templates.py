@@ -113,16 +113,15 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
     return tools
 
 
-def check_messages(messages: object) -> None:
-    """Raise InvalidPrompt unless these are messages of text that a template can be given."""
+def for_template(messages: object, *, takes_parts: bool) -> Messages:
+    """Return messages as templates expect them, unlike OpenAI's in parts, tool calls and reasoning.
+
+    takes_parts: whether the template reads lists of parts; else they are joined by a line's end. Raises InvalidPrompt
+    unless these are messages of text.
+    """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidPrompt(f"message {i} must be an object with a role and a content")
-        if isinstance(message.get("content"), list):
-            for part in message["content"]:
-                _check_part(part, i)
+    return [_for_template(message, i, takes_parts=takes_parts) for i, message in enumerate(messages)]
 
 
 def _check_part(part: object, i: int) -> None:
@@ -137,13 +136,14 @@ def _check_part(part: object, i: int) -> None:
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
 
 
-def for_template(messages: Messages) -> Messages:
-    """Return messages as templates expect them, unlike OpenAI's in tool calls and reasoning. Raises InvalidPrompt."""
-    return [_for_template(message, i) for i, message in enumerate(messages)]
-
-
-def _for_template(message: dict[str, Any], i: int) -> dict[str, Any]:
-    message = {key: value for key, value in message.items() if value is not None}
+def _for_template(given: object, i: int, *, takes_parts: bool) -> dict[str, Any]:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise InvalidPrompt(f"message {i} must be an object with a role and a content")
+    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if isinstance(content := message.get("content"), list):
+        for part in content:
+            _check_part(part, i)
+        message["content"] = content if takes_parts else "\n".join(part["text"] for part in content)
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
@@ -191,13 +191,3 @@ def takes_parts(render: Callable[[Messages], str]) -> bool:
     with suppress(Exception):  # as above
         return render([{"role": "user", "content": [{"type": "text", "text": "text"}]}]) == render(HELLO)
     return False
-
-
-def with_joined_parts(messages: Messages) -> Messages:
-    """Return messages whose contents are one text each; parts are joined by a line's end."""
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]

@@ -88,6 +88,7 @@ def _last_words(text: str) -> list[str]:
 
 
 Prompt = str | list[int]
+Context = str | tuple[int, ...]
 
 SCORED_ROOM = -1  # of max_model_len: what is scored last is not computed
 
@@ -101,34 +102,25 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._continuations = Continuations(tokenizer)
 
-    def pair(self, context: object, continuation: object) -> tuple[list[int], int]:
-        """Return the token ids of both, and where the continuation begins; at the end if it is empty.
+    def pair(self, context: object, continuation: object) -> tuple[Context, Context]:
+        """Return what is scored, and what stands before it.
 
-        Texts are tokenized as one, with the context's last spaces a part of the continuation, as lm-evaluation-harness
-        does it. Raises InvalidPrompt or PromptTooLong.
+        A text's last spaces are a part of its continuation, as in lm-evaluation-harness; an empty context is the
+        token that stands for it. Raises InvalidPrompt.
         """
         if isinstance(context, str) and isinstance(continuation, str):
             text = context.rstrip()
-            continuation = context[len(text) :] + continuation
-            limit = self._max_model_len - SCORED_ROOM
-            encode = self._tokenizer.encode if text else self._tokenizer.encode_alone
-            first = encode(text, limit=limit) if text else []
-            whole = encode(text + continuation, limit=limit)
-        elif isinstance(context, (list, tuple)) and isinstance(continuation, (list, tuple)):
-            first, whole = list(context), [*context, *continuation]
-        else:
+            return context[len(text) :] + continuation, text
+        if not isinstance(context, (list, tuple)) or not isinstance(continuation, (list, tuple)):
             raise InvalidPrompt(
                 "context and continuation must be two strings or two lists of token ids, got "
                 f"{type(context).__name__} and {type(continuation).__name__}"
             )
-        if not first:
-            first = self._tokenizer.prefix
-            whole = whole if whole[:1] == first else first + whole
-        if not continuation:
-            return whole, len(whole)
-        if len(whole) <= len(first):
-            raise InvalidPrompt("the continuation has no token of its own behind its context")
-        return self.token_ids(whole, room=SCORED_ROOM), len(first)
+        self.check_ids([*context, *continuation])
+        if context:
+            return tuple(continuation), tuple(context)
+        prefix, own = tuple(self._tokenizer.prefix), tuple(continuation)
+        return own[1:] if own[:1] == prefix else own, prefix
 
     def continued(
         self,
@@ -140,8 +132,8 @@ class PromptReader:
     ) -> tuple[list[int], tuple[Tail, ...]]:
         """Return the tokens before all of a prompt's continuations, and their tails.
 
-        Texts are tokenized as in `pair` behind a text, by themselves behind token ids. num_ends: tokens that may stand
-        behind each. Raises InvalidPrompt or PromptTooLong.
+        A text behind a text is tokenized as one with it, with the prompt's last spaces in the continuation; one behind
+        token ids by itself. num_ends: tokens that may stand behind each. Raises InvalidPrompt or PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
         for number, (own, first) in enumerate(tails):

@@ -58,13 +58,10 @@ class Span(Enum):
 
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
     """Find the pair of marks among the added tokens, else in the template; None without such a pair."""
-    tokens = frozenset(added_tokens)
-    for start, end in KNOWN_MARKS:
-        if start in tokens and end in tokens:
-            return start, end
-    for start, end in KNOWN_MARKS:
-        if template is not None and start in template and end in template:
-            return start, end
+    for place in (frozenset(added_tokens), template or ""):
+        for start, end in KNOWN_MARKS:
+            if start in place and end in place:
+                return start, end
     return None
 
 
@@ -113,40 +110,26 @@ class ThinkingBudget:
         self._text = text() if needs_text else None
         self._tail = ""
         self._left: int | None = budget if span is Span.OPEN else None  # None outside a span
-        self._num_forced = 0  # tokens of the end mark that are still to come
 
     def first(self) -> tuple[int, ...]:
-        return self._force_if_due()
+        return self._marks.end.token_ids if self._left == 0 else ()
 
-    def after(self, token_id: int) -> tuple[int, ...]:
-        self._read(token_id)
-        if self._num_forced:
-            self._num_forced -= 1
-            if not self._num_forced:
-                self._leave()
-            return ()
-        if self._left is None:
-            if self._completes(self._marks.start, token_id):
-                self._left, self._tail = self._budget, ""
-        elif self._completes(self._marks.end, token_id):
-            self._leave()
-        else:
-            self._left -= 1
-        return self._force_if_due()
-
-    def _force_if_due(self) -> tuple[int, ...]:
-        if self._left != 0:
-            return ()
-        self._num_forced = len(self._marks.end.token_ids)
-        return self._marks.end.token_ids
-
-    def _leave(self) -> None:
-        self._left, self._tail = None, ""
-
-    def _read(self, token_id: int) -> None:
+    def after(self, token_id: int, num_left: int) -> tuple[int, ...]:
         if self._text is not None:
             longest = max(len(self._marks.start.text), len(self._marks.end.text))
             self._tail = self._tail[-longest:] + self._text.add(token_id)
+        if num_left:  # tokens of the end mark
+            return ()
+        if self._left == 0:  # that was its last one
+            self._left, self._tail = None, ""
+        elif self._left is None:
+            if self._completes(self._marks.start, token_id):
+                self._left, self._tail = self._budget, ""
+        elif self._completes(self._marks.end, token_id):
+            self._left, self._tail = None, ""
+        else:
+            self._left -= 1
+        return self.first()
 
     def _completes(self, mark: Mark, token_id: int) -> bool:
         if mark.token_id is not None:
@@ -202,7 +185,7 @@ class Reasoner:
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS
-        return span_at_end(self._tokenizer.decode_all(prompt[-longest:]), marks)
+        return span_at_end(self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks)
 
     def _read_marks(self, named: tuple[str, ...]) -> Marks | None:
         texts = named or self._known

@@ -87,8 +87,8 @@ class StopStrings:
         searched = self._tail + new_text
         if self._num_ignored > 0:
             self._num_ignored -= 1
-        elif found := self._find(searched, len(self._tail)):
-            for begin, length in sorted(found, key=itemgetter(0)):
+        else:
+            for begin, length in self._find(searched, len(self._tail)):
                 end = self._num_chars - len(searched) + begin + (length if self._include else 0)
                 if self._may_end is None or self._may_end("".join(self._pieces)[:end]):
                     self._end = end
@@ -97,9 +97,9 @@ class StopStrings:
         return False
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
-        """Return where stop strings begin, and their lengths, beyond the first num_old characters."""
+        """Return where stop strings begin, and their lengths, beyond the first num_old characters, in order."""
         found = ((searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop)
-        return [(position, length) for position, length in found if position >= 0]
+        return sorted((each for each in found if each[0] >= 0), key=itemgetter(0))
 
     @property
     def text(self) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
     Messages,
-    check_messages,
     check_tools,
     check_variables,
     for_template,
@@ -19,7 +18,6 @@ from engine.text.chat_templates import (
     read_variables,
     takes_parts,
     takes_tools,
-    with_joined_parts,
 )
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer_files import load_tokenizer
@@ -117,7 +115,7 @@ class Tokenizer:
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
-        own = self._encode(text, None, add_special_tokens=False)
+        own = self.encode_alone(text)
         num_added = len(whole) - len(own)
         starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
         if (start := next(starts, None)) is None:  # what is added is no frame around the text
@@ -136,16 +134,15 @@ class Tokenizer:
 
         Raises InvalidSampling for a word that has none.
         """
-        return tuple(token_ids for word in words for token_ids in self._ways_of(word))
-
-    def _ways_of(self, word: str) -> list[tuple[int, ...]]:
-        bare = word.lstrip()
-        texts = (bare, " " + bare) if bare else (word,)
-        ways = dict.fromkeys(tuple(self._encode(text, None, add_special_tokens=False)) for text in texts)
-        ways.pop((), None)
-        if not ways:
-            raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
-        return list(ways)
+        every: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip()
+            ways = dict.fromkeys(tuple(self.encode_alone(text)) for text in ((bare, " " + bare) if bare else (word,)))
+            ways.pop((), None)
+            if not ways:
+                raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
+            every += ways
+        return tuple(every)
 
     def decode(
         self,
@@ -161,10 +158,11 @@ class Tokenizer:
         spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
-        parts = [anchor + token_ids]
+        whole, cuts = anchor + token_ids, [0, len(anchor) + len(token_ids)]
         if not skip_special_tokens and not spaces_between_special_tokens:
-            parts = self._cut_between_added(parts[0])
-        text = "".join(self._decode(part, skip_special_tokens) for part in parts)
+            is_added = [token_id in self._added_ids for token_id in whole]
+            cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
+        text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
         return text[len(self._anchor_text) :] if anchor else text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -174,11 +172,6 @@ class Tokenizer:
             )
         assert isinstance(text, str)
         return text
-
-    def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
-        is_added = [token_id in self._added_ids for token_id in token_ids]
-        cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
-        return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]
 
     def token_text(self, token_id: int) -> str:
         """Return a token's text by itself, also a special one's."""
@@ -204,17 +197,13 @@ class Tokenizer:
             joined=self._added_ids if is_joined else (),
         )
 
-    def decode_all(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self._decode(token_ids, skip_special_tokens=False)
-
     def encode_behind(self, text: str) -> list[int]:
         """Encode a text that stands behind others, without the space that many tokenizers put first."""
-        anchor = self._encode(self._anchor_text, None, add_special_tokens=False)
-        both = self._encode(self._anchor_text + text, None, add_special_tokens=False)
+        anchor = self.encode_alone(self._anchor_text)
+        both = self.encode_alone(self._anchor_text + text)
         if both[: len(anchor)] == anchor:
             return both[len(anchor) :]
-        return self._encode(text, None, add_special_tokens=False)
+        return self.encode_alone(text)
 
     def has_text(self, token_ids: list[int]) -> bool:
         """Whether any of the tokens is not special."""
@@ -235,17 +224,16 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        check_messages(messages)
         if self.template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         tools = check_tools(tools, self._takes_tools)
         variables = check_variables(chat_template_kwargs, self._variables)
-        messages = for_template(messages if self._takes_parts else with_joined_parts(messages))
+        messages = for_template(messages, takes_parts=self._takes_parts)
         try:
             text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
-        return self._encode(text, limit, add_special_tokens=False)
+        return self.encode_alone(text, limit=limit)
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         # a variable may have the name of an argument, such as `tokenize`: the last one counts

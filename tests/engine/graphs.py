@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import engine.run.forward.model_runner
-from engine.attention import CapturableBackend
-from engine.attention.base import AttentionMetadata
+from engine.attention.base import AttentionMetadata, CapturableBackend
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -114,7 +113,7 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         if rows.any():
             context_lens = metadata.context_lens[rows].long().numpy()
             tables = metadata.block_tables[rows].numpy()
-            spans = self.build_metadata(tables, context_lens, context_lens**0)
+            spans, _ = self.build_metadata(tables, context_lens, context_lens**0)
             out[rows] = super().forward(query[rows], cache, spans, features, sinks)
         return out
 

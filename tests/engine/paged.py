@@ -206,5 +206,5 @@ def make_batch(
 
 def attend_by(backend: KernelBackend, batch: PagedBatch, metadata: AttentionMetadata | None = None) -> Tensor:
     """A layer's attention over the batch, by metadata of its own unless given."""
-    metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)[0]
     return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)

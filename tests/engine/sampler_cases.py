@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.upload import upload
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Tensor, SamplingRows], Tensor]
@@ -119,7 +120,7 @@ def make_case(rng: np.random.Generator, num_rows: int, vocab_size: int, dtype: t
     values["sample_index"] = rng.integers(0, 128, num_rows)
     position = rng.integers(0, 2**34, num_rows, dtype=np.uint64)
     batch = SamplingBatch(values, position)
-    rows = SamplingRows.upload(batch, torch.device("cpu"))
+    rows = SamplingRows(*upload(sampling_columns(batch), torch.device("cpu")))
     return Case(logits, rows, [make.__name__ for make in makers])
 
 

@@ -266,7 +266,7 @@ class ShadowEngine:
         assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
         published = {block.block_id for block in batch.published}
         assert not set(step.slot_mapping.tolist()) & set(step.copy_from.tolist())
-        sources = Counter(copy.source for _, copy in batch.copies)
+        sources = Counter(copy.source for copy in batch.copies)
         for block_id in {slot // self.blocks.block_size for slot in step.slot_mapping.tolist()}:
             holders = self.blocks._blocks[block_id].ref_count - sources[block_id]
             assert holders == 1 or block_id in published

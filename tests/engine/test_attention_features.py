@@ -104,7 +104,7 @@ def test_random_steps_equal_float64(
 
 def test_one_step_serves_layers_of_every_kind(backend: KernelBackend) -> None:
     plain = make_batch(CONTEXTS, QUERIES, head_dim=32)  # holds what every layer sees
-    metadata = backend.build_metadata(plain.block_tables, plain.context_lens, plain.query_lens)
+    metadata, _ = backend.build_metadata(plain.block_tables, plain.context_lens, plain.query_lens)
     layers = [
         {},
         {"window": 5},

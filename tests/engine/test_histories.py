@@ -110,7 +110,7 @@ def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[i
     forced = deque(forcing.first() if forcing else ())
     for _ in range(max_tokens):
         token_ids.append(forced.popleft() if forced else shadow.device.next_token(token_ids))
-        forced += forcing.after(token_ids[-1]) if forcing else ()
+        forced += forcing.after(token_ids[-1], len(forced)) if forcing else ()
         if token_ids[-1] == 0 or len(token_ids) >= shadow.scheduler.max_model_len:
             break
     return token_ids
@@ -158,7 +158,7 @@ class Rule:
         # 0, which ends a sequence, is seldom one of them
         return [1 + (draw >> place) % (NUM_TOKENS - 1) if draw % 37 else 0 for place in range(draw % 5)]
 
-    def after(self, token_id: int) -> list[int]:
+    def after(self, token_id: int, num_left: int) -> list[int]:
         self._token_ids.append(token_id)
         return self.first() if token_id == 1 else []
 

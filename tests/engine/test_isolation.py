@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
-from engine.attention import KernelBackend
+from engine.attention.base import KernelBackend
 from engine.run.forward.runner import PendingTokens
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError, Engine, EngineConfig
-from engine.attention import KernelBackend
+from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
@@ -87,7 +87,7 @@ def test_attention_equals_float64_over_what_is_stored(
     """Decodes of one split and of two, and chunks of prompts."""
     contexts, queries = [130, 1, 700, 90, 40], [1, 1, 1, 70, 40]
     batch = make_batch(contexts, queries, dtype=dtype, **shape, **features).as_fp8()
-    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     out = backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)
     assert batch.error(out) < 1.5 * TOLERANCE[dtype]
 

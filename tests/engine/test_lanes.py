@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from engine.schedule.lanes import MAX_HELD_STEPS, MAX_OVERTAKES
+from engine.schedule.lanes import MAX_HELD_STEPS
+from engine.schedule.scheduler import MAX_OVERTAKES
 from tests.engine.shadow import ShadowEngine
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])

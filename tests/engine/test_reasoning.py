@@ -57,7 +57,7 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 def by_hand(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
     """What a completion must be: each token asked for alone, and the end mark put in after the budget."""
     start_id, end_id = (engine._tokenizer.added_tokens[text].token_id for text in THINK)
-    text = engine._tokenizer.decode_all(prompt).rstrip()
+    text = engine._tokenizer.decode(prompt, skip_special_tokens=False).rstrip()
     left = params.thinking_token_budget if text.endswith(THINK[0]) else None
     alone = replace(params, max_tokens=1, thinking_token_budget=None)
     token_ids = list(prompt)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.upload import upload
 from engine.sampling.draws import first_words, philox4x32
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 
 def sampling_rows(n: int, **values: Any) -> SamplingRows:
@@ -21,7 +22,7 @@ def sampling_rows(n: int, **values: Any) -> SamplingRows:
     for name, value in values.items():
         rows[name] = value
     batch = SamplingBatch(rows, position)
-    return SamplingRows.upload(batch, torch.device("cpu"))
+    return SamplingRows(*upload(sampling_columns(batch), torch.device("cpu")))
 
 
 def uniforms(rows: SamplingRows) -> list[float]:

@@ -32,7 +32,7 @@ def sharing(shared: list[int], own: list[int], queries: list[int], **options: An
 
 def attend(batch: PagedBatch) -> tuple[torch.Tensor, CpuMetadata]:
     backend = CpuBackend(torch.device("cpu"))
-    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks), metadata
 
 

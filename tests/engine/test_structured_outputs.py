@@ -253,7 +253,7 @@ def test_a_row_whose_mask_takes_too_long_fails_alone(large: bool, monkeypatch: p
     for step in range(2 if large else 1):
         assert not any(row.error for row in rows), step
         words = np.zeros((4, 2), np.int32)
-        matcher.StepMasks(rows, words).fill()
+        matcher.fill_step_masks(rows, words)
     assert [row.error for row in rows] == [
         None, "its next token takes too long to find (3.0 s)", None, None
     ]  # fmt: skip

@@ -90,7 +90,7 @@ def test_ranked_bytes_are_merged_by_rank(text_models: dict[str, Tokenizer], tmp_
 
 
 def text_bytes(word: str) -> bytes:
-    from engine.text.tekken import byte_alphabet
+    from engine.text.tokenizer_files import byte_alphabet
 
     alphabet = byte_alphabet()
     return bytes(alphabet[char] for char in word)

@@ -26,7 +26,7 @@ def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -
     lens = [900, 0, 40, 129, 0]
     whole = make_batch(lens, head_dim=16, kv_heads=1)
     rows, context_lens, tables = (whole.tensor(x) for x in (range(5), lens, whole.block_tables))
-    eager = backend.build_metadata(whole.block_tables, whole.context_lens, whole.query_lens)
+    eager, _ = backend.build_metadata(whole.block_tables, whole.context_lens, whole.query_lens)
     recorded = backend.decode_metadata(rows, context_lens, tables, 40_000, None)
     for window in (None, 128, 500, 16):
         batch = replace(whole, window=window)

@@ -9,7 +9,7 @@ from typing import Any
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.text.tekken import byte_alphabet
+from engine.text.tokenizer_files import byte_alphabet
 from tests.engine.checkpoints import TEXTS
 
 LINES = [*TEXTS, "two  spaces   three,\ta tab and    four; a  b   c"] * 9

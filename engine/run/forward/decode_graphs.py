@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend, ForwardBatch
-from engine.run.forward.rows import BatchRows, StaticRows
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
@@ -92,39 +92,27 @@ class DecodeGraphs:
         replaces by the chosen ones.
         """
         self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
-        max_num_seqs = len(static.indices)
-        self._rows = BatchRows(max_num_seqs, static.state.block_size)
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
-        self._sizes = batch_sizes(max_num_seqs)
+        self._sizes = batch_sizes(len(static.indices))
         # the largest first: the others fit into the memory it took
-        largest_first = [
-            (capture(self._bind_forward(size, max_model_len)), capture(self._bind_choose(size)))
-            for size in reversed(self._sizes)
-        ]
+        largest_first = [[capture(run) for run in self._bind(size, max_model_len)] for size in reversed(self._sizes)]
         self._replays = largest_first[::-1]
         for compute, choose_tokens in self._replays:
             compute()  # the first time takes longer, and what is wrong with one shows here
             choose_tokens()
 
-    @property
-    def num_graphs(self) -> int:
-        """The number of graphs: two for each size."""
-        return 2 * len(self._replays)
-
     def fits(self, step: StepBatch) -> bool:
         """Return whether `run` can take this step: one token of each sequence, all of which sample."""
         num_seqs = len(step.slots)
-        if not step.gives_tokens_alone:
-            return False
-        return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
+        is_decode = len(step.token_ids) == len(step.sample_rows) == num_seqs and step.gives_tokens_alone
+        return is_decode and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
         """Compute the step without waiting for it. last: the tokens of the step launched before."""
         graph = bisect_left(self._sizes, len(step.slots))
         compute, choose_tokens = self._replays[graph]
         try:
-            rows, changes = self._rows.update(step)
-            self._static.write(changes, step, sampling, last)
+            rows = self._static.write(step, sampling, last)
             compute()
             edits = sampling.ready_edits()  # masks come while the step runs
             if edits is None:
@@ -132,15 +120,17 @@ class DecodeGraphs:
             else:
                 # a row's token before is what it has computed now
                 at = rows[edits.rows]
-                self._choose_of(self._sizes[graph], edits.placed(at, at[edits.pending[:, 0]]))
+                size = self._sizes[graph]
+                state, placed = self._static.state.first(size), edits.placed(at, at[edits.pending[:, 0]])
+                self._choose(self._hidden[size], state.sampling, placed, state.next_token_ids)
         except BaseException:
-            self._rows.forget()
+            self._static.forget()
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _bind_forward(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """Make the call to capture: a decode step of `size` static rows, up to hidden states."""
-        forward, advance = self._forward, self._backend.advance
+    def _bind(self, size: int, max_context_len: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Make the calls to capture: a decode step of `size` static rows up to hidden states, then the next tokens."""
+        forward, advance, choose = self._forward, self._backend.advance, self._choose
         state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(
             token_ids=state.token_ids,
@@ -160,14 +150,4 @@ class DecodeGraphs:
             advance(state)
             outputs[size] = forward(batch)
 
-        return run
-
-    def _bind_choose(self, size: int) -> Callable[[], None]:
-        """Make the call to capture: the next tokens of the rows, without edits."""
-        choose, outputs, state = self._choose, self._hidden, self._static.state.first(size)
-        return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
-
-    def _choose_of(self, size: int, edits: LogitEdits) -> None:
-        """Choose tokens with edits, from the hidden states that the graph before has computed."""
-        state = self._static.state.first(size)
-        self._choose(self._hidden[size], state.sampling, edits, state.next_token_ids)
+        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)

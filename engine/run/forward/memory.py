@@ -73,6 +73,15 @@ def _headroom(group: Cgroup) -> int | None:
     return int(limit) - int(usage) + inactive_file
 
 
+def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
+    """Raise ConfigError for a kv_cache_bytes of more than the bytes left of the owner's."""
+    if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
+        raise ConfigError(
+            f"kv_cache_bytes={config.kv_cache_bytes} on each rank is more than the {most} bytes left of {owner}; "
+            "lower it, or leave it out"
+        )
+
+
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
     """Settle max_model_len against the model and the pool. Raises ConfigError."""
     pool_tokens = num_blocks * config.block_size

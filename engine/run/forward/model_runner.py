@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import CapturableBackend, KernelBackend, load_backend
-from engine.attention.base import ForwardBatch
+from engine.attention import load_backend
+from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
@@ -21,10 +21,16 @@ from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
-from engine.run.device import GpuMemory, measure_room, numbered, on_device, resolve_device
+from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.run.forward.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
+from engine.run.forward.memory import (
+    allowed_bytes,
+    check_pool_bytes,
+    default_cpu_kv_cache_bytes,
+    fit_pool,
+    keep_freed_memory,
+)
 from engine.run.forward.probe import Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
@@ -79,6 +85,7 @@ class ModelRunner:
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
                 self._allocate()
+            self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
@@ -105,14 +112,9 @@ class ModelRunner:
         elif not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
         else:
-            batch, rows = to_device(step, self.backend, self.device, self._sampled, sampling)
+            batch, rows = to_device(step, self.backend, self._sampled, sampling)
             self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
-
-    @property
-    def backend_name(self) -> str:
-        """The attention backend, as configurations name it."""
-        return self.backend.name
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
@@ -124,15 +126,10 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
             self._graphs = None
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether decode steps run from recorded graphs."""
-        return self._graphs is not None
-
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
         """Return the logits of the rows that sample, as from `forward`."""
-        batch, _ = to_device(step, self.backend, self.device, self._sampled)
+        batch, _ = to_device(step, self.backend, self._sampled)
         return self.forward(batch)
 
     @torch.inference_mode()
@@ -153,7 +150,7 @@ class ModelRunner:
 
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
-        batch, values = to_device(step, self.backend, self.device, self._sampled, sampling)
+        batch, values = to_device(step, self.backend, self._sampled, sampling)
         wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
@@ -203,9 +200,6 @@ class ModelRunner:
     def _kv_dtype(self) -> torch.dtype:
         return self.dtype if self._kv_scales is None else FP8
 
-    def _block_bytes(self) -> int:
-        return block_bytes(self.model.attention_layers, self._config.block_size, self._kv_dtype)
-
     def _make_cache(self, num_blocks: int) -> KVCache:
         return KVCache(
             self.model.attention_layers,
@@ -252,46 +246,36 @@ class ModelRunner:
 
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
-        room = self._measure_room() if self._memory is not None else None
-        self.pool_size = self._size_pool(room)
-        self.cache = self._make_cache(self.pool_size.num_blocks)
-        self._graphs = self._capture_graphs(self.pool_size.max_model_len)
-        if self._graphs is not None:
-            logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
-
-    def _size_pool(self, room: int | None) -> PoolSize:
-        """Return the number of blocks and the longest sequence. room: bytes measured on a GPU, None on a CPU."""
-        wanted = self._config.kv_cache_bytes
-        if room is not None:
-            most = default = max(0, room)
-            owner = f"memory_utilization={self._config.memory_utilization} of the GPU"
+        config, num_ranks = self._config, self._tp.size
+        if self._memory is not None:
+            most = default = max(0, self._measure_room(self._memory))
+            owner = f"memory_utilization={config.memory_utilization} of the GPU"
         else:
-            most, default = allowed_bytes() // self._tp.size, default_cpu_kv_cache_bytes(self._tp.size)
+            most, default = allowed_bytes() // num_ranks, default_cpu_kv_cache_bytes(num_ranks)
             owner = "the memory this process may still take"
-        if wanted is not None and wanted > most:
-            raise ConfigError(
-                f"kv_cache_bytes={wanted} on each rank is more than the {most} bytes left of {owner}; "
-                "lower it, or leave it out"
-            )
-        num_blocks = self._tp.minimum((wanted or default) // self._block_bytes())
-        max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
-        return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
+        check_pool_bytes(config, most, owner)
+        size = block_bytes(self.model.attention_layers, config.block_size, self._kv_dtype)
+        num_blocks = self._tp.minimum((config.kv_cache_bytes or default) // size)
+        max_model_len = fit_pool(num_blocks, config, self._model_config.max_position_embeddings)
+        self.pool_size = PoolSize(num_blocks, num_blocks * size, max_model_len)
+        self.cache = self._make_cache(num_blocks)
+        self._graphs = self._capture_graphs(max_model_len)
+        if self._graphs is not None:
+            logger.info("decode steps run from CUDA graphs")
 
-    def _measure_room(self) -> int:
-        """Run the largest steps and capture the graphs over a small pool; return the memory left."""
-        assert self._memory is not None
+    def _measure_room(self, memory: GpuMemory) -> int:
+        """Run the largest steps and capture the graphs over a small pool; return the bytes that they leave."""
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         scratch_bytes = self.cache.pool.nbytes
-
-        room = measure_room(
-            self._memory,
-            self._config.memory_utilization,
-            warm_up=lambda: self.warm_up(num_blocks),
-            capture=lambda: self._capture_graphs(self._longest),
-        )
+        step_bytes = memory.peak_bytes(lambda: self.warm_up(num_blocks))
+        before = memory.used_bytes()
+        graphs = self._capture_graphs(self._longest)
+        graph_bytes = memory.used_bytes() - before
+        del graphs  # whose pool counts as taken: those of the whole pool take as much
+        taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES - scratch_bytes
         del self.cache
-        return room + scratch_bytes
+        return int(memory.total_bytes * self._config.memory_utilization) - taken
 
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""

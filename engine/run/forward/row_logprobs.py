@@ -22,61 +22,15 @@ PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
 
 @dataclass(frozen=True)
 class DeviceLogprobs:
-    """The log probabilities of a step's rows, as tensors on its device: see RowLogprobs."""
+    """The log probabilities of a step's rows: RowLogprobs, whose arrays but `starts` are tensors on its device."""
 
-    logprobs: Tensor
-    ranks: Tensor
+    tensors: list[Tensor]
     starts: NDArray[np.int64]
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors to copy to the host."""
-        return [self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
 
     def on_host(self, tensors: list[Tensor]) -> RowLogprobs:
         """Make RowLogprobs of copies of `tensors` on the CPU."""
         logprobs, ranks, top_ids, top_logprobs = (tensor.numpy() for tensor in tensors)
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
-
-
-class LogprobPieces:
-    """Collects the rows of a step piece by piece.
-
-    by_row: a row's result has the same bits in a piece of any size and width.
-    """
-
-    def __init__(self, *, by_row: bool = False) -> None:
-        self.by_row = by_row
-        self._parts: list[tuple[Tensor, Tensor, NDArray[np.int64], Tensor, Tensor]] = []
-
-    def add(self, logits: Tensor, token_ids: Tensor, width: int) -> None:
-        """Add rows with their most likely tokens, `width` of each.
-
-        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, whose log probability is wanted;
-        a negative one stands for any.
-        """
-        logits = logits.float()
-        total = each_row(log_sum_exp, logits) if self.by_row else log_sum_exp(logits)
-        token_ids = token_ids.clamp(min=0).unsqueeze(1)
-        own = logits.gather(1, token_ids)
-        before = torch.arange(logits.shape[1], device=logits.device) < token_ids
-        ranks = 1 + ((logits > own) | ((logits == own) & before)).sum(-1)
-        width = min(width, logits.shape[1])
-        highest, ids = logits[:, :0], token_ids[:, :0]
-        if width:
-            highest, ids = top_of_each(logits, width) if self.by_row else logits.topk(width, dim=-1)
-        widths = np.full(len(logits), width)
-        self._parts.append(((own - total).squeeze(1), ranks, widths, ids.int().flatten(), (highest - total).flatten()))
-
-    def all(self) -> DeviceLogprobs:
-        """Join all rows that were added."""
-        logprobs, ranks, widths, top_ids, top_logprobs = zip(*self._parts, strict=True)
-        starts = np.concatenate(([0], np.cumsum(np.concatenate(widths))))
-        return DeviceLogprobs(
-            torch.cat(logprobs), torch.cat(ranks), starts, torch.cat(top_ids), torch.cat(top_logprobs)
-        )
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
@@ -108,7 +62,10 @@ def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]
 
 
 class StepLogprobs:
-    """The log probabilities of one step, on rank 0; others take part. scored_rows: [rows] int64, on the device."""
+    """The log probabilities of one step, on rank 0; others take part. scored_rows: [rows] int64, on the device.
+
+    by_row: a row's result has the same bits in a piece of any size and width.
+    """
 
     def __init__(
         self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device, *, by_row: bool = False
@@ -133,16 +90,41 @@ class StepLogprobs:
 
         sampled: [samples] int64.  hidden: [rows, hidden_size], of the rows that score.
         """
-        pieces = LogprobPieces(by_row=self._by_row)
+        parts = []
         if self._tp.rank == 0 and len(self._wanted):
             token_ids = sampled[self._wanted]
             for piece, width in cut(self._sample_tops, self._raw.shape[1]):
-                pieces.add(self._raw[piece], token_ids[piece], width)
+                parts.append(self._of_piece(self._raw[piece], token_ids[piece], width))
         for piece, width in cut(self._scored_tops, self._model.vocab_size):
             first, last = self._places[piece.start], self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
                 if len(logits) < piece.stop - piece.start:
                     logits = logits[self._place_of[piece] - int(first)]
-                pieces.add(logits, self._scored_token_ids[piece], width)
-        return pieces.all() if self._tp.rank == 0 else None
+                parts.append(self._of_piece(logits, self._scored_token_ids[piece], width))
+        if self._tp.rank != 0:
+            return None
+        widths, *tensors = zip(*parts, strict=True)
+        starts = np.concatenate(([0], np.cumsum(np.concatenate(widths))))
+        return DeviceLogprobs([torch.cat(each) for each in tensors], starts)
+
+    def _of_piece(
+        self, logits: Tensor, token_ids: Tensor, width: int
+    ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
+        """Return the number of likely tokens of each row, and RowLogprobs' other arrays.
+
+        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, whose log probability is wanted;
+        a negative one stands for any.
+        """
+        logits = logits.float()
+        total = each_row(log_sum_exp, logits) if self._by_row else log_sum_exp(logits)
+        token_ids = token_ids.clamp(min=0).unsqueeze(1)
+        own = logits.gather(1, token_ids)
+        before = torch.arange(logits.shape[1], device=logits.device) < token_ids
+        ranks = 1 + ((logits > own) | ((logits == own) & before)).sum(-1)
+        width = min(width, logits.shape[1])
+        highest, ids = logits[:, :0], token_ids[:, :0]
+        if width:
+            highest, ids = top_of_each(logits, width) if self._by_row else logits.topk(width, dim=-1)
+        widths = np.full(len(logits), width)
+        return widths, (own - total).squeeze(1), ranks, ids.int().flatten(), (highest - total).flatten()

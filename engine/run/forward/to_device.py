@@ -14,11 +14,7 @@ from engine.schedule.step_batch import StepBatch
 
 
 def to_device(
-    step: StepBatch,
-    backend: KernelBackend,
-    device: torch.device,
-    sampled: Sampled | None = None,
-    sampling: SamplingBatch | None = None,
+    step: StepBatch, backend: KernelBackend, sampled: Sampled | None = None, sampling: SamplingBatch | None = None
 ) -> tuple[ForwardBatch, SamplingRows | None]:
     """Copy a step's arrays to the model's device, with the backend's metadata and sampling values.
 
@@ -30,8 +26,8 @@ def to_device(
         places = sampled.places[places]
     arrays = [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places]
     columns = [] if sampling is None else sampling_columns(sampling)
-    attention, tensors = backend.build_and_upload(
-        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns], device
+    attention, tensors = backend.build_metadata(
+        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns]
     )
     token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):

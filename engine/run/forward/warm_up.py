@@ -37,20 +37,16 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
             *(([length], [length]) for length in SHORT_PROMPTS if length <= min(num_tokens, max_model_len)),
         )
     ]
-    steps[:2] = (with_logprobs(step) for step in steps[:2])
+    for i, step in enumerate(steps[:2]):
+        rows = np.arange(len(step.token_ids))
+        steps[i] = replace(
+            step,
+            sample_tops=np.full_like(step.sample_rows, MAX_LOGPROBS),
+            scored_rows=rows,
+            scored_token_ids=np.zeros_like(rows),
+            scored_tops=np.full_like(rows, MAX_LOGPROBS),
+        )
     return steps
-
-
-def with_logprobs(step: StepBatch) -> StepBatch:
-    """Add log probabilities of all tokens to the step, short of the whole vocabulary's."""
-    rows = np.arange(len(step.token_ids))
-    return replace(
-        step,
-        sample_tops=np.full_like(step.sample_rows, MAX_LOGPROBS),
-        scored_rows=rows,
-        scored_token_ids=np.zeros_like(rows),
-        scored_tops=np.full_like(rows, MAX_LOGPROBS),
-    )
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:

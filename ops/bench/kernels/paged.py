@@ -92,7 +92,7 @@ def attention_cases(shape: Shape, device: torch.device, dtype: torch.dtype, *, t
 
 def _attention(name: str, paged: Paged, device: torch.device) -> Case:
     backend = load_backend("triton", device)
-    metadata = backend.build_metadata(paged.tables, paged.context_lens, paged.query_lens)
+    metadata, _ = backend.build_metadata(paged.tables, paged.context_lens, paged.query_lens)
 
     def run() -> Tensor:
         return backend.forward(paged.query, paged.cache, metadata, paged.features)

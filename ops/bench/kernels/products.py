@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import load_backend
+from engine.kernels.upload import upload
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import SamplingParams
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 from ops.bench.kernels.timing import Case
 from ops.bench.make import Shape
 
@@ -93,5 +94,5 @@ def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         values = neutral_rows(rows)
         values[:] = [sampling_row(params, seed, 0) for seed in range(rows)]
         batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64))
-        on_device = SamplingRows.upload(batch, device)
+        on_device = SamplingRows(*upload(sampling_columns(batch), device))
         yield Case(f"sampler, {rows} rows, {name}", partial(backend.sample, logits, on_device), logits.nbytes)

@@ -19,17 +19,18 @@ from engine.attention.kv_cache import FP8, KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_store import store_kv
+from engine.kernels.upload import upload
 from engine.layers.linear import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
-from engine.run.forward.rows import BatchRows, StaticRows
+from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 
 PROCESSORS = 132  # of an H200
 BLOCK_SIZE = 16
@@ -148,7 +149,7 @@ def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCaus
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
     model, backend, cache = meta_model(name, dtype, fp8)
-    rows = SamplingRows.upload(sampling_batch(num_rows), META)
+    rows = SamplingRows(*upload(sampling_columns(sampling_batch(num_rows)), META))
     for batch in batches(backend, num_rows):
         backend.sample(model.logits(model.hidden_states(batch, cache)), rows)
     logits = model.logits(torch.empty((num_rows, model.hidden_size), dtype=dtype, device=META))
@@ -177,7 +178,7 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
         ([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN]),
     ):
         step = make_step(lens, contexts, BLOCK_SIZE, 4)
-        metadata = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
+        metadata, _ = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
         yield make(len(step.token_ids), metadata)
 
 
@@ -205,14 +206,12 @@ def write_alone(num_rows: int) -> None:
     capacity, backend = max(num_rows, 256), TritonBackend(torch.device("cpu"))
     blocks = MAX_MODEL_LEN // BLOCK_SIZE
     static = StaticRows(capacity, blocks, BLOCK_SIZE, META, backend.write_rows)
-    rows = BatchRows(capacity, BLOCK_SIZE)
     for length in (BLOCK_SIZE, BLOCK_SIZE + 1):
         step = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, 4)
         seqs = np.arange(num_rows)
         step = replace(step, slots=seqs, generations=seqs)
-        _, changes = rows.update(step)
         sampled = Sampled(static.state.next_token_ids[:num_rows], seqs)
-        static.write(changes, step, sampling_batch(num_rows), sampled)
+        static.write(step, sampling_batch(num_rows), sampled)
 
 
 CASES = (

@@ -171,7 +171,9 @@ def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobCo
     assert len(set(ids)) == 2
     answers = [{"role": "tool", "content": "3", "tool_call_id": each} for each in ids]
     messages = [*HI, choice.message.model_dump(), *answers]
-    found = engine._tokenizer.decode_all(engine.chat_token_ids(normal_messages(messages), tools=[TOOL]))
+    found = engine._tokenizer.decode(
+        engine.chat_token_ids(normal_messages(messages), tools=[TOOL]), skip_special_tokens=False
+    )
     function = '{"arguments": {"a": "</tool_call> {"}, "name": "add"}'
     assert f"Let me see.<tool_call>{function}</tool_call><tool_call>{function}</tool_call>" in found.replace(
         '{"name": "add", "arguments": {"a": "</tool_call> {"}}', function
