@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Any
 
 from worker.threads.interrupts import Interruptible
@@ -79,14 +79,14 @@ def _place(thread_id: int) -> str:
 
 
 class FunctionPool:
-    """Daemon threads that run calls in the order given, and never hold up the worker's exit.
+    """Daemon threads that run calls in their order, and never hold up the worker's exit.
 
     A thread whose call ignores its interrupt can be given up: another takes its place, and it ends after its call.
     """
 
     def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
         self._stuck: set[threading.Thread] = set()
@@ -114,7 +114,7 @@ class FunctionPool:
 
     def _serve(self) -> None:
         thread = threading.current_thread()
-        while (call := self._calls.get()) is not None:
+        while (call := self._calls.get()[-1]) is not None:
             self._running[thread] = call
             goes_on = call.run()
             del self._running[thread], call
@@ -159,14 +159,16 @@ class FunctionPool:
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
         discard: Callable[[Any], None] | None = None,
+        order: float = 0,
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
 
         raises: False for our own code, which asks for errors from outside (interrupts.py).
         discard: takes, in the thread, the late value of a call that was given up.
+        order: smaller ones go first, equal ones as they come.
         """
         call = Call(function, done, raises, self._clock, discard)
-        self._calls.put(call)
+        self._calls.put((order, next(self._numbers), call))
         return call
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
@@ -190,7 +192,7 @@ class FunctionPool:
     def end(self) -> None:
         """Let the threads end after all calls given so far."""
         for _ in list(self._threads):
-            self._calls.put(None)
+            self._calls.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, except stuck ones, at most `timeout_s`."""
