@@ -29,7 +29,6 @@ from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
-from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
 from worker.start import (
@@ -295,11 +294,11 @@ class BatchWorker(BaseWorker):
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
             self._shutdown_requested_date = now()
-            self._io.post(Shutdown.WARM)
+            self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
             # Within the first second it is the same wish, sent twice: by a pool and by the terminal.
             self._cold = True
-            self._io.post(Shutdown.COLD)
+            self._io.shut_down(cold=True)
 
     def _heed_early_stop(self) -> None:
         """Raise SystemExit again if imported code has swallowed it."""
@@ -315,9 +314,9 @@ class BatchWorker(BaseWorker):
             self.log.warning("Worker %s: a message that is no command was ignored", self.name)
             return
         if command == "stop-job" and self._io is not None:
-            self._io.post(StopJob(str(payload.get("job_id"))))
+            self._io.stop_job(str(payload.get("job_id")))
         elif command == "stop-execution" and self._io is not None:  # sent by RQ 3
-            self._io.post(StopJob(str(payload.get("job_id")), str(payload.get("execution_id"))))
+            self._io.stop_job(str(payload.get("job_id")), str(payload.get("execution_id")))
         elif command == "shutdown":
             self.log.info("Worker %s: received shutdown command", self.name)
             os.kill(os.getpid(), signal.SIGINT)

@@ -4,6 +4,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -13,7 +14,6 @@ from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
@@ -81,8 +81,21 @@ class IoLoop:
         """Why the worker leaves by itself, with what it holds given back."""
 
     def post(self, event: Any) -> None:
-        """Tell the thread something: Stepped, EngineDied, StopJob, Shutdown, or a call to make."""
+        """Tell the thread something: Stepped, SoFar, EngineDied, or a call to make."""
         self._events.put(event)
+
+    def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
+        """Stop a job on a person's word; with an execution's id, only while that one runs it. For any thread."""
+
+        def stop() -> None:
+            if not self._runner.stop(job_id, execution_id):
+                self._log.info("not working on job %s, stop command ignored", job_id)
+
+        self.post(stop)
+
+    def shut_down(self, cold: bool = False) -> None:
+        """Finish what runs and leave; `cold`: give it back. For any thread or signal."""
+        self.post(partial(self._hand_back, "told to stop again") if cold else self._start_draining)
 
     def start(self) -> None:
         self._thread.start()
@@ -164,17 +177,10 @@ class IoLoop:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):
             self._runner.journals.told(event)
-        elif isinstance(event, StopJob):
-            if not self._runner.stop(event.job_id, event.execution_id):
-                self._log.info("not working on job %s, stop command ignored", event.job_id)
         elif isinstance(event, EngineDied):
             self._log.error("the engine failed: %s", event.error)
             self.engine_error = event.error
             self._start_leaving()
-        elif event is Shutdown.WARM:
-            self._start_draining()
-        elif event is Shutdown.COLD:
-            self._hand_back("told to stop again")
         else:
             event()
 
