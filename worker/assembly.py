@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis import Redis
 
 from jobs.common.version import code_version
-from jobs.context import JobContext
-from jobs.context.answers import AnswerMemo
-from jobs.context.check_processes import Checks
-from jobs.context.served_model import PromptMeter, ServedModel
-from jobs.context.shared_files import ShardBytes
-from jobs.installed import check_sampling
+from jobs.context.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.io_thread.held.admission import Admission
@@ -34,7 +29,7 @@ from worker.store.job_store import JobStore, Keeping
 from worker.store.user_code import Callbacks, Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
-from worker.threads.interrupts import check_interrupted, shield_imports
+from worker.threads.interrupts import shield_imports
 from worker.traces.job_trace import Traces
 
 if TYPE_CHECKING:
@@ -80,7 +75,7 @@ def assemble(
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     tally, names, log = Tally(), worker.queue_names(), worker.log
     clients = _clients(worker.connection, tally)
-    lent = _lent(settings, served, meter, clients)
+    lent = settings.job_context(clients.pool, served, lambda: meter)
     keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
     hold = worker.name, limits.lease_s, settings.max_job_bytes
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
@@ -121,25 +116,6 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
         io=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
         pool=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
         user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions),
-    )
-
-
-def _lent(settings: WorkerSettings, served: ServedModel, meter: PromptMeter, clients: Clients) -> JobContext:
-    return JobContext(
-        clients.pool,
-        *("", "", ""),
-        settings.data_roots,
-        served,
-        check_sampling,
-        answers=AnswerMemo(settings.answer_memo_bytes),
-        shard_bytes=ShardBytes(settings.max_shard_bytes),
-        check_interrupted=check_interrupted,
-        max_result_bytes=settings.max_result_bytes,
-        file_timeout_s=settings.file_timeout_s,
-        meter=lambda: meter,
-        checks=Checks(settings.allowed_functions, settings.check_timeout_s),
-        webhook_hosts=frozenset(settings.allowed_webhook_hosts),
-        allowed_functions=frozenset(settings.allowed_functions),
     )
 
 
