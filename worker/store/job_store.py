@@ -19,7 +19,6 @@ from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, EarlierJob, Mode, Wanted, address, restore
-from worker.store.records.next_step import End, Repeat, Retry
 from worker.store.records.outcome import FinishReply, Outcome
 from worker.store.scripts import Call, Scripts
 
@@ -93,82 +92,6 @@ class Keeping:
     result_ttl_s: int = DEFAULT_RESULT_TTL
 
 
-class EndCalls:
-    """Makes the script calls that end jobs. See `JobStore` for the arguments."""
-
-    def __init__(self, client: Redis, worker_name: str, keeping: Keeping, clock: Callable[[], float]) -> None:
-        self._client, self._worker_name, self._keeping, self._clock = client, worker_name, keeping, clock
-
-    def call_of(self, outcome: Outcome) -> Call:
-        """Call the script that writes this outcome."""
-        step = outcome.next_step(self._keeping.result_ttl_s)
-        run = {
-            **outcome.claimed.address,
-            "worker": self._worker_name,
-            "working_s": outcome.working_s,
-            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
-            "ended_iso": utcformat(outcome.ended_at),
-        }
-        if isinstance(step, Retry):
-            return self._retry(outcome, step, run)
-        return self._finish(outcome, step, run)
-
-    def _retry(self, outcome: Outcome, step: Retry, run: Mapping[str, Any]) -> Call:
-        args = {
-            "when": self._when(step.wait_s, step.at_front),
-            "counter": step.counter,
-            "tries": step.count,
-            "ttl": "" if step.kept_s is None else str(step.kept_s),
-            "at_front": step.at_front,
-        }
-        entry = self._entry(outcome, Result.Type.RETRIED) if step.is_on_wish else []
-        return Call("retry", {**run, **args}, entry)
-
-    def _finish(self, outcome: Outcome, step: Repeat | End, run: Mapping[str, Any]) -> Call:
-        status = outcome.status
-        kind = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
-        if isinstance(step, End) and step.has_used_up_retries:
-            status, kind = "failed", Result.Type.MAX_RETRIES_EXCEEDED
-        args: dict[str, Any] = {"status": status, "score": "", "next_run": "", "repeats_left": ""}
-        if isinstance(step, Repeat):
-            args |= {"next_run": self._when(step.wait_s), "repeats_left": step.left}
-        if status == "finished":
-            is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
-        else:  # as RQ scores failed ones: those without end by the negative ttl
-            is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
-            left_ttl_s, endless = "", str(step.kept_s)
-        if not is_recorded:
-            return Call("finish", {**run, **args, "ttl": left_ttl_s})
-        args["score"] = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
-        return Call("finish", {**run, **args, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
-
-    def _when(self, wait_s: int, at_front: bool = False) -> str | int:
-        """Say when a job runs again, in the form of put_back of end_execution.lua."""
-        if wait_s:
-            return int(self._clock() + wait_s)
-        return "front" if at_front else "back"
-
-    def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
-        """Return fields and values of the entry in rq:results."""
-        claimed, failed = outcome.claimed, kind is Result.Type.FAILED
-        result = Result(
-            claimed.job_id,
-            kind,
-            connection=self._client,
-            return_value=outcome.wish,
-            exc_string=outcome.value if failed else None,
-            worker_name=self._worker_name,
-            execution_id=claimed.execution_id,
-            execution_started_at=outcome.started_at or outcome.ended_at,
-            execution_ended_at=outcome.ended_at,
-        )
-        result.serializer = JSONSerializer  # given to the constructor it would be inspected each time
-        fields = result.serialize()
-        if not failed and outcome.packed is not None:
-            fields["return_value"] = b64encode(outcome.packed)
-        return [item for pair in fields.items() for item in pair]
-
-
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
@@ -198,8 +121,7 @@ class JobStore:
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
         scripts = Scripts(client, bounds)
         self._call_many = scripts.call_many
-        self._max_job_bytes = max_job_bytes
-        self._ends = EndCalls(client, worker_name, keeping, clock)
+        self._max_job_bytes, self._keeping = max_job_bytes, keeping
         self.dependents = Dependents(client, scripts, clock)
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
@@ -264,8 +186,65 @@ class JobStore:
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
-        replies = self._call_many([self._ends.call_of(outcome) for outcome in outcomes])
+        replies = self._call_many([self._end_of(outcome) for outcome in outcomes])
         return [reply.decode() for reply in replies]
+
+    def _end_of(self, outcome: Outcome) -> Call:
+        step, status, was_wish = outcome.next_step(self._keeping.result_ttl_s), outcome.status, outcome.wish is not None
+        when = "" if step.wait_s is None else self._when(step.wait_s, step.at_front)
+        run = {
+            **outcome.claimed.address,
+            "worker": self._worker_name,
+            "working_s": outcome.working_s,
+            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
+            "ended_iso": utcformat(outcome.ended_at),
+        }
+        if step.counter in ("number_of_retries", "retries_left"):
+            ttl = "" if step.kept_s is None else str(step.kept_s)
+            tries = {"counter": step.counter, "tries": step.count, "at_front": step.at_front}
+            entry = self._entry(outcome, Result.Type.RETRIED) if was_wish else []
+            return Call("retry", {**run, **tries, "when": when, "ttl": ttl}, entry)
+        kind = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
+        if was_wish:  # once too often
+            status, kind = "failed", Result.Type.MAX_RETRIES_EXCEEDED
+        repeats_left = "" if step.wait_s is None else step.count
+        args = {**run, "status": status, "score": "", "next_run": when, "repeats_left": repeats_left}
+        assert step.kept_s is not None
+        if status == "finished":
+            is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
+        else:  # as RQ scores failed ones: those without end by the negative ttl
+            is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
+            left_ttl_s, endless = "", str(step.kept_s)
+        if not is_recorded:
+            return Call("finish", {**args, "ttl": left_ttl_s})
+        score = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
+        return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
+
+    def _when(self, wait_s: int, at_front: bool) -> str | int:
+        """Say when a job runs again, in the form of put_back of end_execution.lua."""
+        if wait_s:
+            return int(self._clock() + wait_s)
+        return "front" if at_front else "back"
+
+    def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
+        """Return fields and values of the entry in rq:results."""
+        claimed, failed = outcome.claimed, kind is Result.Type.FAILED
+        result = Result(
+            claimed.job_id,
+            kind,
+            connection=self._client,
+            return_value=outcome.wish,
+            exc_string=outcome.value if failed else None,
+            worker_name=self._worker_name,
+            execution_id=claimed.execution_id,
+            execution_started_at=outcome.started_at or outcome.ended_at,
+            execution_ended_at=outcome.ended_at,
+        )
+        result.serializer = JSONSerializer  # given to the constructor it would be inspected each time
+        fields = result.serialize()
+        if not failed and outcome.packed is not None:
+            fields["return_value"] = b64encode(outcome.packed)
+        return [item for pair in fields.items() for item in pair]
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of an ended job, once its dependents are queued."""
