@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jobs.context import JobContext
 from jobs.context.shared_files import NoRoomYet
 from jobs.tasks import OpenTask, Task
-from worker.errors import file_timeout
+from worker.errors import FileTimeout
 from worker.io_thread.faults import is_fault
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.packing import Packer
@@ -20,6 +20,7 @@ from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool, seconds_of_silence, seconds_since_begin
+from worker.threads.interrupts import as_class
 
 TRY_AGAIN_S = 0.5
 """Pause before a call that found no memory, or was cut off by an outage, is made again."""
@@ -82,13 +83,15 @@ class PoolCall:
 
     then: follows unless the job was withdrawn. came_back: called before it, with the value or None after an
     error. is_ours: our own function, which asks whether it is interrupted and may be run again: an outage only delays
-    it. discard: see FunctionPool.submit. place: in the RoomLine, for a function of ours that takes memory.
+    it. again_on: further errors after which it is run again. discard: see FunctionPool.submit. place: in the RoomLine,
+    for a function of ours that takes memory.
     """
 
     function: Callable[[], Any]
     then: Then
     came_back: Callable[[HeldJob, Any], None] = lambda job, value: None
     is_ours: bool = False
+    again_on: type[Exception] | tuple[()] = ()
     discard: Callable[[Any], None] | None = None
     place: Place | None = None
 
@@ -134,9 +137,11 @@ class PoolCalls:
             job.call = None
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
-            elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
+            elif isinstance(error, call.again_on) or (is_ours and isinstance(error, OUTAGES) and not is_fault(error)):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
-                self.submit_later(start_again)
+                if not self._waiting:
+                    self._try_again_at = self._clock() + TRY_AGAIN_S
+                self._waiting.append(start_again)
             else:
                 call.came_back(job, value)
                 call.then(job, value, error)
@@ -148,12 +153,6 @@ class PoolCalls:
             start()
         else:
             self._line.begin(place, start_again, is_awaited)
-
-    def submit_later(self, submit: Callable[[], None]) -> None:
-        """Try again after a pause, when Redis is there."""
-        if not self._waiting:
-            self._try_again_at = self._clock() + TRY_AGAIN_S
-        self._waiting.append(submit)
 
     def try_again(self) -> None:
         """Start waiting calls, once their pause is over."""
@@ -235,9 +234,9 @@ class TaskFiles:
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
-        self._not_open = file_timeout("opening its file went on", limit_s)
-        self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
-        self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
+        self._not_open = as_class(FileTimeout("opening its file went on", limit_s))
+        self._not_planned = as_class(FileTimeout("planning went on without a sign of life", limit_s))
+        self._not_written = as_class(FileTimeout("writing its part went on without a sign of life", limit_s))
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, which becomes the job's `open_task`, then call `then`."""

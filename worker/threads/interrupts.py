@@ -21,6 +21,17 @@ def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
+def as_class(error: Exception) -> type[Exception]:
+    """Return a class whose instances are like this error: only classes can be raised in another thread."""
+    kind = type(error)
+
+    def __init__(self: Exception) -> None:
+        self.args = error.args
+
+    # The name under which tracebacks show it.
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
 class Interruptible:
     """A stretch of a thread's work into which others may raise an error, but not while it imports.
 

@@ -14,7 +14,7 @@ from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_payload, unpack
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
-from worker.threads.interrupts import current_work
+from worker.threads.interrupts import as_class, current_work
 
 _HERE: Any = object()
 """Stands in RQ's `_data` for a payload that is packed."""
@@ -113,13 +113,6 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._work.heeded()
 
 
-def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
-    """Return an exception class for a limit: only classes can be raised in another thread."""
-    message = f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"
-
-    def __init__(self: JobTimeoutException) -> None:
-        super(JobTimeoutException, self).__init__(message)
-
-    # The name under which tracebacks show RQ's own.
-    names = {"__init__": __init__, "__module__": JobTimeoutException.__module__}
-    return type("JobTimeoutException", (JobTimeoutException,), names)
+def timeout_error(timeout_s: float) -> type[Exception]:
+    """Return the error of a job over its timeout."""
+    return as_class(JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"))
