@@ -22,7 +22,6 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import MAX_OPENING
 from worker.job_environment import JobEnvironment, prompt_meter
 from worker.metrics.tally import Tally
-from worker.metrics.watched_worker import WatchedWorker
 from worker.settings import WorkerSettings
 from worker.store.client import Clients, own_client
 from worker.store.job_store import JobStore, Keeping
@@ -107,7 +106,7 @@ def assemble(
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:
-        metrics.serve(WatchedWorker(facts, names, tally, io.reporter), loop, io)
+        metrics.serve(facts, names, tally, loop, io)
     return loop, io
 
 

@@ -3,10 +3,13 @@
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine import Completion
 from jobs.common.display import safe_name
+from jobs.watch.samples import Point
 from worker.metrics.ended_job import EndedJob
 
 #: Seconds: as vLLM's, and longer ones for batches.
@@ -39,10 +42,25 @@ class Histogram:
         return found
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A worker's last statistics.
+
+    queued: by queue and status. held: by queue and kind, "function" or "engine". engine_stats: the engine's counters.
+    """
+
+    state: str
+    point: Point = field(default_factory=Point)
+    queued: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    engine_stats: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Tally:
     """Counts events. The I/O thread writes all but commands to Redis; other threads may read."""
 
     def __init__(self) -> None:
+        self.shown = Shown("starting")
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
