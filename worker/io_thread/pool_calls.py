@@ -19,7 +19,7 @@ from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
-from worker.threads.functions import FunctionPool, seconds_of_silence, seconds_since_begin
+from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import as_class
 
 TRY_AGAIN_S = 0.5
@@ -230,7 +230,7 @@ class TaskFiles:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._calls, self._limit_s = packer, calls, limit_s
-        self._log, self._clock = log, clock
+        self._log = log
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
@@ -275,19 +275,18 @@ class TaskFiles:
 
     def check(self) -> None:
         """Note slow calls, and interrupt those over their limit."""
-        moment = self._clock()
         for job in self._packer.opening_now():
-            if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
+            if job.call is not None and job.call.running_s > SLOW_S:
                 self._packer.opens_slowly(job)
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
-        self._openers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_open)
-        self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
+        self._openers.interrupt_silent(self._limit_s, self._not_open)
+        self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
         """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
         call = planning.call
-        if call is not None and call.error is None and seconds_of_silence(call, self._clock()) > self._limit_s:
+        if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)
 
 

@@ -139,18 +139,16 @@ class FunctionPool:
         """
         for thread, call in list(self._running.items()):
             with self._lock:
-                is_slow = thread not in self._relieved and seconds_since_begin(call, self._clock()) > slow_s
+                is_slow = thread not in self._relieved and call.running_s > slow_s
                 if not is_slow or len(self._threads) >= most:
                     continue
                 self._relieved.add(thread)
             self._add_thread()
 
-    def interrupt_overdue(
-        self, seconds: Callable[[Call, float], float], limit_s: float, error: type[Exception]
-    ) -> None:
-        """Interrupt the calls whose `seconds(call, now)` are more than `limit_s`."""
+    def interrupt_silent(self, limit_s: float, error: type[Exception]) -> None:
+        """Interrupt the calls that have been silent for more than `limit_s`."""
         for call in list(self._running.values()):
-            if call.error is None and seconds(call, self._clock()) > limit_s:
+            if call.error is None and call.silent_s > limit_s:
                 call.interrupt(error)
 
     def submit(
@@ -204,13 +202,3 @@ class FunctionPool:
         """End the threads after all calls given so far; wait at most `timeout_s`."""
         self.end()
         self.join(timeout_s)
-
-
-def seconds_since_begin(call: Call, now: float) -> float:
-    """Return how long a call has run; 0 for one that has not begun."""
-    return 0.0 if call.began_at is None else now - call.began_at
-
-
-def seconds_of_silence(call: Call, now: float) -> float:
-    """Return how long a call has not asked whether it is interrupted; 0 before it begins."""
-    return 0.0 if call.alive_at is None else now - call.alive_at

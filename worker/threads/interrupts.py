@@ -39,7 +39,6 @@ class Interruptible:
     it waits for the end. `raises` False is for our own code, which is not safe from that: it asks, with
     `check_interrupted`.
 
-    began_at, alive_at: when the work began and last asked, in the clock's seconds; None before.
     """
 
     def __init__(self, raises: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,11 +46,21 @@ class Interruptible:
         self._lock = threading.Lock()
         self._thread_id: int | None = None
         self.error: type[BaseException] | None = None
-        self.began_at: float | None = None
-        self.alive_at: float | None = None
+        self._began_at: float | None = None
+        self._alive_at: float | None = None
         self._interrupted_at: float | None = None
         self._waiting: type[BaseException] | None = None
         self._importing = False  # only the thread itself changes it, under the lock
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the work began; 0 before."""
+        return 0.0 if self._began_at is None else self._clock() - self._began_at
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the work last asked whether it is interrupted; 0 before it begins."""
+        return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
         """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; void after its end."""
@@ -74,7 +83,7 @@ class Interruptible:
         """Raise the work's interrupt, if any; else note that it is alive."""
         if self.error is not None:
             raise self.error
-        self.alive_at = self._clock()
+        self._alive_at = self._clock()
 
     def heeded(self) -> None:
         """Forget the last interrupt, which has done its work."""
@@ -89,7 +98,7 @@ class Interruptible:
                 if self.error is not None:
                     raise self.error
                 self._thread_id = threading.get_ident()
-            self.began_at = self.alive_at = self._clock()
+            self._began_at = self._alive_at = self._clock()
             return function()
         finally:
             _current.work = None

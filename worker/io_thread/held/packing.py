@@ -117,11 +117,11 @@ class Packer:
         """The number of functions that the worker may still take, of any lane."""
         return self._max_functions - self._functions
 
-    def function_started(self, job: HeldJob) -> None:
+    def function_started(self) -> None:
         """Count a function: it takes a thread, not a slot of the engine."""
         self._functions += 1
 
-    def function_ended(self, job: HeldJob) -> None:
+    def function_ended(self) -> None:
         """Free the thread."""
         self._functions -= 1
 
