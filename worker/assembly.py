@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,10 +112,11 @@ def assemble(
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
+    sent, sent_by_functions = partial(tally.sent, "worker"), partial(tally.sent, "functions")
     return Clients(
-        io=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
-        pool=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
-        user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions),
+        io=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        pool=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
     )
 
 

@@ -28,7 +28,7 @@ import jobs
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
-from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
+from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
 from worker.start import (
@@ -148,15 +148,6 @@ class BatchWorker(BaseWorker):
         self.log.info("Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port)
         return server
 
-    def _trace(self, engine: Engine, settings: WorkerSettings) -> OtelTraces | None:
-        """Trace jobs, if wished for."""
-        if settings.traces == "off":
-            return None
-        from worker.traces.otel import OtelTraces
-
-        begins = settings.traces == "all"
-        return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
-
     def _load(self, settings: WorkerSettings) -> Engine:
         """Import jobs' code and load the model, before any thread runs."""
         from engine import ConfigError
@@ -248,8 +239,11 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         from worker.assembly import assemble
 
-        self._traces = self._trace(engine, settings)
-        traced = self._metrics, self._traces
+        if settings.traces != "off":
+            from worker.traces.otel import OtelTraces
+
+            begins = settings.traces == "all"
+            self._traces = OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
         limits = Limits(
             burst,
             max_jobs,
@@ -260,21 +254,14 @@ class BatchWorker(BaseWorker):
             settings.drain_s,
             settings.journal_s,
         )
-        loop, io = assemble(self, engine, settings, limits, *traced)
+        loop, io = assemble(self, engine, settings, limits, self._metrics, self._traces)
         self._io = io
         self._heed_early_stop()
         io.start()
         loop.run()
         io.join()
-        if io.error is not None:
-            raise IoThreadFailed(f"the I/O thread raised {type(io.error).__name__}: {io.error}") from io.error
         if io.failure is not None:
             raise io.failure
-        if io.engine_error is not None:
-            error = io.engine_error
-            raise EngineFailed(
-                f"the engine raised {type(error).__name__}: {error}; its jobs were given back"
-            ) from error
         if self._cold:
             raise SystemExit
         return io.jobs_ended > 0

@@ -69,8 +69,8 @@ def busy_counts() -> Tally:
     counts.lost()
     counts.redis_failed(TimeoutError())
     for _ in range(3):
-        counts.sent()
-    counts.sent_by_functions()
+        counts.sent("worker")
+    counts.sent("functions")
     return counts
 
 

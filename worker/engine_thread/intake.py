@@ -40,11 +40,6 @@ LEAVE_S = 1.0
 class _Waiting:
     """One request until it is in the engine. number: its place among all. form: its grammar's future."""
 
-    __slots__ = (
-        *("engine", "error", "form", "is_dropped", "is_prepared", "lane", "number", "prepared", "request"),
-        *("request_id", "size"),
-    )
-
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
         self.engine, self.number, self.is_dropped = engine, number, False
         self.request_id, self.request, self.lane = add.request_id, add.request, add.lane

@@ -11,9 +11,9 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
-from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
+from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
-from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
+from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
@@ -59,7 +59,6 @@ class IoLoop:
         self._retry_at = float("-inf")
         self._drain_by = self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"
-        self._faults: list[WorkerFault] = []
         self._renew = Timer(limits.renew_period_s)
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
@@ -75,10 +74,8 @@ class IoLoop:
         )
         self.turned_at = parts.clock()
         self.redis_at: float | None = None
-        self.error: BaseException | None = None
-        self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
-        """Why the worker leaves by itself, with what it holds given back."""
+        """Why the worker leaves by itself; what it holds is given back, unless this thread has raised."""
 
     def post(self, event: Any) -> None:
         """Tell the thread something: Stepped, SoFar, EngineDied, or a call to make."""
@@ -121,7 +118,8 @@ class IoLoop:
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
-            self.error = error
+            self.failure = IoThreadFailed(f"the I/O thread raised {type(error).__name__}: {error}")
+            self.failure.__cause__ = error
         finally:
             self._runner.threads.close(LEAVING_S)
             self._orders.put(Halt())
@@ -178,8 +176,12 @@ class IoLoop:
         elif isinstance(event, SoFar):
             self._runner.journals.told(event)
         elif isinstance(event, EngineDied):
+            self._release_mode = "engine_died"
+            name = type(event.error).__name__
+            failure = EngineFailed(f"the engine raised {name}: {event.error}; its jobs were given back")
+            failure.__cause__ = event.error
             self._log.error("the engine failed: %s", event.error)
-            self.engine_error = event.error
+            self.failure = self.failure or failure
             self._start_leaving()
         else:
             event()
@@ -211,7 +213,7 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._releaser.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self.engine_error is None:
+            if self._release_mode != "engine_died":
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -258,15 +260,15 @@ class IoLoop:
 
     def _give_back_faulty(self) -> None:
         """Put jobs back after a fault of this worker's; leave after several in a row."""
-        self._faults += self._runner.faults.take()
-        while self._faults:
-            fault = self._faults[0]
+        faults = self._runner.faults
+        while faults.waiting:
+            fault = faults.waiting[0]
             self._releaser.give_back_faulty(fault)
-            del self._faults[0]
+            del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
-            if self._runner.faults.in_a_row >= MAX_IN_A_ROW:
-                self._leave_because_of(FaultySurroundings(self._runner.faults.in_a_row, str(fault)))
+            if faults.in_a_row >= MAX_IN_A_ROW:
+                self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         self._log.error(
@@ -332,8 +334,6 @@ class IoLoop:
 
     def _give_back_everything(self) -> None:
         """Put the jobs back, except ends that are being written."""
-        if self.engine_error is not None:
-            self._release_mode = "engine_died"
         self._releaser.give_back(self._runner.withdraw_everything(), self._release_mode)
 
     def _say_goodbye(self) -> None:

@@ -15,7 +15,6 @@ from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
-from worker.store.job_store import JobStore
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.stored_job import JobTimeoutException
@@ -57,7 +56,7 @@ class JobEnds:
         self._calls, self._ended, self._log, self._clock = calls, ended, parts.log, parts.clock
         self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
-        self._writer = EndWriter(self._written, parts.log, parts.clock)
+        self.writer = EndWriter(self._written, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""
@@ -76,14 +75,6 @@ class JobEnds:
     def stop(self, job: HeldJob) -> None:
         """End a job on a person's word."""
         self._end(job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}")
-
-    def forget(self, job: HeldJob) -> None:
-        """Drop an end that is not written yet."""
-        self._writer.forget(job)
-
-    def is_waiting(self, job: HeldJob) -> bool:
-        """Whether a job's end waits for the next `flush`."""
-        return self._writer.is_waiting(job)
 
     def _end(
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
@@ -177,11 +168,7 @@ class JobEnds:
                 job.claimed.queue_name,
                 job.claimed.job_id,
             )
-        self._writer.add(job, outcome)
-
-    def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError call it again."""
-        self._writer.flush(store)
+        self.writer.add(job, outcome)
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         if reply == "dependents":

@@ -232,7 +232,7 @@ class JobRunner:
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
         self._calls.try_again()
-        self._ends.flush(store)
+        self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
         """Forget a job. outcome: None if another worker has counted its end."""
@@ -346,12 +346,12 @@ class JobRunner:
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
-        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.is_waiting(job)])
+        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.writer.is_waiting(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         for job in jobs:
             self._withdraw(job, JobStopped)
-            self._ends.forget(job)
+            self._ends.writer.forget(job)
             self._let_go(job)
             if job.call is None:
                 self._close(job)

@@ -81,7 +81,7 @@ class _WorkerCollector(Collector):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
             text = f"From a job's enqueueing to its {until}."
             yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
-        sent = [(("worker",), counts.round_trips), (("functions",), counts.round_trips_of_functions)]
+        sent = [((client,), number) for client, number in counts.round_trips.items()]
         yield _COUNTER, "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", ("client",), sent
         errors = [((error,), number) for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()]
         yield _COUNTER, "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", ("error",), errors

@@ -66,7 +66,8 @@ class Tally:
         self.requests: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
         self.num_finished = self.num_failed = self.rows_done = 0
-        self.claims_lost = self.round_trips = self.round_trips_of_functions = 0
+        self.claims_lost = 0
+        self.round_trips = Counter(worker=0, functions=0)
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
         self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
@@ -113,15 +114,10 @@ class Tally:
         """Count a turn of the I/O thread that Redis has refused or not answered."""
         self.redis_errors[type(error).__name__] += 1
 
-    def sent(self) -> None:
-        """Count a command, or pipeline of them, that is sent to Redis; in any thread."""
+    def sent(self, client: str) -> None:
+        """Count a command, or pipeline of them, that the "worker" or users' "functions" send; in any thread."""
         with self._lock:
-            self.round_trips += 1
-
-    def sent_by_functions(self) -> None:
-        """Count a command of users' functions on the connection that they are given."""
-        with self._lock:
-            self.round_trips_of_functions += 1
+            self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
         """Observe seconds, 0 if another machine's clock makes them negative."""

@@ -18,7 +18,7 @@ from rq.utils import now, utcformat
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, EarlierJob, Mode, Wanted, address, restore
+from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, Mode, Wanted, address, restore
 from worker.store.records.outcome import FinishReply, Outcome
 from worker.store.scripts import Call, Scripts
 
@@ -302,16 +302,17 @@ class JobStore:
         ]
         return self._release(dead, "abandoned", max_deaths)
 
-    def adopt(self, left: Sequence[EarlierJob]) -> list[tuple[ClaimedJob, str]]:
-        """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
+    def adopt(self, queue: str, left: Mapping[tuple[str, str], str]) -> list[tuple[ClaimedJob, str]]:
+        """Take over jobs that RQ's own workers left behind; return those that this worker holds then.
+
+        left: why each fails, by its job id and execution id, '' of one that was not begun.
+        """
         same = self._holder()
-        calls = [Call("adopt", {**address(*each[:3]), **same, "new_eid": uuid4().hex}) for each in left]
-        replies = self._call_many(calls)
-        return [
-            (self._restore(each.queue, reply[1]), each.reason)
-            for each, reply in zip(left, replies, strict=True)
-            if reply[0] == b"taken"
-        ]
+        replies = self._call_many(
+            [Call("adopt", {**address(queue, *each), **same, "new_eid": uuid4().hex}) for each in left]
+        )
+        taken = zip(replies, left.values(), strict=True)
+        return [(self._restore(queue, reply[1]), why) for reply, why in taken if reply[0] == b"taken"]
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
