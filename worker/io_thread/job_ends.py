@@ -187,7 +187,7 @@ class JobEnds:
         def queue_page() -> int:
             following = 0
             try:
-                following = self._store.dependents.queue(claimed, cursor)
+                following = self._store.queue_dependents(claimed, cursor)
             except RedisError:
                 raise
             except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow

@@ -2,7 +2,7 @@
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from redis import Redis
 from rq.defaults import DEFAULT_RESULT_TTL
-from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -24,60 +23,6 @@ from worker.store.scripts import Call, Scripts
 
 PAGE = 200
 """Dependents that are looked at in one turn, about: anybody may name a million jobs that never were."""
-
-
-class Dependents:
-    """Queues dependents. Not thread-safe, and raises as `JobStore` does, whose part it is."""
-
-    def __init__(self, client: Redis, scripts: Scripts, clock: Callable[[], float]) -> None:
-        self._client, self._call_many, self._clock = client, scripts.call_many, clock
-
-    def queue(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue a page of the jobs that wait for an ended one and for nothing else.
-
-        cursor: the page. Returns the next one's cursor, 0 after the last. Each is queued once, also by two calls, and
-        when two jobs that it waited for end together, where RQ queues it twice.
-        """
-        ended_as: Any = self._client.hget(job_key(claimed.job_id), "ended_as")
-        if ended_as is None:  # closed already, by whoever took it over
-            return 0
-        ended = Job(connection=self._client)
-        ended._id, ended._status = claimed.job_id, JobStatus(ended_as.decode())
-        found: Any = self._client.sscan(ended.dependents_key, cursor, count=PAGE)
-        following, members = int(found[0]), found[1]
-        same = {"ended_id": claimed.job_id, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        calls = [
-            Call("queue_dependent", {"queue": each.origin, "id": each.id, "at_front": each.enqueue_at_front, **same})
-            for each in self._fetch([member.decode(errors="replace") for member in members])
-            if self._may_run(each, ended)
-        ]
-        if calls:
-            self._call_many(calls)
-        return following
-
-    def _may_run(self, dependent: Job, ended: Job) -> bool:
-        """Whether a job waits for nothing but the ended one."""
-        try:
-            # The job's end is known here; the status in Redis may be that of a copy saved since.
-            return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
-        except ValueError:  # a status that is no text: nobody can say whether that job has ended well
-            return False
-
-    def _fetch(self, job_ids: Sequence[str]) -> Iterator[Job]:
-        """Return each job's queue and dependencies, without jobs that are gone or damaged."""
-        calls = [Call("dependent", {"id": job_id}) for job_id in job_ids]
-        found = self._call_many(calls) if calls else []
-        for job_id, fields in zip(job_ids, found, strict=True):
-            if not fields:
-                continue
-            try:
-                job = Job(job_id, self._client, JSONSerializer)
-                job.origin, front, allows_failures = (field.decode() for field in fields)
-                job.enqueue_at_front = bool(int(front or 0))
-                job.allow_dependency_failures = bool(int(allows_failures or 0))
-            except ValueError:  # an id that RQ would refuse, or no text, or no number
-                continue
-            yield job
 
 
 @dataclass(frozen=True)
@@ -119,10 +64,8 @@ class JobStore:
         self._client, self._worker_name, self._lease_s, self._clock = client, worker_name, lease_s, clock
         self._models = list(models)
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
-        scripts = Scripts(client, bounds)
-        self._call_many = scripts.call_many
+        self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes, self._keeping = max_job_bytes, keeping
-        self.dependents = Dependents(client, scripts, clock)
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -245,6 +188,23 @@ class JobStore:
         if not failed and outcome.packed is not None:
             fields["return_value"] = b64encode(outcome.packed)
         return [item for pair in fields.items() for item in pair]
+
+    def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
+        """Queue a page of the jobs that wait for an ended one and for nothing else.
+
+        cursor: the page. Returns the next one's cursor, 0 after the last. Each is queued once, also by two calls, and
+        when two jobs that it waited for end together, where RQ queues it twice.
+        """
+        key = job_key(claimed.job_id)
+        ended_as: Any = self._client.hget(key, "ended_as")
+        if ended_as is None:  # closed already, by whoever took it over
+            return 0
+        found: Any = self._client.sscan(f"{key}:dependents", cursor, count=PAGE)
+        following, members = int(found[0]), found[1]
+        ended = {"ended_id": claimed.job_id, "ended_as": ended_as.decode()}
+        same = {**ended, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+        self._call_many([Call("queue_dependent", {"id": each.decode(errors="replace"), **same}) for each in members])
+        return following
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of an ended job, once its dependents are queued."""
