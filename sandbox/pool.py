@@ -1,6 +1,8 @@
 """Pool: lends children, and starts others in the place of those that ended."""
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,6 +27,7 @@ class Pool:
         self._idle: list[Child] = []
         self._busy: set[Child] = set()
         self._is_closed = False
+        _pools.add(self)
 
     def call(self, use: Callable[[Child], T]) -> T:
         """Return what a use of a child returns; called again with another one where the first one dies.
@@ -88,3 +91,12 @@ class Pool:
                 child.kill()
         for child in idle:
             child.close()
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools):
+        pool.close(kill=True)

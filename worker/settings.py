@@ -258,17 +258,14 @@ class WorkerSettings(BaseSettings):
             allowed_functions=frozenset(self.allowed_functions),
         )
 
-    @property
-    def _adapts_threads(self) -> bool:
-        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
-        return is_free and not self.deterministic
-
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
         names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
-        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=self._adapts_threads)
+        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
+        adapts = is_free and not self.deterministic
+        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:

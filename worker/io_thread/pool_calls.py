@@ -14,7 +14,7 @@ from jobs.context.shared_files import NoRoomYet
 from jobs.tasks import OpenTask, Task
 from worker.errors import FileTimeout
 from worker.io_thread.faults import is_fault
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
@@ -210,9 +210,6 @@ THREADS = 2
 MAX_OPENING = 6
 """Files that a worker opens at once: all but two of them may hang before it takes no further ones."""
 
-SLOW_S = 2.0
-"""A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
-
 
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
@@ -274,10 +271,7 @@ class TaskFiles:
             self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
     def check(self) -> None:
-        """Note slow calls, and interrupt those over their limit."""
-        for job in self._packer.opening_now():
-            if job.call is not None and job.call.running_s > SLOW_S:
-                self._packer.opens_slowly(job)
+        """Replace the threads of slow calls, and interrupt those over their limit."""
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
         self._openers.interrupt_silent(self._limit_s, self._not_open)

@@ -1,7 +1,5 @@
 """Threads for everything that may block: user functions, callbacks, and the files of Parquet runs."""
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,73 +7,11 @@ from itertools import count
 from queue import PriorityQueue
 from typing import Any
 
-from worker.threads.interrupts import Interruptible
+from worker.threads.interrupts import Call
 
 
 class JobStopped(Exception):
     """Raised inside the function of a job that was stopped, cancelled or taken over."""
-
-
-class ThreadGivenUp(BaseException):
-    """Raised inside a function that ignored its interrupt: no `except Exception` holds it up."""
-
-
-class Call(Interruptible):
-    """One call in a pool: runs once, hands its outcome to `done` once, and can be interrupted."""
-
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        done: Callable[[Any, BaseException | None], None],
-        raises: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        discard: Callable[[Any], None] | None = None,
-    ) -> None:
-        super().__init__(raises, clock)
-        self._function, self._done, self._discard = function, done, discard
-        self._given_up = False
-
-    def give_up(self, grace_s: float) -> str | None:
-        """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
-
-        Returns the place in which it hangs, and its thread is lost; None for any other call.
-        """
-        with self._lock:
-            if self._thread_id is None or self._interrupted_at is None or self._given_up:
-                return None
-            if self._clock() - self._interrupted_at <= grace_s:
-                return None
-            self._given_up = True
-            place = _place(self._thread_id)
-            self._raise(ThreadGivenUp)
-            error = self.error() if self.error is not None else ThreadGivenUp()
-        self._done(None, error)
-        return place
-
-    def run(self) -> bool:
-        """Run the function in this thread and report its outcome. False: the thread was given up."""
-        value, failure = None, None
-        try:
-            value = self.do(self._function)
-        except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
-            failure = error
-        try:
-            if not self._given_up:
-                self._done(value, failure)
-            elif failure is None and self._discard is not None:
-                self._discard(value)
-        finally:
-            failure = None  # its traceback holds this frame: together they would keep what the call has used
-        return not self._given_up
-
-
-def _place(thread_id: int) -> str:
-    """Return the line of Python at which a thread is, or is in a C function."""
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
-        return "an unknown place"
-    code = frame.f_code
-    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
 class FunctionPool:
