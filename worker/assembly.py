@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,11 +48,10 @@ class RqWorker(Protocol):
     default_result_ttl: int
     maintenance_interval: int
     scheduler: Any
+    _exc_handlers: list[Any]
 
     @property
     def connection(self) -> Redis: ...
-    @property
-    def exception_handlers(self) -> Sequence[Callable[..., Any]]: ...
     def queue_names(self) -> list[str]: ...
     def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
 
@@ -88,7 +86,7 @@ def assemble(
         ends_store=JobStore(clients.pool, *hold),
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
-        callbacks=Callbacks(worker.exception_handlers, clients.pool, clients.user, webhooks),
+        callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(len(names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING),
         budget=PayloadBudget(len(names), settings.max_held_bytes),
         poll_rates=PollRates(names, limits),

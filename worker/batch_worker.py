@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from types import FrameType
@@ -220,9 +219,8 @@ class BatchWorker(BaseWorker):
             )
         if self.job_class is not Job:
             raise StartupError(
-                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: "
-                "prompts are not run by a job's `perform`, and jobs are ended by scripts that know RQ's own "
-                "hash; serve the functions that need this class on another queue, with RQ's own worker"
+                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: scripts end "
+                "jobs as RQ's own class keeps them; serve functions that need it on a queue of RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -323,11 +321,6 @@ class BatchWorker(BaseWorker):
         """Go on listening after any error: RQ gives up on all but a lost connection."""
         self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
         time.sleep(_LISTEN_AGAIN_S)
-
-    @property
-    def exception_handlers(self) -> Sequence[Callable[..., Any]]:
-        """RQ's handlers, called for every job that fails."""
-        return self._exc_handlers
 
     # What RQ shows of the worker
 

@@ -59,7 +59,8 @@ class FileTimeout(WorkerError):
 
 
 class JobSetAside(WorkerError):
-    """The job is failed because workers died while they ran it: more tries would cost more of them."""
+    """{deaths} workers died while they ran this job{last} (TOKENMILL_MAX_WORKER_DEATHS={deaths}): it is set aside; look
+    at the workers' logs before you enqueue it again"""
 
 
 class EndNotTaken(WorkerError):

@@ -19,11 +19,10 @@ from engine.schedule.outputs import RequestMetrics
 from jobs.watch.samples import Point
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
-from worker.metrics.ended_job import EndedJob
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
-from worker.metrics.tally import Shown, Tally
+from worker.metrics.tally import EndedJob, Shown, Tally
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,

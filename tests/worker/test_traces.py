@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from engine import Completion
 from engine.schedule.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 from worker.traces.otel import OtelTraces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -18,7 +18,6 @@ from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
 from worker.io_thread.parts import Parts
-from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.store.client import OUTAGES
 from worker.store.records.claimed_job import Mode
@@ -49,8 +48,7 @@ class IoLoop:
         self._poll_rates, self._budget, self._orders = parts.poll_rates, parts.budget, parts.orders
         self._limits, self._log, self._events, self._clock = limits, parts.log, parts.events, parts.clock
         self._runner = JobRunner(parts)
-        self._releaser = Releaser(parts, self._runner)
-        self._claimer = Claimer(parts, self._runner, self._releaser)
+        self._claimer = Claimer(parts, self._runner)
         self._stock = StockJobs(parts.clients.io, parts.store)
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
@@ -200,7 +198,7 @@ class IoLoop:
             rest,
         )
         self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
-        self._releaser.log_level = logging.INFO
+        self._runner.log_level = logging.INFO
         self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
@@ -211,7 +209,7 @@ class IoLoop:
     def _start_leaving(self) -> None:
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
-            self._releaser.log_level = logging.INFO
+            self._runner.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
             if self._release_mode != "engine_died":
                 self._runner.journals.leave(self._clock())
@@ -243,7 +241,7 @@ class IoLoop:
             if not self._runner.journals.is_awaited(moment):
                 self._give_back_everything()
         elif self._phase is Phase.DRAINING:
-            self._releaser.give_back(self._runner.withdraw_unstarted(), "given_back")
+            self._runner.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
             self._claimer.claim(moment)
 
@@ -255,7 +253,7 @@ class IoLoop:
         self._claimer.take_up_unanswered()
         surplus = self._runner.take_surplus()
         self._claimer.discount(len(surplus))
-        self._releaser.give_back(surplus, self._release_mode)
+        self._runner.give_back(surplus, self._release_mode)
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
@@ -263,7 +261,7 @@ class IoLoop:
         faults = self._runner.faults
         while faults.waiting:
             fault = faults.waiting[0]
-            self._releaser.give_back_faulty(fault)
+            self._runner.give_back_faulty(fault)
             del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
@@ -301,7 +299,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
         names, period_s = self._queue_names, self._limits.sweep_period_s
-        self._releaser.take_up_abandoned(names, period_s)
+        self._runner.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
             self._runner.fail_stock_job(claimed, error)
 
@@ -334,7 +332,7 @@ class IoLoop:
 
     def _give_back_everything(self) -> None:
         """Put the jobs back, except ends that are being written."""
-        self._releaser.give_back(self._runner.withdraw_everything(), self._release_mode)
+        self._runner.give_back(self._runner.withdraw_everything(), self._release_mode)
 
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""

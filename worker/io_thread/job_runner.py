@@ -1,5 +1,6 @@
 """The life of claimed jobs: admit, open, stream, deliver, and stop each one."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
 from worker.store.job_store import JobStore
 from worker.store.records.bounds import FunctionCall
-from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.claimed_job import ClaimedJob, Mode
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
 from worker.store.records.stored_job import timeout_error
@@ -43,7 +44,10 @@ class JobRunner:
         self._functions, self._posts = parts.functions, parts.callbacks.webhooks.pool
         traces, lent, post = parts.environment.traces, parts.environment.lent, parts.events.put
         self.jobs = HeldJobs(traces)
-        self._surplus: list[ClaimedJob] = []
+        self._store, self._max_deaths = parts.store, parts.limits.max_worker_deaths
+        self._surplus, self._leaving = list[ClaimedJob](), list[ClaimedJob]()
+        self.log_level = logging.DEBUG
+        """Of how many jobs are given back."""
         self.faults, self.tally, self._traces = WorkerFaults(), parts.tally, traces
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
@@ -311,30 +315,44 @@ class JobRunner:
             self.tally.lost()
             self._withdraw_all([job])
 
-    def take_over(self, claimed: ClaimedJob, deaths: int, fault: WorkerFault | None = None) -> None:
-        """End a job that took too many workers with it, or queue its dependents."""
-        job = self.jobs.add(claimed)
-        job.state = JobState.ENDING
-        if claimed.has_ended:
-            self._ends.queue_dependents(job, None)
-            return
-        job.hold(claimed.record.without_retries())
-        last = f", or met a fault, of which the last is {fault}" if fault is not None else ""
-        self._ends.fail(
-            job,
-            JobSetAside(
-                f"{deaths} workers died while they ran this job{last} "
-                f"(TOKENMILL_MAX_WORKER_DEATHS={deaths}): it is set aside; look at the workers' logs before "
-                "you enqueue it again"
-            ),
-        )
-
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = self.jobs.add(claimed)
         job.state = JobState.ENDING
         job.hold(self._admission.with_allowed_callbacks(claimed.record))
         self._ends.fail(job, error)
+
+    # Give back
+
+    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues, or keep them for the next call while Redis does not answer."""
+        self._leaving.extend(held)
+        if not self._leaving:
+            return
+        self._take_over(self._store.release(self._leaving, mode, self._max_deaths))
+        self._log.log(self.log_level, "gave back %d jobs", len(self._leaving))
+        self._leaving.clear()
+
+    def give_back_faulty(self, fault: WorkerFault) -> None:
+        """Put a job back after a fault of this worker's."""
+        mode: Mode = "fault" if fault.counts else "given_back"
+        last = f", or met a fault, of which the last is {fault}"
+        self._take_over(self._store.release([fault.claimed], mode, self._max_deaths), last)
+
+    def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
+        """Put back jobs whose worker died; at most one worker looks in each period."""
+        self._take_over(self._store.reclaim_abandoned(queue_names, period_s, self._max_deaths))
+
+    def _take_over(self, found: Sequence[ClaimedJob], last: str = "") -> None:
+        """End jobs that took too many workers with them, or queue their dependents. last: the last such fault."""
+        for claimed in found:
+            job = self.jobs.add(claimed)
+            job.state = JobState.ENDING
+            if claimed.has_ended:
+                self._ends.queue_dependents(job, None)
+                continue
+            job.hold(claimed.record.without_retries())
+            self._ends.fail(job, JobSetAside(self._max_deaths, last))
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of jobs that have not begun; the caller gives them back."""

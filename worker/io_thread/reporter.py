@@ -65,9 +65,8 @@ class Reporter:
         )
 
     def _write(self, state: str, job_id: str | None) -> None:
-        counts = self._record.count()
-        self._poll_rates.hear(counts.workers, counts.num_started)
-        queued = counts.jobs
+        queued, workers = self._record.count()
+        self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(
             (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs

@@ -10,7 +10,6 @@ from typing import Any
 from engine import Completion
 from jobs.common.display import safe_name
 from jobs.watch.samples import Point
-from worker.metrics.ended_job import EndedJob
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -20,6 +19,30 @@ _MAX_REASONS = 40
 """Names of errors that are told apart: a user's function may raise any."""
 _MAX_REASON_CHARS = 60
 OTHER = "other"
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job that has ended on this worker.
+
+    outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
+    function: its name, or "refused"; is_function: it needed no engine.
+    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None if not known.
+    rows, row_errors: of a finished shard. rows_unasked: errors without a prompt; None if not known.
+    """
+
+    queue: str
+    job_id: str
+    function: str
+    is_function: bool
+    outcome: str
+    reason: str
+    enqueued_at: float | None
+    began_at: float | None
+    ended_at: float
+    rows: int = 0
+    row_errors: int = 0
+    rows_unasked: int | None = None
 
 
 class Histogram:

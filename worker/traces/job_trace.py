@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 
 NO_CARRIER: Mapping[str, str] = {}
 

@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import Status, StatusCode
 
 from jobs.common.display import safe_name
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 from worker.traces.job_trace import NO_CARRIER, JobTrace, Traces
 
 FLUSH_S = 3.0

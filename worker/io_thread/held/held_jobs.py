@@ -13,7 +13,7 @@ from redis import Redis
 
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord

@@ -11,7 +11,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_payload, unpack
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_containers, unpack
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
 from worker.threads.interrupts import as_class, current_call
@@ -42,7 +42,7 @@ class StoredJob(Job):
 
     def _deserialize_data(self) -> None:
         text = self.data
-        check_payload(text, self.max_bytes)
+        check_containers("payload", text, self.max_bytes)
         try:
             self._func_name, self._instance, self._args, self._kwargs = self.serializer.loads(text)
         except Exception as error:
