@@ -1,4 +1,4 @@
-"""What the page's buttons do, and the words that say what came of it."""
+"""What the page's buttons do. Each returns a word for what came of it, of which `notice` makes a text."""
 
 from redis import Redis
 
@@ -9,18 +9,10 @@ from jobs.watch.job_actions import REQUEUE_LIMIT, JobCancel, requeue, requeue_al
 from jobs.watch.job_actions import cancel_job as cancel_one
 
 
-class Refused(Exception):
-    """An action that changed nothing. code: which notice says so."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 def retry_one(connection: Redis, form: dict[str, str]) -> str:
     """Put a failed job back on its queue. form: queue, job_id."""
     if not requeue(connection, form.get("queue", ""), [form.get("job_id", "")]):
-        raise Refused("gone")
+        return "gone"
     return "retried-1"
 
 
@@ -28,7 +20,7 @@ def retry_all(connection: Redis, form: dict[str, str]) -> str:
     """Put the failed jobs of a queue back, the oldest first, REQUEUE_LIMIT at most. form: queue."""
     done, _ = requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT)
     if not done:
-        raise Refused("gone")
+        return "gone"
     return f"retried-{done}"
 
 
@@ -36,22 +28,20 @@ def cancel_run(connection: Redis, form: dict[str, str]) -> str:
     """Cancel a run, as `tokenmill cancel` does. form: run."""
     run = form.get("run", "")
     if not is_run_id(run):
-        raise Refused("norun")
+        return "norun"
     try:
         cancelled = cancel(connection, run)
     except UnknownRun:
-        raise Refused("norun") from None
+        return "norun"
     except RunResubmitted:
-        raise Refused("resubmitted") from None
+        return "resubmitted"
     return f"run-{cancelled.removed}-{cancelled.stopped}"
 
 
 def cancel_job(connection: Redis, form: dict[str, str]) -> str:
     """Cancel a job that waits, or have one that runs stopped. form: job_id."""
     done = cancel_one(connection, form.get("job_id", ""))
-    if done is JobCancel.GONE:
-        raise Refused("ended")
-    return str(done.value)
+    return "ended" if done is JobCancel.GONE else str(done.value)
 
 
 _RETRIED = "{} put back on the queue."

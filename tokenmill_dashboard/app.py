@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from jobs.common.display import safe_name
 from jobs.doctor.redis_server import troubles
 from tokenmill_dashboard import display
-from tokenmill_dashboard.actions import Refused, cancel_job, cancel_run, notice, retry_all, retry_one
+from tokenmill_dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
 from tokenmill_dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions, TriesInTurn
 from tokenmill_dashboard.pages import PAGES, Missing, time_left
 from tokenmill_dashboard.queue_metrics import QueueMetrics
@@ -168,8 +168,6 @@ class Dashboard:
                 return self._render(request, "missing.html", 403, text=text)
             try:
                 done = await run_in_threadpool(act, self.watcher.connection, form)
-            except Refused as refused:
-                done = refused.code
             except RedisError as error:
                 return self._away(request, error)
             back = form.get("back", "/")

@@ -52,15 +52,12 @@ class History:
     def add_point(self, worker: str, point: Point, at: float) -> None:
         """Add what a worker told. at: Unix seconds by the clock that the charts go by."""
         recent = self._recent.setdefault(worker, deque(maxlen=16))
-        if not recent:
-            recent.append(point)
-            self._add_depth(point.depth, at)
-            return
-        last = recent[-1]
-        if point.at <= last.at:
-            return
-        if point.at - last.at <= _MAX_GAP_S:
-            self._spread(last, point, at - (point.at - last.at), at)
+        if recent:
+            gap_s = point.at - recent[-1].at
+            if gap_s <= 0:
+                return
+            if gap_s <= _MAX_GAP_S:
+                self._spread(recent[-1], point, at - gap_s, at)
         recent.append(point)
         self._add_depth(point.depth, at)
 

@@ -7,7 +7,6 @@ the list that RQ keeps is whatever producers have written there.
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
@@ -20,26 +19,16 @@ from jobs.watch.queues import count_queues
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 
-class QueueMetrics:
+class QueueMetrics(Collector):
     """Asks Redis with each exposition. For any thread."""
 
     def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_QueueCollector(connection, queues))
+        self._connection, self._queues = connection, tuple(dict.fromkeys(queues))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
-class _QueueCollector(Collector):
-    def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
-        self._connection, self._queues = connection, tuple(dict.fromkeys(queues))
-
-    def describe(self) -> list[Metric]:
-        """Nothing is asked of Redis to register this."""
-        return []
+        return encode(self), content_type
 
     def collect(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily(

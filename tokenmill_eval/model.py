@@ -6,7 +6,6 @@ that scores are the same.
 
 import logging
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,8 +22,6 @@ from engine.text.tokenizer_files import load_tokenizer
 from tokenmill_eval.arguments import engine_config, sampling_params
 
 logger = logging.getLogger(__name__)
-
-MAX_REMEMBERED = 64  # texts: the harness asks for a context's tokens again with each of its continuations
 
 Tokens = list[int]
 Scored = tuple[tuple[str, str] | None, Tokens, Tokens]  # what the harness asked, context, continuation
@@ -72,7 +69,6 @@ class TokenmillLM(TemplateLM):
         self._model_name = config.model
         self._add_bos_token, self._custom_prefix = add_bos_token, prefix_token_id
         self._prefix_text = self.tokenizer.decode(self.prefix_token_id)
-        self._remembered = lru_cache(MAX_REMEMBERED)(self._encode_anew)
         is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
         self._think_end = int(think_end_token) if think_end_token is not None and is_id else think_end_token
         self._enable_thinking = enable_thinking
@@ -130,12 +126,9 @@ class TokenmillLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
         """Token ids of a text; one that begins with the token for a text's beginning gets no second one."""
-        return list(self._remembered(string, add_special_tokens))
-
-    def _encode_anew(self, string: str, add_special_tokens: bool | None) -> tuple[int, ...]:
         if add_special_tokens is None:
-            return tuple(self._encode(string, self._prefix_text))
-        return tuple(self._with_special(string, add_special_tokens))
+            return self._encode(string, self._prefix_text)
+        return self._with_special(string, add_special_tokens)
 
     def _encode(self, string: str, prefix: str | None) -> Tokens:
         """prefix: a text that begins with this has its special token already."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
 from jobs.common.version import code_version
-from jobs.context import JobContext
-from jobs.context.answers import AnswerMemo
-from jobs.context.check_processes import Checks
-from jobs.context.served_model import PromptMeter, ServedModel
-from jobs.context.shared_files import ShardBytes
-from jobs.installed import check_sampling
+from jobs.context.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.io_thread.held.admission import Admission
@@ -27,14 +22,13 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import MAX_OPENING
 from worker.job_environment import JobEnvironment, prompt_meter
 from worker.metrics.tally import Tally
-from worker.metrics.watched_worker import WatchedWorker
 from worker.settings import WorkerSettings
 from worker.store.client import Clients, own_client
 from worker.store.job_store import JobStore, Keeping
 from worker.store.user_code import Callbacks, Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
-from worker.threads.interrupts import check_interrupted, shield_imports
+from worker.threads.interrupts import shield_imports
 from worker.traces.job_trace import Traces
 
 if TYPE_CHECKING:
@@ -54,11 +48,10 @@ class RqWorker(Protocol):
     default_result_ttl: int
     maintenance_interval: int
     scheduler: Any
+    _exc_handlers: list[Any]
 
     @property
     def connection(self) -> Redis: ...
-    @property
-    def exception_handlers(self) -> Sequence[Callable[..., Any]]: ...
     def queue_names(self) -> list[str]: ...
     def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
 
@@ -80,7 +73,7 @@ def assemble(
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     tally, names, log = Tally(), worker.queue_names(), worker.log
     clients = _clients(worker.connection, tally)
-    lent = _lent(settings, served, meter, clients)
+    lent = settings.job_context(clients.pool, served, lambda: meter)
     keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
     hold = worker.name, limits.lease_s, settings.max_job_bytes
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
@@ -93,7 +86,7 @@ def assemble(
         ends_store=JobStore(clients.pool, *hold),
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
-        callbacks=Callbacks(worker.exception_handlers, clients.pool, clients.user, webhooks),
+        callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(len(names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING),
         budget=PayloadBudget(len(names), settings.max_held_bytes),
         poll_rates=PollRates(names, limits),
@@ -112,34 +105,16 @@ def assemble(
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:
-        metrics.serve(WatchedWorker(facts, names, tally, io.reporter), loop, io)
+        metrics.serve(facts, names, tally, loop, io)
     return loop, io
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
+    sent, sent_by_functions = partial(tally.sent, "worker"), partial(tally.sent, "functions")
     return Clients(
-        io=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
-        pool=own_client(connection, REDIS_TIMEOUT_S, sent=tally.sent),
-        user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions),
-    )
-
-
-def _lent(settings: WorkerSettings, served: ServedModel, meter: PromptMeter, clients: Clients) -> JobContext:
-    return JobContext(
-        clients.pool,
-        *("", "", ""),
-        settings.data_roots,
-        served,
-        check_sampling,
-        answers=AnswerMemo(settings.answer_memo_bytes),
-        shard_bytes=ShardBytes(settings.max_shard_bytes),
-        check_interrupted=check_interrupted,
-        max_result_bytes=settings.max_result_bytes,
-        file_timeout_s=settings.file_timeout_s,
-        meter=lambda: meter,
-        checks=Checks(settings.allowed_functions, settings.check_timeout_s),
-        webhook_hosts=frozenset(settings.allowed_webhook_hosts),
-        allowed_functions=frozenset(settings.allowed_functions),
+        io=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        pool=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
     )
 
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from types import FrameType
@@ -28,8 +27,7 @@ import jobs
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
-from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
-from worker.io_thread.io_events import Shutdown, StopJob
+from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
 from worker.start import (
@@ -149,15 +147,6 @@ class BatchWorker(BaseWorker):
         self.log.info("Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port)
         return server
 
-    def _trace(self, engine: Engine, settings: WorkerSettings) -> OtelTraces | None:
-        """Trace jobs, if wished for."""
-        if settings.traces == "off":
-            return None
-        from worker.traces.otel import OtelTraces
-
-        begins = settings.traces == "all"
-        return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
-
     def _load(self, settings: WorkerSettings) -> Engine:
         """Import jobs' code and load the model, before any thread runs."""
         from engine import ConfigError
@@ -230,9 +219,8 @@ class BatchWorker(BaseWorker):
             )
         if self.job_class is not Job:
             raise StartupError(
-                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: "
-                "prompts are not run by a job's `perform`, and jobs are ended by scripts that know RQ's own "
-                "hash; serve the functions that need this class on another queue, with RQ's own worker"
+                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: scripts end "
+                "jobs as RQ's own class keeps them; serve functions that need it on a queue of RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -249,8 +237,11 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         from worker.assembly import assemble
 
-        self._traces = self._trace(engine, settings)
-        traced = self._metrics, self._traces
+        if settings.traces != "off":
+            from worker.traces.otel import OtelTraces
+
+            begins = settings.traces == "all"
+            self._traces = OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
         limits = Limits(
             burst,
             max_jobs,
@@ -261,21 +252,14 @@ class BatchWorker(BaseWorker):
             settings.drain_s,
             settings.journal_s,
         )
-        loop, io = assemble(self, engine, settings, limits, *traced)
+        loop, io = assemble(self, engine, settings, limits, self._metrics, self._traces)
         self._io = io
         self._heed_early_stop()
         io.start()
         loop.run()
         io.join()
-        if io.error is not None:
-            raise IoThreadFailed(f"the I/O thread raised {type(io.error).__name__}: {io.error}") from io.error
         if io.failure is not None:
             raise io.failure
-        if io.engine_error is not None:
-            error = io.engine_error
-            raise EngineFailed(
-                f"the engine raised {type(error).__name__}: {error}; its jobs were given back"
-            ) from error
         if self._cold:
             raise SystemExit
         return io.jobs_ended > 0
@@ -295,11 +279,11 @@ class BatchWorker(BaseWorker):
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
             self._shutdown_requested_date = now()
-            self._io.post(Shutdown.WARM)
+            self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
             # Within the first second it is the same wish, sent twice: by a pool and by the terminal.
             self._cold = True
-            self._io.post(Shutdown.COLD)
+            self._io.shut_down(cold=True)
 
     def _heed_early_stop(self) -> None:
         """Raise SystemExit again if imported code has swallowed it."""
@@ -315,9 +299,9 @@ class BatchWorker(BaseWorker):
             self.log.warning("Worker %s: a message that is no command was ignored", self.name)
             return
         if command == "stop-job" and self._io is not None:
-            self._io.post(StopJob(str(payload.get("job_id"))))
+            self._io.stop_job(str(payload.get("job_id")))
         elif command == "stop-execution" and self._io is not None:  # sent by RQ 3
-            self._io.post(StopJob(str(payload.get("job_id")), str(payload.get("execution_id"))))
+            self._io.stop_job(str(payload.get("job_id")), str(payload.get("execution_id")))
         elif command == "shutdown":
             self.log.info("Worker %s: received shutdown command", self.name)
             os.kill(os.getpid(), signal.SIGINT)
@@ -337,11 +321,6 @@ class BatchWorker(BaseWorker):
         """Go on listening after any error: RQ gives up on all but a lost connection."""
         self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
         time.sleep(_LISTEN_AGAIN_S)
-
-    @property
-    def exception_handlers(self) -> Sequence[Callable[..., Any]]:
-        """RQ's handlers, called for every job that fails."""
-        return self._exc_handlers
 
     # What RQ shows of the worker
 

@@ -58,14 +58,9 @@ class FileTimeout(WorkerError):
     raise the limit, or give fewer rows_per_shard and files of smaller row groups; then submit the run again"""
 
 
-def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
-    """Return a subclass without arguments: only classes can be raised in another thread."""
-    names = {"message": FileTimeout.message.format(what, limit_s), "__module__": FileTimeout.__module__}
-    return type("FileTimeout", (FileTimeout,), names)
-
-
 class JobSetAside(WorkerError):
-    """The job is failed because workers died while they ran it: more tries would cost more of them."""
+    """{deaths} workers died while they ran this job{last} (TOKENMILL_MAX_WORKER_DEATHS={deaths}): it is set aside; look
+    at the workers' logs before you enqueue it again"""
 
 
 class EndNotTaken(WorkerError):

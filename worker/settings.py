@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,18 +14,23 @@ from pydantic import AfterValidator, ByteSize, Field, ValidationError, Validatio
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.common.plain_log import AUTO, checked_format
-from jobs.context import MAX_RESULT_BYTES
-from jobs.context.answers import DEFAULT_BYTES
-from jobs.context.check_processes import DEFAULT_LIMIT_S
-from jobs.context.served_model import MAX_MODEL_CHARS, ServedModel
+from jobs.context import MAX_RESULT_BYTES, JobContext
+from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
+from jobs.context.check_processes import DEFAULT_LIMIT_S, Checks
+from jobs.context.served_model import MAX_MODEL_CHARS, PromptMeter, ServedModel
 from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
+from jobs.context.shared_files import ShardBytes
 from jobs.errors import JobsError
+from jobs.installed import check_sampling
 from jobs.runs.plans.paths import is_stored, run_path, split_roots
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.threads.interrupts import check_interrupted
 
 if TYPE_CHECKING:
+    from redis import Redis
+
     from engine import EngineConfig, ModelIdentity
 
 _PREFIX = "TOKENMILL_"
@@ -234,17 +239,33 @@ class WorkerSettings(BaseSettings):
             embedding_prompts=identity.embedding_prompts,
         )
 
-    @property
-    def _adapts_threads(self) -> bool:
-        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
-        return is_free and not self.deterministic
+    def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:
+        """What this process lends to every job, without a job's own parts."""
+        return JobContext(
+            connection,
+            *("", "", ""),
+            self.data_roots,
+            model,
+            check_sampling,
+            answers=AnswerMemo(self.answer_memo_bytes),
+            shard_bytes=ShardBytes(self.max_shard_bytes),
+            check_interrupted=check_interrupted,
+            max_result_bytes=self.max_result_bytes,
+            file_timeout_s=self.file_timeout_s,
+            meter=meter,
+            checks=Checks(self.allowed_functions, self.check_timeout_s),
+            webhook_hosts=frozenset(self.allowed_webhook_hosts),
+            allowed_functions=frozenset(self.allowed_functions),
+        )
 
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
         names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
-        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=self._adapts_threads)
+        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
+        adapts = is_free and not self.deterministic
+        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:

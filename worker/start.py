@@ -35,12 +35,6 @@ def called_by_rq_command() -> bool:
     return context is not None and getattr(context.command.callback, "__module__", "").startswith("rq.cli")
 
 
-def import_path_is_chosen() -> bool:
-    """Whether RQ's command was given a `--path`; the default is the working directory."""
-    source = click.get_current_context().get_parameter_source("path")
-    return source not in (None, ParameterSource.DEFAULT)
-
-
 class RedisErrorsInOneLine(logging.Filter):
     """Makes one line of the traceback that RQ's command logs if Redis does not serve it."""
 
@@ -59,15 +53,13 @@ def leave_out_working_directory() -> None:
     """
     if not called_by_rq_command():
         return
-    if "." in sys.path and not import_path_is_chosen():
+    has_no_path = click.get_current_context().get_parameter_source("path") in (None, ParameterSource.DEFAULT)
+    if "." in sys.path and has_no_path:
         del sys.path[len(sys.path) - 1 - sys.path[::-1].index(".")]
-    if _is_run_as_module() and sys.path[0] in ("", os.getcwd()):
+    # `python -m` has put it first.
+    is_run_as_module = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
+    if is_run_as_module and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-
-
-def _is_run_as_module() -> bool:
-    """Whether `python -m` has started this program, and put the working directory first."""
-    return sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
 
 
 # glibc's mallopt parameters (malloc.h).

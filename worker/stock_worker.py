@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -17,15 +18,14 @@ from rq import get_current_job
 from rq.job import Job
 
 from jobs.context import JobContext
-from jobs.context.check_processes import Checks
 from jobs.context.served_model import PromptMeter
-from jobs.context.shared_files import ShardBytes
 from jobs.errors import InvalidJob, JobsError
-from jobs.installed import check_sampling
 from jobs.table import own_function, task_of
-from jobs.tasks import OpenTask, Request
+from jobs.tasks import OpenTask
 
 if TYPE_CHECKING:
+    from redis import Redis
+
     from engine import Completion, Engine, ModelIdentity
     from worker.settings import WorkerSettings
 
@@ -72,12 +72,28 @@ def drive(task: OpenTask, engine: Engine) -> None:
 
     None stays behind after an error or timeout: a `SimpleWorker` gives the next job the same engine and the same ids.
     """
+    from engine import Completion, InvalidRequest
+    from worker.engine_thread.intake import read_request
+
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
     missing: dict[int, int] = {}
-    stream = _stream(task)
+    numbers, requests = count(), task.requests()
     try:
         while True:
-            _refill(task, engine, stream, samples, missing)
+            while len(samples) < MAX_PENDING:
+                if (request := next(requests, None)) is None:
+                    if not task.has_more:
+                        break
+                    requests = task.requests()
+                    continue
+                index = next(numbers)
+                try:
+                    prompt, params = read_request(engine, request)
+                    engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
+                except InvalidRequest as error:
+                    _deliver(task, index, [Completion.refused(str(index), error)])
+                else:
+                    samples[index], missing[index] = [], params.n
             if not samples:
                 return
             for completion in engine.step():
@@ -94,42 +110,10 @@ def drive(task: OpenTask, engine: Engine) -> None:
             engine.abort(str(index))
 
 
-def _stream(task: OpenTask) -> Iterator[tuple[int, Request] | None]:
-    """Yield a task's requests by number, and those that its answers lead to; None where there is none by now."""
-    numbers, requests = count(), task.requests()
-    while True:
-        yield from ((next(numbers), request) for request in requests)
-        if task.has_more:
-            requests = task.requests()
-        else:
-            yield None
-
-
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
     if task.inspects:
         task.inspect(index, completions)
     task.deliver(index, completions)
-
-
-def _refill(
-    task: OpenTask,
-    engine: Engine,
-    stream: Iterator[tuple[int, Request] | None],
-    samples: dict[int, list[Completion]],
-    missing: dict[int, int],
-) -> None:
-    from engine import Completion, InvalidRequest
-    from worker.engine_thread.intake import read_request
-
-    while len(samples) < MAX_PENDING and (item := next(stream)) is not None:
-        index, request = item
-        try:
-            prompt, params = read_request(engine, request)
-            engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
-        except InvalidRequest as error:
-            _deliver(task, index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
-        else:
-            samples[index], missing[index] = [], params.n
 
 
 def _current_job() -> Job:
@@ -140,23 +124,19 @@ def _current_job() -> Job:
 
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
-    settings = _settings()
-    return JobContext(
-        connection=job.connection,
+    return replace(
+        _lent(job.connection, attention_backend),
         queue_name=job.origin,
         job_id=job.id,
         execution_id=uuid4().hex,
-        data_roots=settings.data_roots,
-        model=settings.served_model(_identity(), attention_backend),
-        check_sampling=check_sampling,
-        max_result_bytes=settings.max_result_bytes,
-        shard_bytes=ShardBytes(settings.max_shard_bytes),
-        meter=_meter,
-        checks=_checks(),
-        webhook_hosts=frozenset(settings.allowed_webhook_hosts),
-        allowed_functions=frozenset(settings.allowed_functions),
         worker_name=job.worker_name or "",
     )
+
+
+@functools.cache
+def _lent(connection: Redis, attention_backend: str) -> JobContext:
+    settings = _settings()
+    return settings.job_context(connection, settings.served_model(_identity(), attention_backend), _meter)
 
 
 def _meter() -> PromptMeter:
@@ -171,12 +151,6 @@ def _settings() -> WorkerSettings:
     from worker.settings import WorkerSettings
 
     return WorkerSettings.load()
-
-
-@functools.cache
-def _checks() -> Checks:
-    settings = _settings()
-    return Checks(settings.allowed_functions, settings.check_timeout_s)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from jobs.table import FileTask
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.io_thread.job_runner import JobRunner
-from worker.store.job_store import Dependents, JobStore
+from worker.store.job_store import JobStore
 from worker.store.user_code import Callbacks
 
 STEPS: dict[str, tuple[Any, str]] = {
@@ -34,7 +34,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "renew": (JobStore, "renew"),
     "progress": (JobStore, "show_progress"),
     "finish": (JobStore, "finish"),
-    "dependents queued": (Dependents, "queue"),
+    "dependents queued": (JobStore, "queue_dependents"),
     "close": (JobStore, "close"),
     "release": (JobStore, "release"),
     "reclaim": (JobStore, "reclaim_abandoned"),

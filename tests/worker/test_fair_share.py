@@ -13,7 +13,6 @@ from jobs.watch.samples import Point
 from tests.worker.by_hand import LIMITS, ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
 from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates
-from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Claim, Wanted
 from worker.store.worker_record import WorkerRecord
@@ -80,7 +79,7 @@ def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
 
 def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
     hand = ByHand(bulk.connection, slots=64)
-    claimer = Claimer(hand.parts, hand.runner, Releaser(hand.parts, hand.runner))
+    claimer = Claimer(hand.parts, hand.runner)
     enqueue(bulk, 6)
     hand.parts.poll_rates.hear({"bulk": 3}, num_started=0)
     held = []
@@ -118,4 +117,4 @@ def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> No
     records = [WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")]
     for record, silent_s in zip(records, (0, 5, 60), strict=True):
         record.show("busy", None, {}, Point(at=time.time() - silent_s))
-    assert records[0].count().workers == {"bulk": 2}
+    assert records[0].count()[1] == {"bulk": 2}

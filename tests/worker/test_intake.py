@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +16,7 @@ from jobs.tasks import Request
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN, TURNS, _Preparer
+from worker.engine_thread.intake import HEAD_START, LONG, OVERHEAD, SHORT, TURN
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
@@ -240,10 +239,18 @@ def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
         assert text_of(workers.result(job)) == f"echo:{prompt}"
 
 
-def test_a_lane_that_waits_to_be_tokenized_gets_one_turn_in_twenty() -> None:
-    preparer = _Preparer(0, "none", lambda: None)
-    items = [SimpleNamespace(lane=lane) for lane in (*[HIGH] * 50, BULK)]
-    for item in items:
-        preparer.submit(cast(Any, item))
-    taken = [preparer._next() for _ in range(TURNS)]
-    assert taken == [*items[: TURNS - 1], items[-1]]
+def test_urgent_long_prompts_are_tokenized_first_but_not_for_ever(loop: Loop) -> None:
+    """Those that come much later than one of another lane do not overtake it."""
+    loop.hold("begun")
+    loop.start()
+    loop.send("begun", BULK, LONG_CHARS)
+    assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
+    loop.send("early", BULK, LONG_CHARS)
+    for name in numbered("short", HEAD_START):
+        loop.send(name, HIGH)
+    loop.send("late", BULK, LONG_CHARS)
+    loop.send("urgent", HIGH, LONG_CHARS)
+    loop.wait_for(*numbered("short", HEAD_START))
+    loop.let_go()
+    loop.wait_for("begun", "early", "urgent", "late")
+    assert [name for name in loop.engine.tokenized if "short" not in name] == ["begun", "early", "urgent", "late"]

@@ -13,8 +13,8 @@ import pytest
 from rq.timeouts import JobTimeoutException
 
 from worker.store.records.stored_job import ThreadDeathPenalty
-from worker.threads.functions import Call, FunctionPool, JobStopped
-from worker.threads.interrupts import check_interrupted, shield_imports
+from worker.threads.functions import FunctionPool, JobStopped
+from worker.threads.interrupts import Call, check_interrupted, shield_imports
 
 SLOW = """
 import import_gate

@@ -14,7 +14,7 @@ from rq.serializers import JSONSerializer
 
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, JobRecord, read_record
-from worker.store.records.next_step import End, Policy, next_step
+from worker.store.records.next_step import NextStep, Policy, next_step
 from worker.store.records.outcome import Outcome
 from worker.store.records.stored_job import job_of
 
@@ -82,7 +82,7 @@ def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> No
 @pytest.mark.parametrize(("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)])
 def test_a_result_is_kept_as_long_as_its_job_says(ttl: int | None, kept_s: int) -> None:
     step = next_step(Policy(result_ttl=ttl), is_finished=True, default_result_ttl_s=77)
-    assert step == End(kept_s)
+    assert step == NextStep(kept_s)
 
 
 @pytest.mark.parametrize(

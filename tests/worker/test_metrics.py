@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,12 +19,10 @@ from engine.schedule.outputs import RequestMetrics
 from jobs.watch.samples import Point
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
-from worker.metrics.ended_job import EndedJob
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
-from worker.metrics.tally import Tally
-from worker.metrics.watched_worker import Shown, WatchedWorker
+from worker.metrics.tally import EndedJob, Shown, Tally
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,
@@ -34,13 +31,14 @@ STATS = EngineStats(
 )  # fmt: skip
 DEPLOY = ROOT / "ops" / "deploy"
 RULES, BOARD = DEPLOY / "prometheus" / "tokenmill.rules.yml", DEPLOY / "grafana" / "tokenmill.json"
-SHOWN = Shown("busy", Point(max_num_seqs=8), {"bulk": {"queued": 7}}, {("bulk", "engine"): 5})
+POINT = Point(max_num_seqs=8, prompt_tokens=100, cached_tokens=30, kv_cache_usage=0.6)
+SHOWN = Shown("busy", POINT, {"bulk": {"queued": 7}}, {("bulk", "engine"): 5}, vars(STATS))
 
 
 def exposition(counts: Tally, model: str = "m") -> str:
     facts = {"worker": "w", "model": model, "dtype": "float32", "version": "1"}
-    exporter, reporter = Exporter(), SimpleNamespace(shown=SHOWN, engine_stats=vars(STATS))
-    exporter.serve(WatchedWorker(facts, ("high", "bulk"), counts, reporter))
+    exporter, counts.shown = Exporter(), SHOWN
+    exporter.serve(facts, ("high", "bulk"), counts)
     return exporter.exposition("")[0].decode()
 
 
@@ -70,8 +68,8 @@ def busy_counts() -> Tally:
     counts.lost()
     counts.redis_failed(TimeoutError())
     for _ in range(3):
-        counts.sent()
-    counts.sent_by_functions()
+        counts.sent("worker")
+    counts.sent("functions")
     return counts
 
 

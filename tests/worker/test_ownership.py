@@ -70,7 +70,7 @@ def test_dependents_follow_the_end_and_not_what_is_saved_over_it(
         job.set_status(status)
     assert store.renew(held) == []
     for each in held:
-        store.dependents.queue(each)
+        store.queue_dependents(each)
         store.close(each)
     assert bulk.job_ids == [after_good.id]
     assert bulk.deferred_job_registry.get_job_ids() == [after_bad.id]

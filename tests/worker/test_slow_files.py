@@ -31,9 +31,9 @@ from tests.jobs.answering import MODEL, queued_jobs, score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from tests.slow_files import slow
 from worker.errors import FileTimeout
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
 from worker.io_thread.held.packing import Packer
-from worker.io_thread.pool_calls import MAX_OPENING, SLOW_S, THREADS, TRY_AGAIN_S, PoolCalls, TaskFiles
+from worker.io_thread.pool_calls import MAX_OPENING, THREADS, TRY_AGAIN_S, PoolCalls, TaskFiles
 from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from engine import Completion
 from engine.schedule.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 from worker.traces.otel import OtelTraces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -173,7 +173,9 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     assert own is not None
     shard = every.begin("f" * 32, every.carrier(EXECUTION, {}))
     assert shard is not None
-    assert (shard.ids.trace, shard.ids.parent) == (own.ids.trace, own.ids.span)
+    assert shard.ids.parent is not None
+    above = shard.ids.parent.trace_id, shard.ids.parent.span_id
+    assert above == (own.ids.own.trace_id, own.ids.own.span_id)
     [root] = [span for span in sent(every, collector, {}) if span.name == "jobs.chat"]
     assert root.parent_span_id == b""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")

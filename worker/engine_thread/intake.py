@@ -7,9 +7,8 @@ others of its lane.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
 from jobs.tasks import Request
 from worker.engine_thread.orders import Add
+from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -31,19 +31,14 @@ TURN = 65_536
 OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
 THREADS = 2
-TURNS = 20
-"""A lane that waits gets at least one turn in so many, as in the engine's scheduler."""
+HEAD_START = 1_000
+"""So many requests of less urgent lanes a long prompt overtakes; those that came before these do not wait for it."""
 LEAVE_S = 1.0
 """How long a worker that leaves waits for the thread that is in the middle of a prompt."""
 
 
 class _Waiting:
     """One request until it is in the engine. number: its place among all. form: its grammar's future."""
-
-    __slots__ = (
-        *("engine", "error", "form", "is_dropped", "is_prepared", "lane", "number", "prepared", "request"),
-        *("request_id", "size"),
-    )
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
         self.engine, self.number, self.is_dropped = engine, number, False
@@ -56,6 +51,8 @@ class _Waiting:
 
     def prepare(self) -> None:
         """Prepare the request in a thread: all work that takes time with the length of the prompt."""
+        if self.is_dropped:
+            return
         try:
             prompt, params = read_request(self.engine, self.request)
             options: dict[str, Any] = {}
@@ -84,58 +81,6 @@ def read_request(engine: Engine, request: Request) -> tuple[Any, RequestParams]:
     return prompt, params
 
 
-class _Preparer:
-    """Daemon threads that tokenize long prompts, urgent lanes first. report: called in them for each."""
-
-    def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
-        self._num_threads, self._name, self._report = threads, name, report
-        self._threads: list[threading.Thread] = []
-        self._lanes: defaultdict[int, deque[_Waiting]] = defaultdict(deque)
-        self._changed = threading.Condition()
-        self._turn = 0
-        self._is_closed = False
-
-    def submit(self, item: _Waiting) -> None:
-        """Prepare it after the waiting ones of its lane, and before less urgent lanes."""
-        with self._changed:
-            self._lanes[item.lane].append(item)
-            self._changed.notify()
-        if not self._threads:
-            for number in range(self._num_threads):
-                thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def close(self) -> None:
-        """Begin no other; each thread ends after its last."""
-        with self._changed:
-            self._is_closed = True
-            self._lanes.clear()
-            self._changed.notify_all()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for each of the threads at most `timeout_s`."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-
-    def _serve(self) -> None:
-        while (item := self._next()) is not None:
-            if not item.is_dropped:
-                item.prepare()
-                self._report()
-            del item  # and with it the prompt, however long the next one is waited for
-
-    def _next(self) -> _Waiting | None:
-        """Wait for the most urgent lane's oldest; each twentieth time it is the least urgent lane's. None: closed."""
-        with self._changed:
-            while not self._is_closed:
-                if lanes := sorted(lane for lane, waiting in self._lanes.items() if waiting):
-                    self._turn += 1
-                    return self._lanes[lanes[-1 if self._turn % TURNS == 0 else 0]].popleft()
-                self._changed.wait()
-        return None
-
-
 class Intake:
     """Owns the requests that wait for the engine, which takes those of a lane in order.
 
@@ -149,8 +94,8 @@ class Intake:
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
-        self._preparer = _Preparer(THREADS, "tokenmill-prompts", report)
-        self._long_preparer = _Preparer(1, "tokenmill-long-prompts", report)
+        self._preparers = FunctionPool(THREADS, "tokenmill-prompts")
+        self._long_preparers = FunctionPool(1, "tokenmill-long-prompts")
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -167,7 +112,9 @@ class Intake:
         self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
         if not waiting.is_prepared:
-            (self._long_preparer if waiting.size > LONG else self._preparer).submit(waiting)
+            pool = self._long_preparers if waiting.size > LONG else self._preparers
+            order = waiting.number + waiting.lane * HEAD_START
+            pool.submit(waiting.prepare, lambda *_: self._report(), raises=False, order=order)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ids are left alone."""
@@ -233,15 +180,10 @@ class Intake:
 
     def close(self) -> None:
         """Drop the waiting requests; wait briefly for the threads."""
-        self._lanes.clear()
-        self._compiling.clear()
-        self._ids.clear()
-        pools = (self._preparer, self._long_preparer)
-        for pool in pools:
-            pool.close()
+        self.drop(list(self._ids))
         until = time.monotonic() + LEAVE_S
-        for pool in pools:
-            pool.join(max(0.0, until - time.monotonic()))
+        for pool in (self._preparers, self._long_preparers):
+            pool.close(max(0.0, until - time.monotonic()))
 
     def _forget_if_empty(self, lane: int) -> None:
         if not self._lanes[lane]:

@@ -6,7 +6,6 @@ from uuid import uuid4
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.parts import Parts
-from worker.io_thread.releaser import Releaser
 from worker.store.records.claimed_job import Wanted
 from worker.store.registries import Registries
 
@@ -58,12 +57,12 @@ class Claimer:
     A suspect, with which `Limits.suspect_deaths` workers have died, runs by itself for a while.
     """
 
-    def __init__(self, parts: Parts, runner: JobRunner, releaser: Releaser) -> None:
+    def __init__(self, parts: Parts, runner: JobRunner) -> None:
         self._queue_names, self._store = parts.queue_names, parts.store
         self._registries = Registries(parts.clients.io)
         self._poll_rates, self._shares = parts.poll_rates, [FairShare() for _ in parts.queue_names]
         self._packer, self._budget = parts.packer, parts.budget
-        self._runner, self._releaser = runner, releaser
+        self._runner = runner
         self._limits, self._log, self._clock = parts.limits, parts.log, parts.clock
         self._tokens: dict[int, str] = {}
         # Jobs held, by lane, when a claim left some to others: with half as many, it looks again.
@@ -189,7 +188,7 @@ class Claimer:
         if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_kept -= len(surplus)
-        self._releaser.give_back(surplus, "given_back")
+        self._runner.give_back(surplus, "given_back")
         self._runner.show_begun(self._store)
         return sum(len(claim.jobs) for claim in claims) - len(surplus)
 

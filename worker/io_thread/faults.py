@@ -45,7 +45,8 @@ class WorkerFaults:
 
     def __init__(self) -> None:
         self._rows: dict[str | None, list[str]] = {}
-        self._new: list[WorkerFault] = []
+        self.waiting: list[WorkerFault] = []
+        """Those whose jobs are to be given back."""
 
     @property
     def in_a_row(self) -> int:
@@ -57,14 +58,9 @@ class WorkerFaults:
         row = self._rows.setdefault(function_name, [])
         fault = WorkerFault(claimed, error, counts=claimed.job_id not in row)
         row.append(claimed.job_id)
-        self._new.append(fault)
+        self.waiting.append(fault)
         return fault
 
     def passed(self, function_name: str | None) -> None:
         """Note that a job of this function ended well."""
         self._rows.pop(function_name, None)
-
-    def take(self) -> list[WorkerFault]:
-        """Return the faults since the last call; the caller gives the jobs back."""
-        new, self._new = self._new, []
-        return new

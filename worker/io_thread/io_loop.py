@@ -4,21 +4,20 @@ import enum
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
-from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
+from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
-from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_thread.io_events import Shutdown, StopJob
+from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
 from worker.io_thread.parts import Parts
-from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.store.client import OUTAGES
 from worker.store.records.claimed_job import Mode
@@ -49,8 +48,7 @@ class IoLoop:
         self._poll_rates, self._budget, self._orders = parts.poll_rates, parts.budget, parts.orders
         self._limits, self._log, self._events, self._clock = limits, parts.log, parts.events, parts.clock
         self._runner = JobRunner(parts)
-        self._releaser = Releaser(parts, self._runner)
-        self._claimer = Claimer(parts, self._runner, self._releaser)
+        self._claimer = Claimer(parts, self._runner)
         self._stock = StockJobs(parts.clients.io, parts.store)
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
@@ -59,7 +57,6 @@ class IoLoop:
         self._retry_at = float("-inf")
         self._drain_by = self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"
-        self._faults: list[WorkerFault] = []
         self._renew = Timer(limits.renew_period_s)
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
@@ -75,14 +72,25 @@ class IoLoop:
         )
         self.turned_at = parts.clock()
         self.redis_at: float | None = None
-        self.error: BaseException | None = None
-        self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
-        """Why the worker leaves by itself, with what it holds given back."""
+        """Why the worker leaves by itself; what it holds is given back, unless this thread has raised."""
 
     def post(self, event: Any) -> None:
-        """Tell the thread something: Stepped, EngineDied, StopJob, Shutdown, or a call to make."""
+        """Tell the thread something: Stepped, SoFar, EngineDied, or a call to make."""
         self._events.put(event)
+
+    def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
+        """Stop a job on a person's word; with an execution's id, only while that one runs it. For any thread."""
+
+        def stop() -> None:
+            if not self._runner.stop(job_id, execution_id):
+                self._log.info("not working on job %s, stop command ignored", job_id)
+
+        self.post(stop)
+
+    def shut_down(self, cold: bool = False) -> None:
+        """Finish what runs and leave; `cold`: give it back. For any thread or signal."""
+        self.post(partial(self._hand_back, "told to stop again") if cold else self._start_draining)
 
     def start(self) -> None:
         self._thread.start()
@@ -108,7 +116,8 @@ class IoLoop:
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
-            self.error = error
+            self.failure = IoThreadFailed(f"the I/O thread raised {type(error).__name__}: {error}")
+            self.failure.__cause__ = error
         finally:
             self._runner.threads.close(LEAVING_S)
             self._orders.put(Halt())
@@ -164,17 +173,14 @@ class IoLoop:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):
             self._runner.journals.told(event)
-        elif isinstance(event, StopJob):
-            if not self._runner.stop(event.job_id, event.execution_id):
-                self._log.info("not working on job %s, stop command ignored", event.job_id)
         elif isinstance(event, EngineDied):
+            self._release_mode = "engine_died"
+            name = type(event.error).__name__
+            failure = EngineFailed(f"the engine raised {name}: {event.error}; its jobs were given back")
+            failure.__cause__ = event.error
             self._log.error("the engine failed: %s", event.error)
-            self.engine_error = event.error
+            self.failure = self.failure or failure
             self._start_leaving()
-        elif event is Shutdown.WARM:
-            self._start_draining()
-        elif event is Shutdown.COLD:
-            self._hand_back("told to stop again")
         else:
             event()
 
@@ -192,7 +198,7 @@ class IoLoop:
             rest,
         )
         self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
-        self._releaser.log_level = logging.INFO
+        self._runner.log_level = logging.INFO
         self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
@@ -203,9 +209,9 @@ class IoLoop:
     def _start_leaving(self) -> None:
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
-            self._releaser.log_level = logging.INFO
+            self._runner.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self.engine_error is None:
+            if self._release_mode != "engine_died":
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -235,7 +241,7 @@ class IoLoop:
             if not self._runner.journals.is_awaited(moment):
                 self._give_back_everything()
         elif self._phase is Phase.DRAINING:
-            self._releaser.give_back(self._runner.withdraw_unstarted(), "given_back")
+            self._runner.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
             self._claimer.claim(moment)
 
@@ -247,20 +253,20 @@ class IoLoop:
         self._claimer.take_up_unanswered()
         surplus = self._runner.take_surplus()
         self._claimer.discount(len(surplus))
-        self._releaser.give_back(surplus, self._release_mode)
+        self._runner.give_back(surplus, self._release_mode)
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
         """Put jobs back after a fault of this worker's; leave after several in a row."""
-        self._faults += self._runner.faults.take()
-        while self._faults:
-            fault = self._faults[0]
-            self._releaser.give_back_faulty(fault)
-            del self._faults[0]
+        faults = self._runner.faults
+        while faults.waiting:
+            fault = faults.waiting[0]
+            self._runner.give_back_faulty(fault)
+            del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
-            if self._runner.faults.in_a_row >= MAX_IN_A_ROW:
-                self._leave_because_of(FaultySurroundings(self._runner.faults.in_a_row, str(fault)))
+            if faults.in_a_row >= MAX_IN_A_ROW:
+                self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         self._log.error(
@@ -293,7 +299,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
         names, period_s = self._queue_names, self._limits.sweep_period_s
-        self._releaser.take_up_abandoned(names, period_s)
+        self._runner.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
             self._runner.fail_stock_job(claimed, error)
 
@@ -326,9 +332,7 @@ class IoLoop:
 
     def _give_back_everything(self) -> None:
         """Put the jobs back, except ends that are being written."""
-        if self.engine_error is not None:
-            self._release_mode = "engine_died"
-        self._releaser.give_back(self._runner.withdraw_everything(), self._release_mode)
+        self._runner.give_back(self._runner.withdraw_everything(), self._release_mode)
 
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""

@@ -15,7 +15,6 @@ from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
-from worker.store.job_store import JobStore
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.stored_job import JobTimeoutException
@@ -57,7 +56,7 @@ class JobEnds:
         self._calls, self._ended, self._log, self._clock = calls, ended, parts.log, parts.clock
         self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
-        self._writer = EndWriter(self._written, parts.log, parts.clock)
+        self.writer = EndWriter(self._written, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""
@@ -76,14 +75,6 @@ class JobEnds:
     def stop(self, job: HeldJob) -> None:
         """End a job on a person's word."""
         self._end(job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}")
-
-    def forget(self, job: HeldJob) -> None:
-        """Drop an end that is not written yet."""
-        self._writer.forget(job)
-
-    def is_waiting(self, job: HeldJob) -> bool:
-        """Whether a job's end waits for the next `flush`."""
-        return self._writer.is_waiting(job)
 
     def _end(
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
@@ -148,9 +139,7 @@ class JobEnds:
             return self._packed(outcome)
 
         def then(job: HeldJob, came: Any, failure: BaseException | None) -> None:
-            if isinstance(failure, RedisError):  # our own call's: it is no reason to fail the job
-                self._calls.submit_later(lambda: self._calls.submit(self._pool, job, call))
-            elif failure is not None:
+            if failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(came, Raised):
                 self._callback_raised(job, outcome, came.error, came.text)
@@ -159,8 +148,8 @@ class JobEnds:
             else:
                 self._ended(job, outcome, False)
 
-        call = PoolCall(call_back, then)
-        self._calls.submit(self._pool, job, call)
+        # An error of Redis is our own call's, and no reason to fail the job.
+        self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None) -> None:
         """Fail the job after a success callback's error, as RQ does; others only give it their text."""
@@ -179,11 +168,7 @@ class JobEnds:
                 job.claimed.queue_name,
                 job.claimed.job_id,
             )
-        self._writer.add(job, outcome)
-
-    def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError call it again."""
-        self._writer.flush(store)
+        self.writer.add(job, outcome)
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         if reply == "dependents":
@@ -202,22 +187,22 @@ class JobEnds:
         def queue_page() -> int:
             following = 0
             try:
-                following = self._store.dependents.queue(claimed, cursor)
-            except Exception as error:  # what cannot be read today cannot be read tomorrow
-                if isinstance(error, RedisError):
-                    raise
+                following = self._store.queue_dependents(claimed, cursor)
+            except RedisError:
+                raise
+            except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
             if not following:
                 self._store.close(claimed)
             return following
 
-        def then(following: int) -> None:
+        def then(job: HeldJob, following: int, failure: BaseException | None) -> None:
             if following:
                 self.queue_dependents(job, outcome, following)
             else:
                 self._announce(job, outcome)
 
-        self._persist(job, queue_page, then)
+        self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=Exception))
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue a job's webhooks, once its end is written, and let it go."""
@@ -228,16 +213,3 @@ class JobEnds:
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
         self._calls.submit(self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome, True)))
-
-    def _persist(self, job: HeldJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a call in a thread until it comes through, then `then` its value."""
-
-        def report(job: HeldJob, value: Any, failure: BaseException | None) -> None:
-            if failure is None:
-                then(value)
-                return
-            job_id = job.claimed.job_id
-            self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
-            self._calls.submit_later(lambda: self._calls.submit(self._pool, job, PoolCall(write, report)))
-
-        self._calls.submit(self._pool, job, PoolCall(write, report))

@@ -1,30 +1,36 @@
 """The life of claimed jobs: admit, open, stream, deliver, and stop each one."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jobs.common.keys import FILE, FUNCTION
+from jobs.runs.end_notices import POSTING
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
-from jobs.table import task_of
+from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Task
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
-from worker.io_thread.function_runner import FunctionRunner
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState, ended_job
 from worker.io_thread.held.journals import Journals
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
-from worker.io_thread.pool_calls import PoolCalls, PoolThreads, TaskFiles, Then
+from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
 from worker.store.job_store import JobStore
 from worker.store.records.bounds import FunctionCall
-from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.claimed_job import ClaimedJob, Mode
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
 from worker.store.records.stored_job import timeout_error
+from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
+
+MAX_POSTS = 64
+"""Ends of runs that may wait to be told; further ones are for other workers."""
 
 
 class JobRunner:
@@ -34,10 +40,14 @@ class JobRunner:
         self._packer, self._budget, log, clock = parts.packer, parts.budget, parts.log, parts.clock
         self._admission, self._environment = parts.admission, parts.environment
         self._callbacks = parts.callbacks
-        self._pool_client, self._log, self._clock = parts.clients.pool, log, clock
+        self._clients, self._log, self._clock = parts.clients, log, clock
+        self._functions, self._posts = parts.functions, parts.callbacks.webhooks.pool
         traces, lent, post = parts.environment.traces, parts.environment.lent, parts.events.put
         self.jobs = HeldJobs(traces)
-        self._surplus: list[ClaimedJob] = []
+        self._store, self._max_deaths = parts.store, parts.limits.max_worker_deaths
+        self._surplus, self._leaving = list[ClaimedJob](), list[ClaimedJob]()
+        self.log_level = logging.DEBUG
+        """Of how many jobs are given back."""
         self.faults, self.tally, self._traces = WorkerFaults(), parts.tally, traces
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
@@ -46,7 +56,6 @@ class JobRunner:
         self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(clock)
         self.streams = Streams(self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally)
-        self._function_runner = FunctionRunner(parts, self._calls, self._beginnings)
         self._ends = JobEnds(parts, self._calls, self._ended)
 
     @property
@@ -94,19 +103,41 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        if not self._function_runner.has_place(job):
+        """Run a function in a thread, once Redis shows that it begins."""
+        is_post = job.function_name == POSTING
+        has_place = self._posts.num_waiting < MAX_POSTS if is_post else self._packer.free_functions > 0
+        if not has_place:
             self._leave_to_others(job, FUNCTION)
-        elif job.is_ours:
-            self._function_runner.run_own(job, call, self._own_valued)
-        else:
-            self._function_runner.run(job, self._valued)
+            return
+        job.run_function()
+        if not is_post:
+            self._packer.function_started()
+
+        def hand_over() -> None:
+            if job.is_ours:
+                made = PoolCall(self._own_call(job, call), self._own_valued, self._function_ended, is_ours=True)
+            else:
+                user_job = job.for_user_code(self._clients.user)
+                made = PoolCall(partial(perform, user_job), self._valued, self._function_ended)
+            self._calls.submit(self._posts if is_post else self._functions, job, made)
+
+        self._beginnings.run(job, hand_over)
+
+    def _own_call(self, job: HeldJob, call: FunctionCall) -> Callable[[], Any]:
+        own = own_function(call.name)
+        assert own is not None, call.name
+        return partial(own, self._environment.context(job.claimed, self._clients.pool), *call.args, **call.kwargs)
+
+    def _function_ended(self, job: HeldJob, _: Any = None) -> None:
+        if job.function_name != POSTING:
+            self._packer.function_ended()
 
     def _open(self, job: HeldJob, task: Task) -> None:
         if task.blocking and self._packer.free_files <= 0:
             self._leave_to_others(job, FILE)
             return
         job.open(is_file=task.blocking)
-        context = self._environment.context(job.claimed, self._pool_client)
+        context = self._environment.context(job.claimed, self._clients.pool)
         if job.is_file:
             self._files.open(job, task, context, self._opened)
         else:
@@ -205,7 +236,7 @@ class JobRunner:
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
         self._calls.try_again()
-        self._ends.flush(store)
+        self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
         """Forget a job. outcome: None if another worker has counted its end."""
@@ -242,7 +273,8 @@ class JobRunner:
     def _withdraw(self, job: HeldJob, error: type[BaseException]) -> None:
         """Take a job's work back from the engine and the pools."""
         self.streams.withdraw(job)
-        self._function_runner.withdraw(job)
+        if self._beginnings.forget(job):
+            self._function_ended(job)
         job.withdraw(error)
 
     def stop(self, job_id: str, execution_id: str | None = None) -> bool:
@@ -283,30 +315,44 @@ class JobRunner:
             self.tally.lost()
             self._withdraw_all([job])
 
-    def take_over(self, claimed: ClaimedJob, deaths: int, fault: WorkerFault | None = None) -> None:
-        """End a job that took too many workers with it, or queue its dependents."""
-        job = self.jobs.add(claimed)
-        job.state = JobState.ENDING
-        if claimed.has_ended:
-            self._ends.queue_dependents(job, None)
-            return
-        job.hold(claimed.record.without_retries())
-        last = f", or met a fault, of which the last is {fault}" if fault is not None else ""
-        self._ends.fail(
-            job,
-            JobSetAside(
-                f"{deaths} workers died while they ran this job{last} "
-                f"(TOKENMILL_MAX_WORKER_DEATHS={deaths}): it is set aside; look at the workers' logs before "
-                "you enqueue it again"
-            ),
-        )
-
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = self.jobs.add(claimed)
         job.state = JobState.ENDING
         job.hold(self._admission.with_allowed_callbacks(claimed.record))
         self._ends.fail(job, error)
+
+    # Give back
+
+    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues, or keep them for the next call while Redis does not answer."""
+        self._leaving.extend(held)
+        if not self._leaving:
+            return
+        self._take_over(self._store.release(self._leaving, mode, self._max_deaths))
+        self._log.log(self.log_level, "gave back %d jobs", len(self._leaving))
+        self._leaving.clear()
+
+    def give_back_faulty(self, fault: WorkerFault) -> None:
+        """Put a job back after a fault of this worker's."""
+        mode: Mode = "fault" if fault.counts else "given_back"
+        last = f", or met a fault, of which the last is {fault}"
+        self._take_over(self._store.release([fault.claimed], mode, self._max_deaths), last)
+
+    def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
+        """Put back jobs whose worker died; at most one worker looks in each period."""
+        self._take_over(self._store.reclaim_abandoned(queue_names, period_s, self._max_deaths))
+
+    def _take_over(self, found: Sequence[ClaimedJob], last: str = "") -> None:
+        """End jobs that took too many workers with them, or queue their dependents. last: the last such fault."""
+        for claimed in found:
+            job = self.jobs.add(claimed)
+            job.state = JobState.ENDING
+            if claimed.has_ended:
+                self._ends.queue_dependents(job, None)
+                continue
+            job.hold(claimed.record.without_retries())
+            self._ends.fail(job, JobSetAside(self._max_deaths, last))
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of jobs that have not begun; the caller gives them back."""
@@ -318,12 +364,12 @@ class JobRunner:
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
-        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.is_waiting(job)])
+        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.writer.is_waiting(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         for job in jobs:
             self._withdraw(job, JobStopped)
-            self._ends.forget(job)
+            self._ends.writer.forget(job)
             self._let_go(job)
             if job.call is None:
                 self._close(job)

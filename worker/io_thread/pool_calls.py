@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 from jobs.context import JobContext
 from jobs.context.shared_files import NoRoomYet
 from jobs.tasks import OpenTask, Task
-from worker.errors import file_timeout
+from worker.errors import FileTimeout
 from worker.io_thread.faults import is_fault
-from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
-from worker.threads.functions import FunctionPool, seconds_of_silence, seconds_since_begin
+from worker.threads.functions import FunctionPool
+from worker.threads.interrupts import as_class
 
 TRY_AGAIN_S = 0.5
 """Pause before a call that found no memory, or was cut off by an outage, is made again."""
@@ -82,13 +83,15 @@ class PoolCall:
 
     then: follows unless the job was withdrawn. came_back: called before it, with the value or None after an
     error. is_ours: our own function, which asks whether it is interrupted and may be run again: an outage only delays
-    it. discard: see FunctionPool.submit. place: in the RoomLine, for a function of ours that takes memory.
+    it. again_on: further errors after which it is run again. discard: see FunctionPool.submit. place: in the RoomLine,
+    for a function of ours that takes memory.
     """
 
     function: Callable[[], Any]
     then: Then
     came_back: Callable[[HeldJob, Any], None] = lambda job, value: None
     is_ours: bool = False
+    again_on: type[Exception] | tuple[()] = ()
     discard: Callable[[Any], None] | None = None
     place: Place | None = None
 
@@ -134,9 +137,11 @@ class PoolCalls:
             job.call = None
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
-            elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
+            elif isinstance(error, call.again_on) or (is_ours and isinstance(error, OUTAGES) and not is_fault(error)):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
-                self.submit_later(start_again)
+                if not self._waiting:
+                    self._try_again_at = self._clock() + TRY_AGAIN_S
+                self._waiting.append(start_again)
             else:
                 call.came_back(job, value)
                 call.then(job, value, error)
@@ -148,12 +153,6 @@ class PoolCalls:
             start()
         else:
             self._line.begin(place, start_again, is_awaited)
-
-    def submit_later(self, submit: Callable[[], None]) -> None:
-        """Try again after a pause, when Redis is there."""
-        if not self._waiting:
-            self._try_again_at = self._clock() + TRY_AGAIN_S
-        self._waiting.append(submit)
 
     def try_again(self) -> None:
         """Start waiting calls, once their pause is over."""
@@ -211,9 +210,6 @@ THREADS = 2
 MAX_OPENING = 6
 """Files that a worker opens at once: all but two of them may hang before it takes no further ones."""
 
-SLOW_S = 2.0
-"""A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
-
 
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
@@ -231,13 +227,13 @@ class TaskFiles:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._calls, self._limit_s = packer, calls, limit_s
-        self._log, self._clock = log, clock
+        self._log = log
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
-        self._not_open = file_timeout("opening its file went on", limit_s)
-        self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
-        self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
+        self._not_open = as_class(FileTimeout("opening its file went on", limit_s))
+        self._not_planned = as_class(FileTimeout("planning went on without a sign of life", limit_s))
+        self._not_written = as_class(FileTimeout("writing its part went on without a sign of life", limit_s))
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, which becomes the job's `open_task`, then call `then`."""
@@ -275,20 +271,16 @@ class TaskFiles:
             self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
     def check(self) -> None:
-        """Note slow calls, and interrupt those over their limit."""
-        moment = self._clock()
-        for job in self._packer.opening_now():
-            if job.call is not None and seconds_since_begin(job.call, moment) > SLOW_S:
-                self._packer.opens_slowly(job)
+        """Replace the threads of slow calls, and interrupt those over their limit."""
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
-        self._openers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_open)
-        self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
+        self._openers.interrupt_silent(self._limit_s, self._not_open)
+        self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
         """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
         call = planning.call
-        if call is not None and call.error is None and seconds_of_silence(call, self._clock()) > self._limit_s:
+        if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)
 
 

@@ -9,7 +9,7 @@ from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
-from worker.metrics.watched_worker import Shown
+from worker.metrics.tally import Shown
 from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
@@ -25,8 +25,6 @@ class Reporter:
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
         self._keep = Timer(POINT_PERIOD_S)
         self._shown_busy = False
-        self.shown = Shown("starting")
-        """The latest, for other threads too."""
         self.engine_stats: Mapping[str, Any] = {}
 
     def show_soon(self) -> None:
@@ -44,12 +42,12 @@ class Reporter:
         state = state if is_serving else "draining"
         self._write(state, held[0].job_id if held else None)
         if self._keep.due(moment):
-            self._record.keep(self.shown.point)
+            self._record.keep(self._runner.tally.shown.point)
 
     def show_stopped(self) -> None:
         """Leave the final statistics behind."""
         self._write("stopped", None)
-        self._record.keep(self.shown.point)
+        self._record.keep(self._runner.tally.shown.point)
 
     def tell(self, moment: float) -> None:
         """Log the throughput if jobs are held and it is due."""
@@ -67,14 +65,13 @@ class Reporter:
         )
 
     def _write(self, state: str, job_id: str | None) -> None:
-        counts = self._record.count()
-        self._poll_rates.hear(counts.workers, counts.num_started)
-        queued = counts.jobs
+        queued, workers = self._record.count()
+        self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(
             (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs
         )
-        self.shown = Shown(state, point, queued, kinds)
+        self._runner.tally.shown = Shown(state, point, queued, kinds, self.engine_stats)
         self._record.show(state, job_id, self._counters(), point)
 
     def _point(self, depth: Mapping[str, int]) -> Point:

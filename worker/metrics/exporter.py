@@ -4,7 +4,7 @@ The engine's names follow vLLM's, with `tokenmill_` in place of `vllm:` (promtoo
 names rq-exporter's. Label values are bounded in number.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -14,8 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jobs.common.display import safe_name
-from worker.metrics.tally import Histogram
-from worker.metrics.watched_worker import WatchedWorker
+from worker.metrics.tally import Histogram, Tally
 
 _GAUGE, _COUNTER, _HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 
@@ -32,9 +31,9 @@ class Exporter:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
-    def serve(self, worker: WatchedWorker) -> None:
-        """Show this worker's numbers, now that the model is loaded."""
-        self._registry.register(_WorkerCollector(worker))
+    def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
+        """Show a worker's numbers, now that the model is loaded. facts: as in its key."""
+        self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all numbers, and their content type. accept: the header of the request."""
@@ -43,9 +42,9 @@ class Exporter:
 
 
 class _WorkerCollector(Collector):
-    def __init__(self, worker: WatchedWorker) -> None:
-        self._worker = worker
-        self._model = safe_name(str(worker.facts.get("model", "")))
+    def __init__(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
+        self._facts, self._queue_names, self._counts = facts, queue_names, counts
+        self._model = safe_name(str(facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
         """Make each metric that the methods below tell of."""
@@ -58,8 +57,8 @@ class _WorkerCollector(Collector):
             yield family
 
     def _of_queues(self) -> Iterator[_Told]:
-        facts, shown = self._worker.facts, self._worker.reporter.shown
-        name, queues = safe_name(str(facts.get("worker", ""))), ",".join(self._worker.queue_names)
+        facts, shown = self._facts, self._counts.shown
+        name, queues = safe_name(str(facts.get("worker", ""))), ",".join(self._queue_names)
         here = [((name, shown.state, queues), 1)]
         yield _GAUGE, "rq_workers", "Workers, this one.", ("name", "state", "queues"), here
         of_model = ("dtype", "attention_backend", "version")
@@ -70,9 +69,9 @@ class _WorkerCollector(Collector):
         yield _GAUGE, "rq_jobs", _QUEUE_HELP, ("queue", "status"), jobs
 
     def _of_jobs(self) -> Iterator[_Told]:
-        worker, counts, labels = self._worker, self._worker.counts, ("queue", "outcome", "reason")
-        kinds = [(queue, kind) for queue in worker.queue_names for kind in ("engine", "function")]
-        held = [(each, worker.reporter.shown.held.get(each, 0)) for each in kinds]
+        counts, labels = self._counts, ("queue", "outcome", "reason")
+        kinds = [(queue, kind) for queue in self._queue_names for kind in ("engine", "function")]
+        held = [(each, counts.shown.held.get(each, 0)) for each in kinds]
         yield _GAUGE, "tokenmill_jobs_held", "Jobs claimed here and not ended.", ("queue", "kind"), held
         yield _COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, dict(counts.jobs).items()
         yield _COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, dict(counts.rows).items()
@@ -82,28 +81,24 @@ class _WorkerCollector(Collector):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
             text = f"From a job's enqueueing to its {until}."
             yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
-        sent = [(("worker",), counts.round_trips), (("functions",), counts.round_trips_of_functions)]
+        sent = [((client,), number) for client, number in counts.round_trips.items()]
         yield _COUNTER, "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", ("client",), sent
         errors = [((error,), number) for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()]
         yield _COUNTER, "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", ("error",), errors
 
     def _of_engine(self) -> Iterator[_Told]:
-        counts, shown = self._worker.counts, self._worker.reporter.shown
-        stats = self._worker.reporter.engine_stats
-        num_blocks, cached = stats.get("num_blocks", 0), stats.get("cached_tokens", 0)
-        usage = 1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0
-        prompt = stats.get("prefill_tokens", 0) + cached
+        counts, point, stats = self._counts, self._counts.shown.point, self._counts.shown.engine_stats
         arrival = "From a request's arrival in the engine to its"
         told: list[tuple[Any, str, str, Any]] = [
-            (_GAUGE, "num_requests_running", "Sequences in the batch.", stats.get("num_running", 0)),
-            (_GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", stats.get("num_waiting", 0)),
-            (_GAUGE, "max_num_seqs", "Sequences that the batch has room for.", shown.point.max_num_seqs),
-            (_GAUGE, "kv_cache_usage_perc", "KV cache in use; 1 means all of it.", usage),
-            (_COUNTER, "num_preemptions", "Sequences that had to give way.", stats.get("num_preemptions", 0)),
-            (_COUNTER, "prompt_tokens", "Tokens of prompts, computed or cached.", prompt),
-            (_COUNTER, "generation_tokens", "Tokens generated.", stats.get("generation_tokens", 0)),
-            (_COUNTER, "prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.", prompt),
-            (_COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", cached),
+            (_GAUGE, "num_requests_running", "Sequences in the batch.", point.num_requests_running),
+            (_GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", point.num_requests_waiting),
+            (_GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs),
+            (_GAUGE, "kv_cache_usage_perc", "KV cache in use; 1 means all of it.", point.kv_cache_usage),
+            (_COUNTER, "num_preemptions", "Sequences that had to give way.", point.num_preemptions),
+            (_COUNTER, "prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),
+            (_COUNTER, "generation_tokens", "Tokens generated.", point.generation_tokens),
+            (_COUNTER, "prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.", point.prompt_tokens),
+            (_COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
             (_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0)),
             (_HISTOGRAM, "time_to_first_token_seconds", f"{arrival} first token.", counts.first_token),
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),

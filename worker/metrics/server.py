@@ -3,14 +3,15 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Any
 
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import Health, WatchedEngine, WatchedIo
-from worker.metrics.watched_worker import WatchedWorker
+from worker.metrics.tally import Tally
 
 REQUEST_S = 5.0
 """Seconds for one request with its answer; then its connection is closed."""
@@ -38,9 +39,11 @@ class MetricsServer:
         """The port in use."""
         return int(self._listener.getsockname()[1])
 
-    def serve(self, worker: WatchedWorker, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Tell of this worker from now on: the model is loaded."""
-        self._exporter.serve(worker)
+    def serve(
+        self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally, engine: WatchedEngine, io: WatchedIo
+    ) -> None:
+        """Tell of a worker from now on: the model is loaded. facts: as in its key."""
+        self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
     def close(self) -> None:

@@ -3,11 +3,13 @@
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine import Completion
 from jobs.common.display import safe_name
-from worker.metrics.ended_job import EndedJob
+from jobs.watch.samples import Point
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -17,6 +19,30 @@ _MAX_REASONS = 40
 """Names of errors that are told apart: a user's function may raise any."""
 _MAX_REASON_CHARS = 60
 OTHER = "other"
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job that has ended on this worker.
+
+    outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
+    function: its name, or "refused"; is_function: it needed no engine.
+    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None if not known.
+    rows, row_errors: of a finished shard. rows_unasked: errors without a prompt; None if not known.
+    """
+
+    queue: str
+    job_id: str
+    function: str
+    is_function: bool
+    outcome: str
+    reason: str
+    enqueued_at: float | None
+    began_at: float | None
+    ended_at: float
+    rows: int = 0
+    row_errors: int = 0
+    rows_unasked: int | None = None
 
 
 class Histogram:
@@ -39,16 +65,32 @@ class Histogram:
         return found
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A worker's last statistics.
+
+    queued: by queue and status. held: by queue and kind, "function" or "engine". engine_stats: the engine's counters.
+    """
+
+    state: str
+    point: Point = field(default_factory=Point)
+    queued: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    engine_stats: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Tally:
     """Counts events. The I/O thread writes all but commands to Redis; other threads may read."""
 
     def __init__(self) -> None:
+        self.shown = Shown("starting")
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
         self.num_finished = self.num_failed = self.rows_done = 0
-        self.claims_lost = self.round_trips = self.round_trips_of_functions = 0
+        self.claims_lost = 0
+        self.round_trips = Counter(worker=0, functions=0)
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
         self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
@@ -95,15 +137,10 @@ class Tally:
         """Count a turn of the I/O thread that Redis has refused or not answered."""
         self.redis_errors[type(error).__name__] += 1
 
-    def sent(self) -> None:
-        """Count a command, or pipeline of them, that is sent to Redis; in any thread."""
+    def sent(self, client: str) -> None:
+        """Count a command, or pipeline of them, that the "worker" or users' "functions" send; in any thread."""
         with self._lock:
-            self.round_trips += 1
-
-    def sent_by_functions(self) -> None:
-        """Count a command of users' functions on the connection that they are given."""
-        with self._lock:
-            self.round_trips_of_functions += 1
+            self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
         """Observe seconds, 0 if another machine's clock makes them negative."""

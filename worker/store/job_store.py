@@ -2,7 +2,7 @@
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from redis import Redis
 from rq.defaults import DEFAULT_RESULT_TTL
-from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -18,67 +17,12 @@ from rq.utils import now, utcformat
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, EarlierJob, Mode, Wanted, address, restore
-from worker.store.records.next_step import End, Repeat, Retry
+from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, Mode, Wanted, address, restore
 from worker.store.records.outcome import FinishReply, Outcome
 from worker.store.scripts import Call, Scripts
 
 PAGE = 200
 """Dependents that are looked at in one turn, about: anybody may name a million jobs that never were."""
-
-
-class Dependents:
-    """Queues dependents. Not thread-safe, and raises as `JobStore` does, whose part it is."""
-
-    def __init__(self, client: Redis, scripts: Scripts, clock: Callable[[], float]) -> None:
-        self._client, self._call_many, self._clock = client, scripts.call_many, clock
-
-    def queue(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue a page of the jobs that wait for an ended one and for nothing else.
-
-        cursor: the page. Returns the next one's cursor, 0 after the last. Each is queued once, also by two calls, and
-        when two jobs that it waited for end together, where RQ queues it twice.
-        """
-        ended_as: Any = self._client.hget(job_key(claimed.job_id), "ended_as")
-        if ended_as is None:  # closed already, by whoever took it over
-            return 0
-        ended = Job(connection=self._client)
-        ended._id, ended._status = claimed.job_id, JobStatus(ended_as.decode())
-        found: Any = self._client.sscan(ended.dependents_key, cursor, count=PAGE)
-        following, members = int(found[0]), found[1]
-        same = {"ended_id": claimed.job_id, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        calls = [
-            Call("queue_dependent", {"queue": each.origin, "id": each.id, "at_front": each.enqueue_at_front, **same})
-            for each in self._fetch([member.decode(errors="replace") for member in members])
-            if self._may_run(each, ended)
-        ]
-        if calls:
-            self._call_many(calls)
-        return following
-
-    def _may_run(self, dependent: Job, ended: Job) -> bool:
-        """Whether a job waits for nothing but the ended one."""
-        try:
-            # The job's end is known here; the status in Redis may be that of a copy saved since.
-            return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
-        except ValueError:  # a status that is no text: nobody can say whether that job has ended well
-            return False
-
-    def _fetch(self, job_ids: Sequence[str]) -> Iterator[Job]:
-        """Return each job's queue and dependencies, without jobs that are gone or damaged."""
-        calls = [Call("dependent", {"id": job_id}) for job_id in job_ids]
-        found = self._call_many(calls) if calls else []
-        for job_id, fields in zip(job_ids, found, strict=True):
-            if not fields:
-                continue
-            try:
-                job = Job(job_id, self._client, JSONSerializer)
-                job.origin, front, allows_failures = (field.decode() for field in fields)
-                job.enqueue_at_front = bool(int(front or 0))
-                job.allow_dependency_failures = bool(int(allows_failures or 0))
-            except ValueError:  # an id that RQ would refuse, or no text, or no number
-                continue
-            yield job
 
 
 @dataclass(frozen=True)
@@ -91,82 +35,6 @@ class Keeping:
 
     records_failures: bool = True
     result_ttl_s: int = DEFAULT_RESULT_TTL
-
-
-class EndCalls:
-    """Makes the script calls that end jobs. See `JobStore` for the arguments."""
-
-    def __init__(self, client: Redis, worker_name: str, keeping: Keeping, clock: Callable[[], float]) -> None:
-        self._client, self._worker_name, self._keeping, self._clock = client, worker_name, keeping, clock
-
-    def call_of(self, outcome: Outcome) -> Call:
-        """Call the script that writes this outcome."""
-        step = outcome.next_step(self._keeping.result_ttl_s)
-        run = {
-            **outcome.claimed.address,
-            "worker": self._worker_name,
-            "working_s": outcome.working_s,
-            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
-            "ended_iso": utcformat(outcome.ended_at),
-        }
-        if isinstance(step, Retry):
-            return self._retry(outcome, step, run)
-        return self._finish(outcome, step, run)
-
-    def _retry(self, outcome: Outcome, step: Retry, run: Mapping[str, Any]) -> Call:
-        args = {
-            "when": self._when(step.wait_s, step.at_front),
-            "counter": step.counter,
-            "tries": step.count,
-            "ttl": "" if step.kept_s is None else str(step.kept_s),
-            "at_front": step.at_front,
-        }
-        entry = self._entry(outcome, Result.Type.RETRIED) if step.is_on_wish else []
-        return Call("retry", {**run, **args}, entry)
-
-    def _finish(self, outcome: Outcome, step: Repeat | End, run: Mapping[str, Any]) -> Call:
-        status = outcome.status
-        kind = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
-        if isinstance(step, End) and step.has_used_up_retries:
-            status, kind = "failed", Result.Type.MAX_RETRIES_EXCEEDED
-        args: dict[str, Any] = {"status": status, "score": "", "next_run": "", "repeats_left": ""}
-        if isinstance(step, Repeat):
-            args |= {"next_run": self._when(step.wait_s), "repeats_left": step.left}
-        if status == "finished":
-            is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
-        else:  # as RQ scores failed ones: those without end by the negative ttl
-            is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
-            left_ttl_s, endless = "", str(step.kept_s)
-        if not is_recorded:
-            return Call("finish", {**run, **args, "ttl": left_ttl_s})
-        args["score"] = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
-        return Call("finish", {**run, **args, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
-
-    def _when(self, wait_s: int, at_front: bool = False) -> str | int:
-        """Say when a job runs again, in the form of put_back of end_execution.lua."""
-        if wait_s:
-            return int(self._clock() + wait_s)
-        return "front" if at_front else "back"
-
-    def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
-        """Return fields and values of the entry in rq:results."""
-        claimed, failed = outcome.claimed, kind is Result.Type.FAILED
-        result = Result(
-            claimed.job_id,
-            kind,
-            connection=self._client,
-            return_value=outcome.wish,
-            exc_string=outcome.value if failed else None,
-            worker_name=self._worker_name,
-            execution_id=claimed.execution_id,
-            execution_started_at=outcome.started_at or outcome.ended_at,
-            execution_ended_at=outcome.ended_at,
-        )
-        result.serializer = JSONSerializer  # given to the constructor it would be inspected each time
-        fields = result.serialize()
-        if not failed and outcome.packed is not None:
-            fields["return_value"] = b64encode(outcome.packed)
-        return [item for pair in fields.items() for item in pair]
 
 
 FAR_S = 10 * 365 * 86_400
@@ -196,11 +64,8 @@ class JobStore:
         self._client, self._worker_name, self._lease_s, self._clock = client, worker_name, lease_s, clock
         self._models = list(models)
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
-        scripts = Scripts(client, bounds)
-        self._call_many = scripts.call_many
-        self._max_job_bytes = max_job_bytes
-        self._ends = EndCalls(client, worker_name, keeping, clock)
-        self.dependents = Dependents(client, scripts, clock)
+        self._call_many = Scripts(client, bounds).call_many
+        self._max_job_bytes, self._keeping = max_job_bytes, keeping
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -264,8 +129,82 @@ class JobStore:
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
-        replies = self._call_many([self._ends.call_of(outcome) for outcome in outcomes])
+        replies = self._call_many([self._end_of(outcome) for outcome in outcomes])
         return [reply.decode() for reply in replies]
+
+    def _end_of(self, outcome: Outcome) -> Call:
+        step, status, was_wish = outcome.next_step(self._keeping.result_ttl_s), outcome.status, outcome.wish is not None
+        when = "" if step.wait_s is None else self._when(step.wait_s, step.at_front)
+        run = {
+            **outcome.claimed.address,
+            "worker": self._worker_name,
+            "working_s": outcome.working_s,
+            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
+            "ended_iso": utcformat(outcome.ended_at),
+        }
+        if step.counter in ("number_of_retries", "retries_left"):
+            ttl = "" if step.kept_s is None else str(step.kept_s)
+            tries = {"counter": step.counter, "tries": step.count, "at_front": step.at_front}
+            entry = self._entry(outcome, Result.Type.RETRIED) if was_wish else []
+            return Call("retry", {**run, **tries, "when": when, "ttl": ttl}, entry)
+        kind = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
+        if was_wish:  # once too often
+            status, kind = "failed", Result.Type.MAX_RETRIES_EXCEEDED
+        repeats_left = "" if step.wait_s is None else step.count
+        args = {**run, "status": status, "score": "", "next_run": when, "repeats_left": repeats_left}
+        assert step.kept_s is not None
+        if status == "finished":
+            is_recorded, left_ttl_s, endless = step.kept_s != 0, "0", "+inf"
+        else:  # as RQ scores failed ones: those without end by the negative ttl
+            is_recorded = self._keeping.records_failures or kind is not Result.Type.FAILED
+            left_ttl_s, endless = "", str(step.kept_s)
+        if not is_recorded:
+            return Call("finish", {**args, "ttl": left_ttl_s})
+        score = endless if step.kept_s < 0 else repr(self._clock() + step.kept_s)
+        return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, self._entry(outcome, kind))
+
+    def _when(self, wait_s: int, at_front: bool) -> str | int:
+        """Say when a job runs again, in the form of put_back of end_execution.lua."""
+        if wait_s:
+            return int(self._clock() + wait_s)
+        return "front" if at_front else "back"
+
+    def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
+        """Return fields and values of the entry in rq:results."""
+        claimed, failed = outcome.claimed, kind is Result.Type.FAILED
+        result = Result(
+            claimed.job_id,
+            kind,
+            connection=self._client,
+            return_value=outcome.wish,
+            exc_string=outcome.value if failed else None,
+            worker_name=self._worker_name,
+            execution_id=claimed.execution_id,
+            execution_started_at=outcome.started_at or outcome.ended_at,
+            execution_ended_at=outcome.ended_at,
+        )
+        result.serializer = JSONSerializer  # given to the constructor it would be inspected each time
+        fields = result.serialize()
+        if not failed and outcome.packed is not None:
+            fields["return_value"] = b64encode(outcome.packed)
+        return [item for pair in fields.items() for item in pair]
+
+    def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
+        """Queue a page of the jobs that wait for an ended one and for nothing else.
+
+        cursor: the page. Returns the next one's cursor, 0 after the last. Each is queued once, also by two calls, and
+        when two jobs that it waited for end together, where RQ queues it twice.
+        """
+        key = job_key(claimed.job_id)
+        ended_as: Any = self._client.hget(key, "ended_as")
+        if ended_as is None:  # closed already, by whoever took it over
+            return 0
+        found: Any = self._client.sscan(f"{key}:dependents", cursor, count=PAGE)
+        following, members = int(found[0]), found[1]
+        ended = {"ended_id": claimed.job_id, "ended_as": ended_as.decode()}
+        same = {**ended, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+        self._call_many([Call("queue_dependent", {"id": each.decode(errors="replace"), **same}) for each in members])
+        return following
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of an ended job, once its dependents are queued."""
@@ -323,16 +262,17 @@ class JobStore:
         ]
         return self._release(dead, "abandoned", max_deaths)
 
-    def adopt(self, left: Sequence[EarlierJob]) -> list[tuple[ClaimedJob, str]]:
-        """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
+    def adopt(self, queue: str, left: Mapping[tuple[str, str], str]) -> list[tuple[ClaimedJob, str]]:
+        """Take over jobs that RQ's own workers left behind; return those that this worker holds then.
+
+        left: why each fails, by its job id and execution id, '' of one that was not begun.
+        """
         same = self._holder()
-        calls = [Call("adopt", {**address(*each[:3]), **same, "new_eid": uuid4().hex}) for each in left]
-        replies = self._call_many(calls)
-        return [
-            (self._restore(each.queue, reply[1]), each.reason)
-            for each, reply in zip(left, replies, strict=True)
-            if reply[0] == b"taken"
-        ]
+        replies = self._call_many(
+            [Call("adopt", {**address(queue, *each), **same, "new_eid": uuid4().hex}) for each in left]
+        )
+        taken = zip(replies, left.values(), strict=True)
+        return [(self._restore(queue, reply[1]), why) for reply, why in taken if reply[0] == b"taken"]
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""

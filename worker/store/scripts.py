@@ -22,7 +22,6 @@ _SCRIPTS = {
     "release": ["shared/job_hash", "shared/open_execution"],
     "progress": [],
     "adopt": ["shared/job_hash", "shared/open_execution"],
-    "dependent": [],
     "enqueue_due": ["shared/rate_limit"],
 }
 """Each script, and the shared heads that it has after `_HEAD`."""

@@ -12,7 +12,7 @@ from rq.serializers import JSONSerializer
 from jobs.common.keys import prefixed
 from jobs.common.rq_jobs import executions_key, queue_keys
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob, EarlierJob
+from worker.store.records.claimed_job import ClaimedJob
 
 _LOCK = prefixed("tokenmill:maintenance-stock:%s")
 _MOST = 1000
@@ -44,22 +44,21 @@ class StockJobs:
         for name in queue_names:
             if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
                 continue
-            left = self._started(name) + self._intermediate(name)
+            left = self._started(name) | self._intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
             if left and queue.acquire_maintenance_lock():
                 try:
-                    taken += self._store.adopt(left)
+                    taken += self._store.adopt(name, left)
                 finally:
                     queue.release_maintenance_lock()
         return [(claimed, AbandonedJobError(why)) for claimed, why in taken]
 
-    def _started(self, queue: str) -> list[EarlierJob]:
+    def _started(self, queue: str) -> dict[tuple[str, str], str]:
         members: Any = self._client.zrangebyscore(queue_keys(queue).started, 0, self._clock(), 0, _MOST)
-        why = "the worker that ran it is gone"
         ids = [member.decode(errors="replace").rpartition(":") for member in members]
-        return [EarlierJob(queue, job_id, execution_id, why) for job_id, _, execution_id in ids]
+        return {(job_id, execution_id): "the worker that ran it is gone" for job_id, _, execution_id in ids}
 
-    def _intermediate(self, queue: str) -> list[EarlierJob]:
+    def _intermediate(self, queue: str) -> dict[tuple[str, str], str]:
         key, moment = queue_keys(queue).popped, self._clock()
         found: Any = self._client.lrange(key, 0, _MOST - 1)
         ids = [job_id.decode(errors="replace") for job_id in found]
@@ -69,11 +68,11 @@ class StockJobs:
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
             seen = pipe.execute()
-        return [
-            EarlierJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
+        return {
+            (job_id, ""): "it was stuck in the intermediate queue: its worker is gone"
             for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
             if not executions and moment - _seconds(first, moment) > _STUCK_S
-        ]
+        }
 
 
 def _seconds(text: Any, otherwise: float) -> float:

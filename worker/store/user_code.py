@@ -10,7 +10,7 @@ from redis import Redis
 from rq.callbacks import execute_failure_callback, execute_stopped_callback, execute_success_callback
 from rq.job import Job, JobStatus
 from rq.job_lifecycle import call_exception_handlers
-from rq.utils import import_attribute
+from rq.utils import import_attribute as import_function
 from rq.webhook import Webhook
 
 from jobs.context.webhooks import DEADLINE_S, call_webhook
@@ -19,6 +19,8 @@ from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised, printable
 from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import FunctionPool
+
+__all__ = ["Callbacks", "Webhooks", "import_function", "perform"]
 
 MAX_WAITING = 1000
 """Calls that may wait for a thread. A further one is dropped, so that slow hosts cannot fill memory."""
@@ -127,11 +129,6 @@ def _callbacks_of(job: Job) -> dict[str, str]:
     """Return the callbacks in a job's copy, which its code may have changed."""
     named = {role: getattr(job, f"_{field}") for role, field in CALLBACKS.items()}
     return {role: name for role, name in named.items() if name}
-
-
-def import_function(name: str) -> Any:
-    """Import a dotted name as RQ does; raises any error of that."""
-    return import_attribute(name)
 
 
 def perform(job: Job) -> Any:

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
@@ -20,19 +19,6 @@ _REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed"
 
 _FLEET_KEY = prefixed("tokenmill:fleet:%s")
 """Who serves a queue: by RQ's own list, into which producers may write, they would throttle all of them."""
-
-
-@dataclass(frozen=True)
-class QueueCounts:
-    """The jobs of each queue by status, and the workers that have lately reported that they serve it."""
-
-    jobs: Mapping[str, Mapping[str, int]]
-    workers: Mapping[str, int]
-
-    @property
-    def num_started(self) -> int:
-        """The number of begun jobs of all these queues, on any worker."""
-        return sum(by_status["started"] for by_status in self.jobs.values())
 
 
 @contextmanager
@@ -68,8 +54,8 @@ class WorkerRecord:
         self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
-    def count(self) -> QueueCounts:
-        """Count jobs and workers of each of the worker's queues."""
+    def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+        """Count the jobs of each of the worker's queues by status, and the workers that lately reported to serve it."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
@@ -82,7 +68,7 @@ class WorkerRecord:
             for name in self._queue_names
         }
         workers = {name: by_status.pop("workers") for name, by_status in counted.items()}
-        return QueueCounts(counted, workers)
+        return counted, workers
 
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
         """Write heartbeat, state, one running job and the statistics (kept for an hour)."""

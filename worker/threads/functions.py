@@ -1,92 +1,28 @@
 """Threads for everything that may block: user functions, callbacks, and the files of Parquet runs."""
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Any
 
-from worker.threads.interrupts import Interruptible
+from worker.threads.interrupts import Call
 
 
 class JobStopped(Exception):
     """Raised inside the function of a job that was stopped, cancelled or taken over."""
 
 
-class ThreadGivenUp(BaseException):
-    """Raised inside a function that ignored its interrupt: no `except Exception` holds it up."""
-
-
-class Call(Interruptible):
-    """One call in a pool: runs once, hands its outcome to `done` once, and can be interrupted."""
-
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        done: Callable[[Any, BaseException | None], None],
-        raises: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        discard: Callable[[Any], None] | None = None,
-    ) -> None:
-        super().__init__(raises, clock)
-        self._function, self._done, self._discard = function, done, discard
-        self._given_up = False
-
-    def give_up(self, grace_s: float) -> str | None:
-        """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
-
-        Returns the place in which it hangs, and its thread is lost; None for any other call.
-        """
-        with self._lock:
-            if self._thread_id is None or self._interrupted_at is None or self._given_up:
-                return None
-            if self._clock() - self._interrupted_at <= grace_s:
-                return None
-            self._given_up = True
-            place = _place(self._thread_id)
-            self._raise(ThreadGivenUp)
-            error = self.error() if self.error is not None else ThreadGivenUp()
-        self._done(None, error)
-        return place
-
-    def run(self) -> bool:
-        """Run the function in this thread and report its outcome. False: the thread was given up."""
-        value, failure = None, None
-        try:
-            value = self.do(self._function)
-        except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
-            failure = error
-        try:
-            if not self._given_up:
-                self._done(value, failure)
-            elif failure is None and self._discard is not None:
-                self._discard(value)
-        finally:
-            failure = None  # its traceback holds this frame: together they would keep what the call has used
-        return not self._given_up
-
-
-def _place(thread_id: int) -> str:
-    """Return the line of Python at which a thread is, or is in a C function."""
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
-        return "an unknown place"
-    code = frame.f_code
-    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-
-
 class FunctionPool:
-    """Daemon threads that run calls in the order given, and never hold up the worker's exit.
+    """Daemon threads that run calls in their order, and never hold up the worker's exit.
 
     A thread whose call ignores its interrupt can be given up: another takes its place, and it ends after its call.
     """
 
     def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
         self._stuck: set[threading.Thread] = set()
@@ -114,7 +50,7 @@ class FunctionPool:
 
     def _serve(self) -> None:
         thread = threading.current_thread()
-        while (call := self._calls.get()) is not None:
+        while (call := self._calls.get()[-1]) is not None:
             self._running[thread] = call
             goes_on = call.run()
             del self._running[thread], call
@@ -139,18 +75,16 @@ class FunctionPool:
         """
         for thread, call in list(self._running.items()):
             with self._lock:
-                is_slow = thread not in self._relieved and seconds_since_begin(call, self._clock()) > slow_s
+                is_slow = thread not in self._relieved and call.running_s > slow_s
                 if not is_slow or len(self._threads) >= most:
                     continue
                 self._relieved.add(thread)
             self._add_thread()
 
-    def interrupt_overdue(
-        self, seconds: Callable[[Call, float], float], limit_s: float, error: type[Exception]
-    ) -> None:
-        """Interrupt the calls whose `seconds(call, now)` are more than `limit_s`."""
+    def interrupt_silent(self, limit_s: float, error: type[Exception]) -> None:
+        """Interrupt the calls that have been silent for more than `limit_s`."""
         for call in list(self._running.values()):
-            if call.error is None and seconds(call, self._clock()) > limit_s:
+            if call.error is None and call.silent_s > limit_s:
                 call.interrupt(error)
 
     def submit(
@@ -159,14 +93,16 @@ class FunctionPool:
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
         discard: Callable[[Any], None] | None = None,
+        order: float = 0,
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
 
         raises: False for our own code, which asks for errors from outside (interrupts.py).
         discard: takes, in the thread, the late value of a call that was given up.
+        order: smaller ones go first, equal ones as they come.
         """
         call = Call(function, done, raises, self._clock, discard)
-        self._calls.put(call)
+        self._calls.put((order, next(self._numbers), call))
         return call
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
@@ -190,7 +126,7 @@ class FunctionPool:
     def end(self) -> None:
         """Let the threads end after all calls given so far."""
         for _ in list(self._threads):
-            self._calls.put(None)
+            self._calls.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, except stuck ones, at most `timeout_s`."""
@@ -202,13 +138,3 @@ class FunctionPool:
         """End the threads after all calls given so far; wait at most `timeout_s`."""
         self.end()
         self.join(timeout_s)
-
-
-def seconds_since_begin(call: Call, now: float) -> float:
-    """Return how long a call has run; 0 for one that has not begun."""
-    return 0.0 if call.began_at is None else now - call.began_at
-
-
-def seconds_of_silence(call: Call, now: float) -> float:
-    """Return how long a call has not asked whether it is interrupted; 0 before it begins."""
-    return 0.0 if call.alive_at is None else now - call.alive_at

@@ -1,6 +1,7 @@
-"""Errors raised into a running thread from outside, which wait only while it imports."""
+"""Calls in threads, and errors raised into them from outside, which wait only while they import."""
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -21,26 +22,58 @@ def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
-class Interruptible:
-    """A stretch of a thread's work into which others may raise an error, but not while it imports.
+def as_class(error: Exception) -> type[Exception]:
+    """Return a class whose instances are like this error: only classes can be raised in another thread."""
+    kind = type(error)
 
-    The error comes at the thread's next bytecode; during an import, which it could leave half done to other threads,
-    it waits for the end. `raises` False is for our own code, which is not safe from that: it asks, with
-    `check_interrupted`.
+    def __init__(self: Exception) -> None:
+        self.args = error.args
 
-    began_at, alive_at: when the work began and last asked, in the clock's seconds; None before.
+    # The name under which tracebacks show it.
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+class ThreadGivenUp(BaseException):
+    """Raised inside a function that ignored its interrupt: no `except Exception` holds it up."""
+
+
+class Call:
+    """One call in a thread of a pool: it runs once, hands its outcome to `done` once, and can be interrupted.
+
+    An error from outside comes at the thread's next bytecode; during an import, which it could leave half done to other
+    threads, it waits for the end. `raises` False is for our own code, which is not safe from that: it asks, with
+    `check_interrupted`. discard: takes the late value of a call that was given up.
     """
 
-    def __init__(self, raises: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        done: Callable[[Any, BaseException | None], None],
+        raises: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        discard: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._function, self._done, self._discard = function, done, discard
         self._raises, self._clock = raises, clock
         self._lock = threading.Lock()
         self._thread_id: int | None = None
         self.error: type[BaseException] | None = None
-        self.began_at: float | None = None
-        self.alive_at: float | None = None
+        self._began_at: float | None = None
+        self._alive_at: float | None = None
         self._interrupted_at: float | None = None
         self._waiting: type[BaseException] | None = None
         self._importing = False  # only the thread itself changes it, under the lock
+        self._given_up = False
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the work began; 0 before."""
+        return 0.0 if self._began_at is None else self._clock() - self._began_at
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the work last asked whether it is interrupted; 0 before it begins."""
+        return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
         """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; void after its end."""
@@ -63,25 +96,57 @@ class Interruptible:
         """Raise the work's interrupt, if any; else note that it is alive."""
         if self.error is not None:
             raise self.error
-        self.alive_at = self._clock()
+        self._alive_at = self._clock()
 
     def heeded(self) -> None:
         """Forget the last interrupt, which has done its work."""
         with self._lock:
             self.error = self._interrupted_at = None
 
-    def do(self, function: Callable[[], Any]) -> Any:
-        """Call the function in this thread, once; raises its errors, and those from outside."""
-        _current.work = self
+    def give_up(self, grace_s: float) -> str | None:
+        """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
+
+        Returns the place in which it hangs, and its thread is lost; None for any other call.
+        """
+        with self._lock:
+            if self._thread_id is None or self._interrupted_at is None or self._given_up:
+                return None
+            if self._clock() - self._interrupted_at <= grace_s:
+                return None
+            self._given_up = True
+            place = _place(self._thread_id)
+            self._raise(ThreadGivenUp)
+            error = self.error() if self.error is not None else ThreadGivenUp()
+        self._done(None, error)
+        return place
+
+    def run(self) -> bool:
+        """Run the function in this thread and report its outcome. False: the thread was given up."""
+        value, failure = None, None
+        try:
+            value = self._call()
+        except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
+            failure = error
+        try:
+            if not self._given_up:
+                self._done(value, failure)
+            elif failure is None and self._discard is not None:
+                self._discard(value)
+        finally:
+            failure = None  # its traceback holds this frame: together they would keep what the call has used
+        return not self._given_up
+
+    def _call(self) -> Any:
+        _current.call = self
         try:
             with self._lock:
                 if self.error is not None:
                     raise self.error
                 self._thread_id = threading.get_ident()
-            self.began_at = self.alive_at = self._clock()
-            return function()
+            self._began_at = self._alive_at = self._clock()
+            return self._function()
         finally:
-            _current.work = None
+            _current.call = None
             with self._lock:
                 # In this order: from here on nobody raises; what was raised comes at the call, if it has not
                 # come before, or is taken back by it, and does not hit what the thread does next.
@@ -105,16 +170,25 @@ class Interruptible:
                 raise error
 
 
-def current_work() -> Interruptible | None:
-    """Return this thread's work for a job, None in a thread that nobody interrupts."""
-    return getattr(_current, "work", None)
+def current_call() -> Call | None:
+    """Return this thread's call, None in a thread that nobody interrupts."""
+    return getattr(_current, "call", None)
 
 
 def check_interrupted() -> None:
-    """Raise the interrupt of this thread's work, if any."""
-    work = current_work()
-    if work is not None:
-        work.check()
+    """Raise the interrupt of this thread's call, if any."""
+    call = current_call()
+    if call is not None:
+        call.check()
+
+
+def _place(thread_id: int) -> str:
+    """Return the line of Python at which a thread is, or is in a C function."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "an unknown place"
+    code = frame.f_code
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
@@ -143,10 +217,10 @@ def shield_imports() -> None:
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(import_)
     def shielded(name: str, *rest: Any) -> Any:
-        work = current_work()
-        if work is None or _is_whole(name):
+        call = current_call()
+        if call is None or _is_whole(name):
             return import_(name, *rest)
-        return work.import_whole(lambda: import_(name, *rest))
+        return call.import_whole(lambda: import_(name, *rest))
 
     return shielded
 

@@ -6,34 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 
 NO_CARRIER: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class TraceIds:
-    """A job's span. trace, span, parent: numbers of W3C's trace context; parent is None at the trace's begin.
-
-    state: the trace's `tracestate`. carrier: for the meta of child jobs.
-    """
-
-    trace: int
-    span: int
-    parent: int | None
-    state: str
-    carrier: Mapping[str, str]
 
 
 @dataclass
 class JobTrace:
     """The notes on a traced job, while this worker holds it. Times are Unix seconds.
 
+    ids: what its tracer knows it by.
     first_token_at: of the first of its completions; finished_at: of the last; None if there was none.
     prompt_tokens: of each request once, also if it has several samples.
     """
 
-    ids: TraceIds
+    ids: Any
     claimed_at: float
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -17,13 +17,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
 from jobs.common.display import safe_name
-from worker.metrics.ended_job import EndedJob
-from worker.traces.job_trace import NO_CARRIER, JobTrace, TraceIds, Traces
+from worker.metrics.tally import EndedJob
+from worker.traces.job_trace import NO_CARRIER, JobTrace, Traces
 
 FLUSH_S = 3.0
 """How long the worker's exit waits for a collector that does not answer; what is not sent by then is lost."""
@@ -34,6 +34,14 @@ _MAX_FIELD_CHARS = 512
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 Attributes = Mapping[str, str | int | tuple[str, ...]]
+
+
+class _Ids(NamedTuple):
+    """A job's span, the one above it, and what the meta of child jobs gets."""
+
+    own: SpanContext
+    parent: SpanContext | None
+    carrier: Mapping[str, str]
 
 
 class OtelTraces(Traces):
@@ -73,7 +81,7 @@ class OtelTraces(Traces):
         sending.start()
         sending.join(FLUSH_S)
 
-    def _ids(self, execution_id: str, meta: Any) -> TraceIds | None:
+    def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
         """Return the same ids for an execution each time; None for a job without a trace."""
         given = meta if isinstance(meta, dict) else {}
         carrier = {
@@ -88,21 +96,17 @@ class OtelTraces(Traces):
         trace_id = parent.trace_id if parent.is_valid else _number(execution_id, 16)
         if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:
             return None
-        span_id, state = _number(execution_id, 8), parent.trace_state.to_header()
-        own = {"traceparent": f"00-{trace_id:032x}-{span_id:016x}-01"}
-        return TraceIds(
-            trace_id,
-            span_id,
-            parent.span_id if parent.is_valid else None,
-            state,
-            {**own, "tracestate": state} if state else own,
-        )
+        own = SpanContext(trace_id, _number(execution_id, 8), False, _SAMPLED, parent.trace_state)
+        names = {
+            "traceparent": f"00-{trace_id:032x}-{own.span_id:016x}-01",
+            "tracestate": parent.trace_state.to_header(),
+        }
+        carrier = {name: value for name, value in names.items() if value}
+        return _Ids(own, parent if parent.is_valid else None, carrier)
 
     def _spans(self, told: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
         """Make a job's span, and below it one for each of its stages."""
-        ids = told.ids
-        root = self._context(ids, ids.span)
-        parent = None if ids.parent is None else self._context(ids, ids.parent, is_remote=True)
+        root, parent, _ = told.ids
         # The producer's clock may be ahead of this one: nothing begins after what comes behind it.
         moments = [end.enqueued_at, told.claimed_at, end.began_at, told.first_token_at, told.finished_at]
         times = _ascending([*moments, end.ended_at, written_at])
@@ -114,7 +118,8 @@ class OtelTraces(Traces):
         spans = [self._span(end.function, root, parent, whole, _of_job(end), kind, status)]
 
         def child(name: str, of: SpanContext, start: float, stop: float, more: Attributes) -> SpanContext:
-            context = self._context(ids, _number(f"{ids.span:016x}{name}", 8))
+            number = _number(f"{root.span_id:016x}{name}", 8)
+            context = SpanContext(root.trace_id, number, False, _SAMPLED, root.trace_state)
             spans.append(self._span(name, context, of, (start, stop), more))
             return context
 
@@ -132,10 +137,6 @@ class OtelTraces(Traces):
                 child("generation", generating, first, finished, {})
         child("end", root, ended, written, {})
         return spans
-
-    def _context(self, ids: TraceIds, span_id: int, is_remote: bool = False) -> SpanContext:
-        state = TraceState.from_header([ids.state]) if ids.state else None
-        return SpanContext(ids.trace, span_id, is_remote, _SAMPLED, state)
 
     def _span(
         self,

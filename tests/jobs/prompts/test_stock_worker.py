@@ -3,7 +3,6 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,10 +16,10 @@ from rq.serializers import JSONSerializer
 import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs.context import JobContext
-from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import InvalidJob
 from tests.jobs.answering import MODEL, opened_task
 from worker import stock_worker
+from worker.settings import WorkerSettings
 
 
 @dataclass
@@ -65,15 +64,15 @@ def engine() -> EchoEngine:
 @pytest.fixture
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
     roots = (str(tmp_path.resolve()),)
-    settings = SimpleNamespace(
-        allowed_webhook_hosts=(),
-        served_model=lambda *_: MODEL,
+    settings = WorkerSettings(
+        model="m",
         data_roots=roots,
         max_result_bytes=1 << 20,
-        max_shard_bytes=DEFAULT_BYTES,
         allowed_functions=("tests.worker.functions.must_shout",),
         check_timeout_s=5.0,
     )
+    monkeypatch.setattr(WorkerSettings, "served_model", lambda *_: MODEL)
+    stock_worker._lent.cache_clear()
     monkeypatch.setattr(stock_worker, "_identity", lambda: None)
     monkeypatch.setattr(stock_worker, "_settings", lambda: settings)
     monkeypatch.setattr(stock_worker, "_engine", lambda: engine)

@@ -13,23 +13,21 @@ from redis import Redis
 
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
-from worker.metrics.ended_job import EndedJob
+from worker.metrics.tally import EndedJob
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord
 from worker.store.records.outcome import Outcome
 from worker.store.records.stored_job import StoredJob, job_of
-from worker.threads.functions import Call
+from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
+
+SLOW_S = 2.0
+"""A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
 
 
 class JobState(enum.Enum):
-    """The state of a held job.
-
-    CLAIMED -> OPENING -> STREAMING -> SENT -> COLLECTING -> ENDING is the way of prompts and files, and
-    CLAIMED -> FUNCTION -> ENDING that of a function. SENT is STREAMING again if answers lead to further requests.
-    A job that leaves this worker is WITHDRAWN; a stopped or overdue one too, and then ENDING.
-    """
+    """The state of a held job; ARCHITECTURE.md shows what follows what."""
 
     CLAIMED = "claimed"  # nobody has looked into its payload
     OPENING = "opening"  # its task reads what it needs, a file perhaps
@@ -161,6 +159,11 @@ class HeldJob:
     def is_ending(self) -> bool:
         """Whether its value or its end is in work, which nothing may stop."""
         return self.state in (JobState.COLLECTING, JobState.ENDING)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its call has run for long."""
+        return self.call is not None and self.call.running_s > SLOW_S
 
     @property
     def has_begun(self) -> bool:

@@ -47,9 +47,7 @@ class Packer:
         self._max_functions, self._max_files = max_functions, max_files
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
-        self._opening: list[set[HeldJob]] = [set() for _ in range(num_lanes)]
-        self._slow: set[HeldJob] = set()
-        self._finishing: set[HeldJob] = set()
+        self._opening, self._finishing = set[HeldJob](), set[HeldJob]()
         self._functions = 0
         self._dry: list[HeldJob] = []
         self._left = 0
@@ -57,31 +55,16 @@ class Packer:
 
     def opening(self, job: HeldJob) -> None:
         """Note that a file of unknown size is being opened."""
-        self._opening[job.lane].add(job)
-
-    def opens_slowly(self, job: HeldJob) -> None:
-        """Let the lane take the next file, and wait for this one no longer."""
-        self._opening[job.lane].discard(job)
-        self._slow.add(job)
+        self._opening.add(job)
 
     def opened(self, job: HeldJob) -> None:
         """Note that the file is open, or could not be opened."""
-        self._opening[job.lane].discard(job)
-        self._slow.discard(job)
-
-    def opening_now(self) -> list[HeldJob]:
-        """The files that are being opened, but for slow ones."""
-        return [job for jobs in self._opening for job in jobs]
-
-    @property
-    def num_opening(self) -> int:
-        """The number of files that are being opened, of all lanes."""
-        return len(self._slow) + sum(map(len, self._opening))
+        self._opening.discard(job)
 
     @property
     def free_files(self) -> int:
         """The number of files that the worker can still open at the same time."""
-        return self._max_files - self.num_opening
+        return self._max_files - len(self._opening)
 
     def finishing(self, job: HeldJob) -> None:
         """Note that all answers of this file are held until its part is written."""
@@ -100,9 +83,10 @@ class Packer:
     def claimable_files(self, lane: int) -> int:
         """Return how many files the lane may claim: none while a file of unknown size opens, which may fill the batch.
 
-        None either while answered ones wait to be written.
+        A slow one is not waited for. None either while answered ones wait to be written.
         """
-        return 0 if self._opening[lane] or self._is_behind else max(0, self.free_files)
+        waits = any(job.lane == lane and not job.is_slow for job in self._opening)
+        return 0 if waits or self._is_behind else max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""
@@ -117,11 +101,11 @@ class Packer:
         """The number of functions that the worker may still take, of any lane."""
         return self._max_functions - self._functions
 
-    def function_started(self, job: HeldJob) -> None:
+    def function_started(self) -> None:
         """Count a function: it takes a thread, not a slot of the engine."""
         self._functions += 1
 
-    def function_ended(self, job: HeldJob) -> None:
+    def function_ended(self) -> None:
         """Free the thread."""
         self._functions -= 1
 

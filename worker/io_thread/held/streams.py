@@ -1,9 +1,8 @@
 """Requests of open jobs on their way to the engine, and completions on their way back."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from queue import SimpleQueue
+from weakref import WeakKeyDictionary
 
 from engine import Completion
 from jobs.context.check_processes import Checks
@@ -19,17 +18,17 @@ THREADS = 2
 
 
 class Inspections:
-    """Calls `OpenTask.inspect`. All methods belong to the I/O thread, to which `post` queues calls.
+    """Calls `OpenTask.inspect` in threads, from which `post` queues calls; its methods belong to the I/O thread.
 
     Tasks take turns, so that long checks of one delay another's by one check only. checks: given to tasks; each call
-    ends within its limit of time. num_running: answers under inspection.
+    ends within its limit of time.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
         self._post, self._checks = post, checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
-        self._waiting: dict[OpenTask, deque[Callable[[], None]]] = {}  # the next task first
-        self.num_running = 0
+        self._turn = 0  # of the inspection that has begun last
+        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()  # of each task's last one
 
     def submit(
         self,
@@ -39,30 +38,15 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, then call `then` with its error, unless `is_wanted` says no in its turn."""
+        """Have a task inspect an answer, unless `is_wanted` says no in its turn; then call `then` with its error."""
+        turn = self._turns[task] = 1 + max(self._turn, self._turns.get(task, 0))
 
-        def ran(error: BaseException | None) -> None:
-            self.num_running -= 1
-            self._start()
-            then(error)
-
-        def run() -> None:
+        def inspect() -> None:
+            self._turn = turn
             if is_wanted():
-                self.num_running += 1
-                inspect = partial(task.inspect, index, completions)
-                self._pool.submit(inspect, lambda _, error: self._post(lambda: ran(error)), raises=False)
+                task.inspect(index, completions)
 
-        self._waiting.setdefault(task, deque()).append(run)
-        self._start()
-
-    def _start(self) -> None:
-        while self._waiting and self.num_running < THREADS:
-            task = next(iter(self._waiting))
-            left = self._waiting.pop(task)
-            run = left.popleft()
-            if left:
-                self._waiting[task] = left
-            run()
+        self._pool.submit(inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn)
 
     def end(self) -> None:
         """Let threads and processes end after their present work."""

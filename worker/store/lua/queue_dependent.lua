@@ -1,11 +1,29 @@
--- Queue a job whose dependencies are met, unless whoever ended another of them has done so.
--- ended_id: of the job it waited for. at_front: whether it is put first.
-local queue, id = args.queue, args.id
+-- Queue a job that waits for an ended one and for nothing else, unless whoever ended another of them has done so.
+-- ended_id, ended_as: the job it waited for, and its status at its end: later a saved copy may have any.
+local id, ended_id, ended_as = args.id, args.ended_id, args.ended_as
 local job = 'rq:job:' .. id
-call('SREM', 'rq:job:' .. args.ended_id .. ':dependents', id)
-if call('EXISTS', job) == 0 then return 0 end
-if call('HGET', job, 'status') == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id) then return 0 end
+if call('TYPE', job).ok ~= 'hash' then return 0 end -- gone, or an id that names another key
+if call('HSTRLEN', job, 'origin') > 1024 then return 0 end -- names are short
+local fields = call('HMGET', job, 'origin', 'enqueue_at_front', 'allow_dependency_failures', 'status')
+local queue, bears_failures = fields[1], (tonumber(fields[3] or '') or 0) ~= 0
+
+local function lets_run(status)
+  return status == 'finished' or (bears_failures and status == 'failed')
+end
+
+-- As in RQ, what is gone is not waited for.
+local function waits_for_others()
+  for _, other in ipairs(call('SMEMBERS', 'rq:job::' .. id .. ':dependencies')) do
+    local status = other ~= ended_id and redis.pcall('HGET', 'rq:job:' .. other, 'status')
+    if status and not lets_run(status) then return true end
+  end
+  return false
+end
+
+if (queue or '') == '' or not lets_run(ended_as) or waits_for_others() then return 0 end
+call('SREM', 'rq:job:' .. ended_id .. ':dependents', id)
+if fields[4] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id) then return 0 end
 -- Who takes it from there has its turn: its status may be that of a copy that somebody saved.
 if call('ZREM', 'rq:deferred:' .. queue, id) == 0 then return 0 end
-enqueue(queue, id, args.at_front, args.now_iso, args.now_ts)
+enqueue(queue, id, (tonumber(fields[2] or '') or 0) ~= 0, args.now_iso, args.now_ts)
 return 1

@@ -42,8 +42,9 @@ def unpack(packed: bytes, most: int) -> bytes:
     return text
 
 
-def check_containers(what: str, text: bytes, most: int) -> None:
-    """Raise TooLarge for JSON of more than `most` lists and objects, before it is parsed."""
+def check_containers(what: str, text: bytes, max_bytes: int) -> None:
+    """Raise TooLarge for JSON of more lists and objects than `max_bytes` of it may have, before it is parsed."""
+    most = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= most:
         return
     # Brackets in strings do not count. Without escapes, quotes alternate between begin and end; two of them next to
@@ -60,11 +61,6 @@ def check_containers(what: str, text: bytes, most: int) -> None:
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 
 
-def check_payload(text: bytes, max_job_bytes: int) -> None:
-    """Raise TooLarge for a payload of too many lists and objects, before it is parsed."""
-    check_containers("payload", text, max_job_bytes // BYTES_PER_CONTAINER)
-
-
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
     """Raise TooLarge for a field beside the payload that is JSON and beyond its bounds."""
     for name in _JSON_FIELDS:
@@ -73,7 +69,7 @@ def check_json_fields(values: Mapping[bytes, bytes]) -> None:
             raise TooLarge(
                 f"the job's {field} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it"
             )
-        check_containers(field, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
+        check_containers(field, text, _MAX_FIELD_BYTES)
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class FunctionCall:
 
 def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
     """Parse a payload's JSON. Raises BadPayload, or TooLarge before it is parsed."""
-    check_payload(payload, max_job_bytes)
+    check_containers("payload", payload, max_job_bytes)
     try:
         name, instance, args, kwargs = JSONSerializer.loads(payload)
     except Exception as error:

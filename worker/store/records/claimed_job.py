@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from worker.errors import BadPayload, JobRefused, TooLarge
 from worker.store.records.bounds import MAX_HASH_FIELDS, max_hash_bytes
@@ -53,18 +53,6 @@ class ClaimedJob:
     @property
     def address(self) -> dict[str, str]:
         return address(self.queue_name, self.job_id, self.execution_id)
-
-
-class EarlierJob(NamedTuple):
-    """A job that one of RQ's own workers left behind, and why it fails.
-
-    execution_id: '' if it was taken from its queue and not begun.
-    """
-
-    queue: str
-    job_id: str
-    execution_id: str
-    reason: str
 
 
 @dataclass(frozen=True)

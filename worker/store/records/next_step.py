@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
 from rq.job import Job
@@ -66,40 +66,19 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Retry:
-    """A failed job, or one that asked for it, runs again after `wait_s` seconds.
+class NextStep:
+    """What becomes of an ended job.
 
-    counter: the hash's field that counts tries, and `count` its new value. is_on_wish: it returned a `Retry`, which
-    RQ records as a result.
+    kept_s: seconds that it is kept, of one that is retried its earlier results; negative without end, None as it was.
+    wait_s: after which it runs again; None for never. counter: the hash's field that counts that, and `count` its new
+    value. at_front: whether it goes to the front then.
     """
 
-    wait_s: int
-    at_front: bool
-    counter: str
-    count: int
-    is_on_wish: bool
     kept_s: int | None
-    """How long the results of earlier tries are kept, in seconds; negative without end, None as it was."""
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """A finished job runs again after `wait_s` seconds, and `left` times after that."""
-
-    wait_s: int
-    left: int
-    kept_s: int
-
-
-@dataclass(frozen=True)
-class End:
-    """A job runs no more. kept_s: seconds that it is kept; negative without end.
-
-    has_used_up_retries: it returned a `Retry` once too often, and fails for that.
-    """
-
-    kept_s: int
-    has_used_up_retries: bool = False
+    wait_s: int | None = None
+    counter: Literal["", "number_of_retries", "retries_left", "repeats_left"] = ""
+    count: int = 0
+    at_front: bool = False
 
 
 def next_step(
@@ -109,7 +88,7 @@ def next_step(
     wish: RetryWish | None = None,
     may_retry: bool = False,
     default_result_ttl_s: int = DEFAULT_RESULT_TTL,
-) -> Retry | Repeat | End:
+) -> NextStep:
     """Return the next step of a job that has finished, failed or was stopped.
 
     wish: the `Retry` that it returned. may_retry: a failed job may take a retry of its own. default_result_ttl_s:
@@ -120,20 +99,19 @@ def next_step(
         tries = policy.number_of_retries or 0
         wait_s = _seconds(RetryWish.get_interval(tries, wish.intervals))
         at_front = bool(policy.enqueue_at_front_on_retry or wish.enqueue_at_front)
-        return Retry(wait_s, at_front, "number_of_retries", tries + 1, True, kept_after_failure_s)
+        return NextStep(kept_after_failure_s, wait_s, "number_of_retries", tries + 1, at_front)
     if wish is None and may_retry and policy.has_retries:
         assert policy.retries_left
         at_front = bool(policy.enqueue_at_front_on_retry)
         left = policy.retries_left - 1
-        return Retry(policy.retry_wait_s, at_front, "retries_left", left, False, kept_after_failure_s)
+        return NextStep(kept_after_failure_s, policy.retry_wait_s, "retries_left", left, at_front)
     if wish is not None or not is_finished:
-        kept_s = DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s
-        return End(kept_s, has_used_up_retries=wish is not None)
+        return NextStep(DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s)
     kept_s = _bounded_ttl(default_result_ttl_s if policy.result_ttl is None else policy.result_ttl)
     if not policy.repeats_left or policy.repeats_left < 0:
-        return End(kept_s)
+        return NextStep(kept_s)
     left, intervals = policy.repeats_left - 1, policy.repeat_intervals
-    return Repeat(_seconds(intervals[0]) if intervals else 0, left, kept_s)
+    return NextStep(kept_s, _seconds(intervals[0]) if intervals else 0, "repeats_left", left)
 
 
 def _seconds(interval_s: Any) -> int:

@@ -10,7 +10,7 @@ from rq.job import Job
 from rq.job import Retry as RetryWish
 
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.next_step import End, Policy, Repeat, Retry, next_step
+from worker.store.records.next_step import NextStep, Policy, next_step
 from worker.store.records.results import printable
 
 EndStatus = Literal["finished", "failed", "stopped"]
@@ -58,7 +58,7 @@ class Outcome:
         """The job's own wishes about running again and being kept."""
         return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
 
-    def next_step(self, default_result_ttl_s: int) -> Retry | Repeat | End:
+    def next_step(self, default_result_ttl_s: int) -> NextStep:
         """Return the job's next step. default_result_ttl_s: see next_step.py."""
         return next_step(
             self.policy,

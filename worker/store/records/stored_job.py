@@ -11,10 +11,10 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_payload, unpack
+from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_containers, unpack
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
-from worker.threads.interrupts import current_work
+from worker.threads.interrupts import as_class, current_call
 
 _HERE: Any = object()
 """Stands in RQ's `_data` for a payload that is packed."""
@@ -42,7 +42,7 @@ class StoredJob(Job):
 
     def _deserialize_data(self) -> None:
         text = self.data
-        check_payload(text, self.max_bytes)
+        check_containers("payload", text, self.max_bytes)
         try:
             self._func_name, self._instance, self._args, self._kwargs = self.serializer.loads(text)
         except Exception as error:
@@ -94,13 +94,13 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
     def __init__(self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any) -> None:
         super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
-        self._work, self._lock, self._is_over = current_work(), threading.Lock(), False
+        self._call, self._lock, self._is_over = current_call(), threading.Lock(), False
 
     def handle_death_penalty(self) -> None:
         """Interrupt the call, unless it is over; called by the timer's thread."""
         with self._lock:
-            if self._work is not None and not self._is_over:
-                self._work.interrupt(self._exception)
+            if self._call is not None and not self._is_over:
+                self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
         """Let the rest of the call run. RQ's caller swallows a limit's error here."""
@@ -109,17 +109,10 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._is_over = True
             super().cancel_death_penalty()
         finally:
-            if self._work is not None:
-                self._work.heeded()
+            if self._call is not None:
+                self._call.heeded()
 
 
-def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
-    """Return an exception class for a limit: only classes can be raised in another thread."""
-    message = f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"
-
-    def __init__(self: JobTimeoutException) -> None:
-        super(JobTimeoutException, self).__init__(message)
-
-    # The name under which tracebacks show RQ's own.
-    names = {"__init__": __init__, "__module__": JobTimeoutException.__module__}
-    return type("JobTimeoutException", (JobTimeoutException,), names)
+def timeout_error(timeout_s: float) -> type[Exception]:
+    """Return the error of a job over its timeout."""
+    return as_class(JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"))
