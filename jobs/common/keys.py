@@ -8,7 +8,7 @@ tokenmill:run:folder:<hash>    string: the run that was last submitted for an ou
 tokenmill:run:<run>:turn       string: written by whoever submits, plans or cancels the run, watched by the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
-tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
+tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 
 Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
 

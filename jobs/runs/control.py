@@ -21,7 +21,6 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
-from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 
@@ -76,7 +75,6 @@ def submit_run(
         pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
-    list_in_index(connection, run)
     return run
 
 

@@ -1,6 +1,6 @@
 """The runs that Redis knows: a line for each, in few round trips however many there are, and one in detail.
 
-Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts.
+Counts of a list come from totals beside the parts, those of one run from its parts.
 """
 
 from collections import defaultdict
@@ -8,24 +8,24 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import run_key
+from jobs.common.keys import RUNS_KEY, run_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import plan_job_id
-from jobs.runs.redis_state.recorded_parts import recorded_reasons
-from jobs.runs.redis_state.run_index import newest_runs
+from jobs.runs.redis_state.recorded_parts import OF_SUBMISSION, OF_TIME, TOTALS, recorded_reasons
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import FIELDS
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
 from jobs.runs.watching.snapshot import (
     RunQueue,
     RunSnapshot,
+    living_workers,
     read_progress,
     read_queue,
     read_queues,
@@ -52,7 +52,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
-    *FIELDS,
+    *dict.fromkeys((*TOTALS, *OF_SUBMISSION, *OF_TIME)),
 )
 
 
@@ -75,10 +75,12 @@ class ShardSeen:
 
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
     """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
-    read = _read_facts(connection, newest_runs(connection, limit))
+    newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    read = _read_facts(connection, map(stored.text, newest))
     busy = {name for facts, *_ in read.values() if "finished" not in facts for name in run_queues(facts)}
+    workers = living_workers(connection)
     queues = {
-        name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)
+        name: read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1)
         for name in {name for facts, *_ in read.values() for name in run_queues(facts)}
     }
     of_runs = {
@@ -126,7 +128,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     is_cancelled = "cancelled" in facts and "finished" not in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
     parts = state.parts_of(numbers)
-    queue = read_queues(connection, facts, MAX_ENTRIES)
+    queue = read_queues(connection, facts, most=MAX_ENTRIES)
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
     ids = shard_jobs(connection, run, numbers, facts)
     with connection.pipeline(transaction=False) as pipe:

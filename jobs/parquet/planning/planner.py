@@ -33,10 +33,9 @@ from jobs.runs.plans.partitions import FoundFile
 from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.end_calls import Submission
-from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.watching.snapshot import is_silent, living_workers
+from jobs.runs.watching.snapshot import living_workers
 
 
 def score_parquet(
@@ -73,7 +72,6 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     storage.resolve(spec.output)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(context.job_id, spec.output, submission)
-    list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     plan = _agreed_plan(context, storage, found, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
@@ -180,8 +178,8 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
     if spec.escalate_below is None:
         return None
     queue, first, others = spec.escalate_to or queue, context.model, set()
-    for queues, told, left_s in living_workers(context.connection):
-        names = told.get("models") if queue in queues and not is_silent(left_s) else None
+    for _, queues, told, is_silent in living_workers(context.connection):
+        names = told.get("models") if queue in queues and not is_silent else None
         if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:

@@ -13,7 +13,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
+from jobs.common.keys import SUBMISSION_FIELD, worker_key
 from jobs.common.rq_jobs import (
     JobQueue,
     JobStatus,
@@ -148,16 +148,6 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
         for (job_id, execution), name, is_ours in zip(held, names, tell, strict=True)
         if name
     ]
-
-
-def silent_workers(connection: Redis, names: Iterable[str]) -> set[str]:
-    """Return those of our workers that have told nothing of themselves lately: killed ones, most likely."""
-    asked = sorted(set(names))
-    with connection.pipeline(transaction=False) as pipe:
-        for name in asked:
-            pipe.ttl(worker_key(name))
-        left = pipe.execute()
-    return {name for name, left_s in zip(asked, left, strict=True) if 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S}
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:

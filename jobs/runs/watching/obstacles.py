@@ -51,7 +51,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 def listened_queues(connection: Redis) -> list[str]:
     """Return the names of the queues on which a living worker listens, sorted."""
-    return sorted({name for queues, *_ in living_workers(connection) for name in queues})
+    return sorted({name for each in living_workers(connection) for name in each.queues})
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:

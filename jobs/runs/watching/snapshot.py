@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -26,9 +26,9 @@ from jobs.common.rq_jobs import (
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.end_calls import ErrorLimit
-from jobs.runs.redis_state.run_jobs import num_held, silent_workers
+from jobs.runs.redis_state.recorded_parts import OF_TIME
+from jobs.runs.redis_state.run_jobs import num_held
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import OF_TIME
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
 
@@ -37,6 +37,9 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+
+#: For how long what a worker told lately is kept at least.
+TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
 
 #: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
@@ -199,7 +202,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     facts = state.facts()
     plan_job = facts.get("plan_job")
     plan_status = job_status(connection.hget(job_key(plan_job or ""), "status"))
-    seen = read_queues(connection, facts)
+    workers = living_workers(connection)
+    seen = read_queues(connection, facts, workers)
     started = shards_of(run, seen.started)
     parts = state.look(started)  # afterwards: what ends in between is done, and not nowhere
     running = {shard: job_id for shard, job_id in started.items() if shard not in parts.shards}
@@ -211,7 +215,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     failed = tuple(failed_shards[shard] for shard in sorted(failed_shards.keys() - done - running.keys()))
     progress = read_progress(connection, list(running.values()))
     under_way = dict(zip(running, progress, strict=True))
-    silent = silent_workers(connection, (each.worker for each in progress))
+    silent = {each.worker for each in progress} & {each.name for each in workers if each.is_silent}
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
@@ -240,7 +244,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         silent_workers=tuple(sorted(silent)),
-        awaited_second=_awaited_second(connection, facts),
+        awaited_second=_awaited_second(facts, workers),
         second_queue=facts.get("second_queue"),
     )
     left_s = time_left(facts.get("sizes"), shards, rows, parts, alive, time.time())
@@ -264,8 +268,11 @@ def snapshot_of(
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
     limit = ErrorLimit.parse(facts.get("max_errors"))
     worked_s, end = (worked_s, ended_at) if is_finished else (None, time.time())
-    lasted_s = 0.0 if began_at is None or end is None else end - began_at
-    rows_per_s, tokens_per_s = _rates(facts, worked_s, lasted_s, more_rows, more_tokens)
+    if worked_s:
+        seconds, by_then = worked_s, (counts["rows"], counts["generated_tokens"])
+    else:
+        seconds = 0.0 if began_at is None or end is None else end - began_at
+        by_then = tuple(stored.count(facts.get(name)) or 0 for name in ("judged_rows", "judged_tokens"))
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -289,21 +296,10 @@ def snapshot_of(
         began_at=began_at,
         ended_at=ended_at,
         worked_s=worked_s,
-        rows_per_s=rows_per_s,
-        tokens_per_s=tokens_per_s,
+        rows_per_s=(by_then[0] + more_rows) / seconds if seconds > 0 else None,
+        tokens_per_s=(by_then[1] + more_tokens) / seconds if seconds > 0 else None,
         **known,
     )
-
-
-def _rates(
-    facts: Mapping[str, str], worked_s: float | None, lasted_s: float, rows: int, tokens: int
-) -> tuple[float | None, float | None]:
-    """Return rows and tokens a second by workers' clocks. rows, tokens: of running shards."""
-    names = ("total_rows", "total_generated_tokens") if worked_s else ("judged_rows", "judged_tokens")
-    all_rows, all_tokens = (stored.count(facts.get(name)) or 0 for name in names)
-    if worked_s:
-        return all_rows / worked_s, all_tokens / worked_s
-    return ((all_rows + rows) / lasted_s, (all_tokens + tokens) / lasted_s) if lasted_s > 0 else (None, None)
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
@@ -355,11 +351,11 @@ def awaited_model(
     return name and safe_name(name, MAX_TEXT_CHARS)
 
 
-def _awaited_second(connection: Redis, facts: Mapping[str, str]) -> str | None:
+def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> str | None:
     """Say that nobody serves the second model of a cascade, where that is so."""
     if "second_queue" not in facts:
         return None
-    _, models = read_workers(connection, facts["second_queue"])
+    _, models = served_on(workers, facts["second_queue"])
     if models is None or facts["second_model"] in models:
         return None
     model = safe_name(facts["second_text"], MAX_TEXT_CHARS)
@@ -396,7 +392,7 @@ class RunQueue:
         return replace(self, started=started, failed=failed, length=self.length + second.length)
 
 
-def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
+def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int = 0) -> RunQueue:
     """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
     keys = queue_keys(name)
     with connection.pipeline(transaction=False) as pipe:
@@ -405,7 +401,7 @@ def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
         waiting, popped, started, failed = pipe.execute()
-    return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
+    return RunQueue(started, failed, waiting + popped, *served_on(workers, name))
 
 
 def run_queues(facts: Mapping[str, str]) -> list[str]:
@@ -413,44 +409,46 @@ def run_queues(facts: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
-def read_queues(connection: Redis, facts: Mapping[str, str], most: int = 0) -> RunQueue:
+def read_queues(
+    connection: Redis, facts: Mapping[str, str], workers: Iterable[Listener] = (), most: int = 0
+) -> RunQueue:
     """Look at the queues of a run, as read_queue does."""
-    return reduce(RunQueue.joined, [read_queue(connection, name, most) for name in run_queues(facts)])
+    return reduce(RunQueue.joined, [read_queue(connection, name, workers, most) for name in run_queues(facts)])
 
 
-def living_workers(connection: Redis) -> list[tuple[list[str], dict[str, Any], int]]:
-    """Return of each worker its queues, what it told last, and for how many seconds that is kept.
+class Listener(NamedTuple):
+    """A worker that listens on queues, what it told last, and whether that was long ago: it was killed perhaps."""
 
-    RQ's list of a queue's workers is not asked: producers may not read it, as they could then write it.
-    """
+    name: str
+    queues: list[str]
+    told: dict[str, Any]
+    is_silent: bool
+
+
+def living_workers(connection: Redis) -> list[Listener]:
+    """Return the workers that Redis has; RQ's list of a queue's is not asked, as producers could then write it."""
     keys: Any = connection.smembers(WORKERS_KEY)
+    names = [stored.text(key).removeprefix(WORKER_PREFIX) for key in keys]
     with connection.pipeline(transaction=False) as pipe:
-        for key in keys:
-            told = worker_key(stored.text(key).removeprefix(WORKER_PREFIX))
+        for key, name in zip(keys, names, strict=True):
             pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
-            pipe.get(told)
-            pipe.ttl(told)
+            pipe.get(worker_key(name))
+            pipe.ttl(worker_key(name))
         replies = pipe.execute(raise_on_error=False)
-    each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
     return [
-        (stored.text(queues).split(","), stored.json_object(told), left_s)
-        for queues, told, left_s in each
+        Listener(name, stored.text(queues).split(","), stored.json_object(told), 0 <= left_s < TOLD_LATELY_S)
+        for name, queues, told, left_s in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
         if isinstance(queues, bytes)
     ]
 
 
-def is_silent(left_s: int) -> bool:
-    """Whether a worker has told nothing lately. left_s: for how long what it told is kept."""
-    return 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S
-
-
-def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
-    """Return how many workers of a queue live, and all names of the models that they serve, if all say that."""
-    listening = [(told, left_s) for queues, told, left_s in living_workers(connection) if queue in queues]
-    if any(told == {} for told, _ in listening):
+def served_on(workers: Iterable[Listener], queue: str) -> tuple[int, set[str] | None]:
+    """Return how many of the workers listen on a queue, and all names of the models they serve, if all say that."""
+    listening = [each for each in workers if queue in each.queues]
+    if any(each.told == {} for each in listening):
         return len(listening), None
-    # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
-    served = [told.get("models") for told, left_s in listening if not is_silent(left_s)]
+    # A killed worker's key lives on for minutes, and what it served with it.
+    served = [each.told.get("models") for each in listening if not each.is_silent]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(listening), models
 

@@ -14,7 +14,7 @@ from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_r
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
-from jobs.runs.watching.snapshot import failure_text, read_workers
+from jobs.runs.watching.snapshot import failure_text, living_workers, served_on
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -51,7 +51,7 @@ def try_job(
             pipe.execute()
         heard_at = clock()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
-            if read_workers(connection, queue)[0]:
+            if served_on(living_workers(connection), queue)[0]:
                 heard_at = clock()
             elif clock() - heard_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
