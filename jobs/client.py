@@ -43,9 +43,6 @@ INPUT_SUFFIX = ".input"
 #: Sampling values that may stand beside the other arguments, as on the command line.
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
-#: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
-_FRACTIONS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
-
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
 _OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
 _CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
@@ -205,12 +202,7 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         sampling = named.get("sampling") or {}
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        given_values = {
-            name: float(each) if name in _FRACTIONS and type(each) is int else each
-            for name, each in values.items()
-            if each is not None
-        }
-        named["sampling"] = {**sampling, **given_values}
+        named["sampling"] = {**sampling, **{name: each for name, each in values.items() if each is not None}}
     checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
     if checks:
         _add(named, "check", {kind: each for kind, each in checks.items() if each is not None} or None)

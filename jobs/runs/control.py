@@ -60,9 +60,8 @@ def submit_run(
     check_run(spec)
     run = spec.run
     plan_job, state = plan_job_id(run), RunState(connection, run)
-    planning = {name: value for name, value in spec.to_json().items() if value is not None}
     # The output as it was named: which real path it has is for the worker to say.
-    planning |= {"output": run_path(own["output"]), **submission.to_arguments()}
+    planning = {**spec.to_json(), "output": run_path(own["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
         under_way = _planning_under_way(connection, state, plan_job)
@@ -87,8 +86,12 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
-    own = {name: value for name, value in plan.spec.to_json().items() if value is not None}
-    own |= {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint, **calls}
+    own = plan.spec.to_json() | {
+        "output": output,
+        "reuse": [plan.spec.output],
+        "model": plan.model.fingerprint,
+        **calls,
+    }
     if plan.reused is not None:
         own["reuse_from_any_model"] = plan.reused.any_model
         own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]

@@ -63,7 +63,7 @@ def score_parquet(
     spec = RunSpec.from_arguments(input, output, **prompt, **own)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
-    submission.calls.check_allowed(context.webhook_hosts, context.allowed_functions)
+    submission.check_calls(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)
 
 

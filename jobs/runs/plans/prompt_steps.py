@@ -193,7 +193,7 @@ MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return sampling values of a run's rows, without what asks for nothing. Raises InvalidJob."""
+    """Return sampling values of a run's rows, without what asks for nothing; 0 and 0.0 are one. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise InvalidJob(
             f"sampling is {type(value).__name__}, expected a mapping: "
@@ -204,7 +204,10 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
-    sampling = run_values(sampling)
+    sampling = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in run_values(sampling).items()
+    }
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

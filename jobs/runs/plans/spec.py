@@ -54,12 +54,12 @@ class RunSpec:
 
     input: list[str]
     output: str
-    prompt_column: str | None
-    messages_column: str | None
-    template: TemplateSpec | None
-    sampling: dict[str, Any]
-    rows_per_shard: int
-    filename_column: str | None
+    prompt_column: str | None = DEFAULT_PROMPT_COLUMN
+    messages_column: str | None = None
+    template: TemplateSpec | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    rows_per_shard: int = 1000
+    filename_column: str | None = None
     input_format: str | None = None
     single_file: str | None = None
     keep: list[str] | None = None
@@ -111,7 +111,7 @@ class RunSpec:
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
             sources = [OPENAI_BATCH]
-        named = {"input": input, "output": output, **_ALWAYS, **given, **asdict(_repairs(given))}
+        named = {"input": input, "output": output, **given, **asdict(_repairs(given))}
         if sources not in ([], ["prompt_column"]):
             named["prompt_column"] = None
         values = {
@@ -120,8 +120,9 @@ class RunSpec:
         }
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
-        is_chat = isinstance(values["template"], list) or sources in (["messages_column"], ["prompts"])
-        values["sampling"] = run_sampling(values["sampling"], values["rows_per_shard"], is_chat=is_chat)
+        is_chat = isinstance(values.get("template"), list) or sources in (["messages_column"], ["prompts"])
+        rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
+        values["sampling"] = run_sampling(values.get("sampling", {}), rows_per_shard, is_chat=is_chat)
         spec = cls(**values)
         _check_together(spec, given)
         return spec
@@ -230,14 +231,6 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "escalate_below": checks.share,
     "escalate_to": lambda name, value: check_queue_name(value, name),
     "escalate_model": lambda _, value: parse_model(value),
-}
-
-#: What fields have that are in the JSON whatever they are.
-_ALWAYS: Mapping[str, Any] = {
-    "prompt_column": DEFAULT_PROMPT_COLUMN,
-    **dict.fromkeys(("messages_column", "template", "filename_column")),
-    "sampling": {},
-    "rows_per_shard": 1000,
 }
 
 

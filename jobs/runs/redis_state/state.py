@@ -99,7 +99,7 @@ class RunState(RecordedParts):
         facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
         pipe.multi()
         gone = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
-        self._put(pipe, {**facts, **model, **limit, **submission.calls.to_fields()}, *gone)
+        self._put(pipe, {**facts, **model, **limit, **submission.calls}, *gone)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
