@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
-from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
 from jobs.context.check_processes import Checks
@@ -151,5 +151,5 @@ def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
         "models": served.names,
         "dtype": served.dtype,
         "attention_backend": served.attention_backend,
-        "version": code_version(),
+        "version": version("tokenmill"),
     }

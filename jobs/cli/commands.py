@@ -18,7 +18,6 @@ from jobs.cli.status_text import gone_text, status_text, tell_failures
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import json_option, run_json, runs, show_all_runs, tell_troubles, watch_option, workers
-from jobs.common.version import code_version
 from jobs.errors import UnknownRun
 from jobs.installed import model_table
 from jobs.runs.control import submit_run
@@ -35,7 +34,7 @@ from jobs.runs.watching.snapshot import read_planned
     show_default=True,
     help="Redis to use; RQ_REDIS_URL sets it too.",
 )
-@click.version_option(code_version(), prog_name="tokenmill")
+@click.version_option(package_name="tokenmill", prog_name="tokenmill")
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
@@ -164,10 +163,10 @@ main.add_command(requeue_command)
 def _output_text(output: RunOutput) -> str:
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
-        f"run {output.run}: {output.state}",
+        f"run {output.plan.run}: {output.state}",
         f"output   {output.folder}",
-        f"rows     {output.rows}{errors}",
-        f"shards   {output.parts} of {output.shards} done",
+        f"rows     {output.plan.rows}{errors}",
+        f"shards   {output.parts} of {len(output.plan.shards)} done",
         *gone_text(output.num_gone, output.folder),
     ]
     return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))

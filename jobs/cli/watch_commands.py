@@ -95,10 +95,9 @@ def run_json(connection: redis.Redis, name: str) -> str:
     except UnknownRun:
         if output is None:
             raise
-    counts = {"rows": output.rows, "errors": output.errors, "shards": output.shards, "shards_done": output.parts}
-    return json.dumps(
-        {"run": run, "state": output.state, "output": output.folder, "model": str(output.model), **counts}
-    )
+    plan, told = output.plan, {"run": run, "state": output.state, "output": output.folder}
+    counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
+    return json.dumps({**told, "model": str(plan.model), **counts})
 
 
 def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:

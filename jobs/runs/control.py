@@ -126,15 +126,9 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
 def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
     """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
-    from_end = _is_nearer_to_end(state.connection, queue_keys(queue_name).waiting, ids)
-    if from_end:
-        ids.reverse()
-    removed = stopped = 0
-    for start in range(0, len(ids), CHUNK):
-        chunk = ids[start : start + CHUNK]
-        removed += remove_waiting(state, submission, queue_name, chunk, from_end)
-        stopped += state.as_of(submission, partial(stop_held, state.connection, chunk))
-    return removed, stopped
+    removed = remove_waiting(state, submission, queue_name, ids)
+    chunks = (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
+    return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
@@ -146,11 +140,11 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
     return False
 
 
-def remove_waiting(
-    state: RunState, submission: int, queue_name: str, job_ids: Sequence[str], from_end: bool = False
-) -> int:
+def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
     """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
     queue_key, removed = queue_keys(queue_name).waiting, 0
+    if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
+        job_ids = job_ids[::-1]
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
         taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))

@@ -130,26 +130,17 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     parts = state.parts_of(numbers)
     queue = read_queues(connection, facts, most=MAX_ENTRIES)
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
-    ids = shard_jobs(connection, run, numbers, facts)
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id in ids:
-            pipe.hmget(job_key(job_id), "worker_name", "status")
-        seen = pipe.execute()
-    progress = read_progress(connection, ids)
+    progress = read_progress(connection, shard_jobs(connection, run, numbers, facts))
     found = []
-    for shard, (name, status), each in zip(numbers, seen, progress, strict=True):
-        worker = safe_name(name or b"")
+    for shard, each in zip(numbers, progress, strict=True):
         if (part := parts.get(shard)) is not None:
-            seconds = part.seconds
-            counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
-            found.append(ShardSeen(shard, "done", *counts, worker))
+            counts = (part.rows, part.rows, part.errors, part.generated_tokens, part.seconds)
+            found.append(ShardSeen(shard, "done", *counts, each.worker))
         elif shard in started:
-            found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, worker))
-        elif is_cancelled:
-            found.append(ShardSeen(shard, "left", worker=worker))
+            found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, each.worker))
         else:
-            word = "failed" if shard in failed else "gone" if status is None else "queued"
-            found.append(ShardSeen(shard, word, worker=worker))
+            word = "failed" if shard in failed else "queued" if each.has_job else "gone"
+            found.append(ShardSeen(shard, "left" if is_cancelled else word, worker=each.worker))
     return found
 
 

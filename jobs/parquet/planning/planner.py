@@ -5,11 +5,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, model_text
 from jobs.errors import ColumnConflict, MissingColumn, NoSecondModel, OutputHoldsAnotherRun, RunOfAnotherModel
@@ -167,7 +167,7 @@ def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
-        version=code_version(),
+        version=version("tokenmill"),
         shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
         **inputs.of_plan,
     )

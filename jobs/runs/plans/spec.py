@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
@@ -111,7 +111,7 @@ class RunSpec:
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
             sources = [OPENAI_BATCH]
-        named = {"input": input, "output": output, **given, **asdict(_repairs(given))}
+        named = {"input": input, "output": output, **given}
         if sources not in ([], ["prompt_column"]):
             named["prompt_column"] = None
         values = {
@@ -208,6 +208,7 @@ def _inputs(name: str, value: Any) -> list[str]:
 
 #: What is made of an option's name and what was given; others are looked at together.
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **PARSERS,
     "input": _inputs,
     "output": lambda _, value: real_path(run_path(value)),
     **dict.fromkeys(("prompt_column", "messages_column", "filename_column", "reused_column"), column_name),
@@ -244,13 +245,6 @@ def _sources(given: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _repairs(given: Mapping[str, Any]) -> RepairOptions:
-    found = split_repair_options(given)[1]
-    if "check_columns" in given and found.function is None:
-        raise InvalidJob("check_columns are for a function that checks, and there is none")
-    return found
-
-
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments that exclude each other, or need another one."""
     if spec.keep is not None and spec.drop is not None:
@@ -265,6 +259,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
         (spec.defaults, is_filled, "defaults stand for null in a template, and there is none: give a template too"),
         (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
+        (spec.check_columns, spec.repairs.function, "check_columns are for a function that checks, and there is none"),
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
         (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
         (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),

@@ -475,13 +475,13 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name")
+            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name", "status")
         replies = pipe.execute(raise_on_error=False)
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
+def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
     told = stored.json_object(meta)
     rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
-    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""))
+    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""), status is not None)

@@ -13,13 +13,14 @@ LATELY_S = 2.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What a running shard says of itself: answered rows, generated tokens, all rows, when it began."""
+    """What a shard's job says of itself: answered rows, generated tokens, all rows, when it began; if it is there."""
 
     rows: int
     tokens: int
     shard_rows: int = 0
     started_at: float | None = None
     worker: str = ""
+    has_job: bool = True
 
 
 @dataclass(frozen=True)
