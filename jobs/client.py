@@ -91,9 +91,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
     found, output = named_run(client, os.fspath(name))
-    if output is not None:
-        return Run(found, client, output.folder)
-    return Run(found, client, read_planned(client, found).output)
+    return Run(found, client, read_planned(client, found).output if output is None else output.folder)
 
 
 class Run:
@@ -154,8 +152,7 @@ class Run:
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows that have an error, of the parts that are there. Raises as `table`, but may be
-        unfinished."""
+        """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
         return self._reader("errors").errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import click
 import redis
@@ -73,7 +72,11 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     def show() -> str:
         tell_troubles(connection)
         found = read_samples(connection)
-        return json.dumps(list(map(_worker_object, found))) if as_json else workers_table(found)
+        if not as_json:
+            return workers_table(found)
+        return json.dumps(
+            [{**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"} for each in found]
+        )
 
     with errors_told():
         show_or_watch(show, watch)
@@ -187,7 +190,3 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         *now,
         ago(worker.silent_s),
     )
-
-
-def _worker_object(worker: WorkerSample) -> dict[str, Any]:
-    return {**worker.to_object(), "silent": worker.is_silent, "draining": worker.state == "draining"}

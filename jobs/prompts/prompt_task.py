@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
@@ -37,10 +37,8 @@ ID_PREFIXES = {
 }
 
 
-class Respond(Protocol):
-    """Builds the job's result but for its id, time and model, see responses.py."""
-
-    def __call__(self, answers: Answers, job_id: str) -> dict[str, Any]: ...
+#: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
+Respond = Callable[[Answers, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
+from jobs.common.rq_jobs import JobQueue, JobStatus, QueueKeys, command_channel, executions_key, job_key
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
 from jobs.runs.plans.names import plan_job_id, shard_job_id
@@ -142,7 +142,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 
 def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
     """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
-    queue_key, removed = queue_keys(queue_name).waiting, 0
+    queue_key, removed = QueueKeys(queue_name).waiting, 0
     if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
         job_ids = job_ids[::-1]
     for start in range(0, len(job_ids), CHUNK):
@@ -179,7 +179,7 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
     for job in left:
         if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
             return plan_job
-        keys = queue_keys(job.origin)  # a worker that was killed before it started it may leave it on no queue
+        keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
         on_queue = any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
         if job.status is JobStatus.QUEUED and on_queue:
             return plan_job
@@ -216,10 +216,8 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
     held = read_holders(connection, job_ids)
     pipe.multi()
-    for holder in held:
-        command = {"command": "stop-job", "job_id": holder.job_id}
-        if holder.is_ours:  # RQ's own know jobs alone
-            command = {**command, "command": "stop-execution", "execution_id": holder.execution_id}
-        pipe.publish(command_channel(holder.worker), json.dumps(command))
+    for job_id, execution_id, worker in held:
+        command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
+        pipe.publish(command_channel(worker), json.dumps(command))
     pipe.execute()
-    return len({holder.job_id for holder in held})
+    return len({job_id for job_id, *_ in held})

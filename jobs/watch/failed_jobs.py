@@ -11,11 +11,11 @@ from jobs.common import stored
 from jobs.common.display import printable, safe_name
 from jobs.common.rq_jobs import (
     JobStatus,
+    QueueKeys,
     dependency_ids,
     error_text,
     job_key,
     job_status,
-    queue_keys,
     relatives_keys,
     results_key,
 )
@@ -82,7 +82,7 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
     """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
-            pipe.zrevrange(queue_keys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
+            pipe.zrevrange(QueueKeys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
         found = [
             (score, stored.text(job_id), queue)
             for queue, entries in zip(queues, pipe.execute(), strict=True)
@@ -100,7 +100,7 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
 
 def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[FailedJob]:
     """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`."""
-    job_ids: Any = connection.zrevrange(queue_keys(queue).failed, offset, offset + most - 1)
+    job_ids: Any = connection.zrevrange(QueueKeys(queue).failed, offset, offset + most - 1)
     return _read_failed(connection, [(stored.text(job_id), queue) for job_id in job_ids])
 
 
@@ -120,7 +120,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     with connection.pipeline(transaction=False) as pipe:
         pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
         pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
-        pipe.zscore(queue_keys(stored.text(texts["origin"] or b"")).failed, job_id)
+        pipe.zscore(QueueKeys(stored.text(texts["origin"] or b"")).failed, job_id)
         pipe.smembers(relatives_keys(job_id)[0])
         data, meta, score, dependents = pipe.execute()
     (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)

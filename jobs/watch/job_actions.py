@@ -18,9 +18,9 @@ from jobs.common.rq_jobs import (
     QUEUES_KEY,
     RATE_LIMITS_KEY,
     JobStatus,
+    QueueKeys,
     executions_key,
     job_key,
-    queue_keys,
     rate_limit_key,
     rate_limited_key,
     time_text,
@@ -47,7 +47,7 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
     """Requeue the oldest `limit` failed jobs at most; return how many those were, and ids that are listed and gone."""
-    found: Any = connection.zrange(queue_keys(queue).failed, 0, limit - 1)
+    found: Any = connection.zrange(QueueKeys(queue).failed, 0, limit - 1)
     job_ids = list(map(stored.text, found))
     done = set(requeue(connection, queue, job_ids))
     return len(done), [job_id for job_id in job_ids if job_id not in done]
@@ -55,7 +55,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[st
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
     """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
-    keys = queue_keys(queue)
+    keys = QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction
         for job_id in job_ids:
@@ -83,7 +83,7 @@ def _queue_again(
 ) -> None:
     """Write what RQ writes when it requeues a job. One with a rate limit is let in by a worker."""
     key = job_key(job_id)
-    pipe.zrem(queue_keys(queue).failed, job_id)
+    pipe.zrem(QueueKeys(queue).failed, job_id)
     pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
     if limit and concurrency:
         pipe.hset(key, "status", JobStatus.RATE_LIMITED.value)
@@ -92,7 +92,7 @@ def _queue_again(
         pipe.zadd(rate_limited_key(limit), {job_id: time.time()})
     else:
         pipe.hset(key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
-        pipe.rpush(queue_keys(queue).waiting, job_id)
+        pipe.rpush(QueueKeys(queue).waiting, job_id)
     pipe.hdel(key, "exc_info")
     if ttl_s:
         pipe.expire(key, int(ttl_s))
@@ -137,7 +137,7 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     raw: Any = pipe.hmget(job_key(job_id), "origin", "rate_limit_key")
     if not raw[0]:
         return False
-    keys, limit = queue_keys(stored.text(raw[0])), stored.text(raw[1] or b"")
+    keys, limit = QueueKeys(stored.text(raw[0])), stored.text(raw[1] or b"")
     registries = (keys.deferred, keys.ready, keys.scheduled, rate_limited_key(limit))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]

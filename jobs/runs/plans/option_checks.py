@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, brief, is_unicode
+from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.values import column_name
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
@@ -19,15 +19,6 @@ def column_names(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise unlike(name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'""")
     return sorted({column_name(f"a column of {name}", each) for each in value})
-
-
-def output_prefix(name: str, value: Any) -> str:
-    """Return the text that stands before the names of the added columns. Raises InvalidJob."""
-    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
-        raise unlike(name, value, f"a text of at most {MAX_NAME_CHARS} characters")
-    if not is_unicode(value):
-        raise InvalidJob(f"{name} is not valid Unicode: it holds half of a surrogate pair")
-    return value
 
 
 def share(name: str, value: Any) -> float:

@@ -216,7 +216,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "input_format": parse_format,
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
-    "output_prefix": checks.output_prefix,
+    "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),
     **dict.fromkeys(("limit", "dimensions"), whole_number),
     "sampling_columns": checks.sampling_columns,
     "defaults": checks.defaults,
@@ -246,7 +246,7 @@ def _sources(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments that exclude each other, or need another one."""
+    """Raise InvalidJob for arguments that exclude each other or need another one, and what is no template."""
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     if spec.order is not None and spec.only_new:
@@ -272,8 +272,15 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
-    if spec.template is not None:
-        _check_template(spec)
+    texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
+    if texts and not is_jinja:
+        parsed = Template.parse(spec.template)
+        if not parsed.columns:
+            raise InvalidJob(
+                "the template names no column, so that every row would ask the same: "
+                f"write {{column}} where a row's value goes{jinja_hint(texts[:1])}"
+            )
+        parsed.check_cost(spec.rows_per_shard)
     check_nothing_generated(vars(spec), is_chat=spec.is_chat)
     check_repairs(
         spec.repairs,
@@ -282,20 +289,6 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
-
-
-def _check_template(spec: RunSpec) -> None:
-    """Raise InvalidJob for what is no template, fits no row or costs too much."""
-    texts, _ = template_texts(spec.template)
-    if spec.template_format == "jinja":
-        return
-    parsed = Template.parse(spec.template)
-    if not parsed.columns:
-        raise InvalidJob(
-            "the template names no column, so that every row would ask the same: "
-            f"write {{column}} where a row's value goes{jinja_hint(texts[:1])}"
-        )
-    parsed.check_cost(spec.rows_per_shard)
 
 
 def check_num_files(found: int) -> None:

@@ -193,7 +193,7 @@ class RecordedParts:
 
     def count_anew(self) -> None:
         """Store what all recorded parts have together; one recorded meanwhile may be missed or counted twice."""
-        counts, spans = Counter(dict.fromkeys(TOTALS, 0)), []
+        counts, spans = Counter[Any](dict.fromkeys(TOTALS, 0)), []
         for part in self.each_part():
             spans.append((part.started_at, part.ended_at))
             counts.update({f"total_{name}": getattr(part, name) for name in COUNTED})

@@ -13,7 +13,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import SUBMISSION_FIELD, worker_key
+from jobs.common.keys import SUBMISSION_FIELD
 from jobs.common.rq_jobs import (
     JobQueue,
     JobStatus,
@@ -22,7 +22,6 @@ from jobs.common.rq_jobs import (
     executions_key,
     job_key,
     job_status,
-    queue_keys,
     relatives_keys,
 )
 from jobs.runs.plans.names import job_shard
@@ -48,7 +47,7 @@ class EarlierJob:
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
-        keys = queue_keys(self.origin)
+        keys = QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
         for key in (keys.finished, keys.failed, keys.deferred, keys.ready, keys.scheduled, keys.cancelled):
@@ -117,18 +116,8 @@ class WaitingJobs:
 _CHUNK = 1000
 
 
-@dataclass(frozen=True)
-class Holder:
-    """An execution whose lease runs, and its worker's name. is_ours: whether that is one of Tokenmill's."""
-
-    job_id: str
-    execution_id: str
-    worker: str
-    is_ours: bool
-
-
-def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
-    """Return the executions that hold some of the jobs."""
+def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the executions that hold some of the jobs: job, execution and the worker's name."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(executions_key(job_id), 0, -1)
@@ -139,15 +128,7 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
         ]
         for job_id, execution in held:
             pipe.hget(execution_key(job_id, execution), "worker_name")
-        names = [stored.text(name) if name else "" for name in pipe.execute()]
-        for name in names:
-            pipe.exists(worker_key(name))
-        tell = pipe.execute()
-    return [
-        Holder(job_id, execution, name, bool(is_ours))
-        for (job_id, execution), name, is_ours in zip(held, names, tell, strict=True)
-        if name
-    ]
+        return [(*each, stored.text(name)) for each, name in zip(held, pipe.execute(), strict=True) if name]
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:

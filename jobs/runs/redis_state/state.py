@@ -66,8 +66,7 @@ class RunState(RecordedParts):
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks of its end. Raises UnknownRun when Redis has lost more than a
-        mark."""
+        """Return what `describe` stored, and the marks of its end. Raises UnknownRun where Redis has lost it."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
@@ -106,8 +105,7 @@ class RunState(RecordedParts):
         self._list(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with its planning job, unless that did. Raises RunCancelled where it was cancelled since, or
-        RunBusy."""
+        """Submit the run with its planning job, unless that did. Raises RunBusy, or RunCancelled where it was since."""
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
@@ -219,8 +217,7 @@ class RunState(RecordedParts):
     # Who may write
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change between which and its looks no planner, submission or cancel comes. Raises RunBusy for a lost
-        lease."""
+        """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:

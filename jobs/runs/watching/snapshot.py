@@ -17,11 +17,11 @@ from jobs.common.rq_jobs import (
     WORKER_PREFIX,
     WORKERS_KEY,
     JobStatus,
+    QueueKeys,
     job_key,
     job_status,
     last_error,
     last_value,
-    queue_keys,
 )
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
@@ -269,10 +269,10 @@ def snapshot_of(
     limit = ErrorLimit.parse(facts.get("max_errors"))
     worked_s, end = (worked_s, ended_at) if is_finished else (None, time.time())
     if worked_s:
-        seconds, by_then = worked_s, (counts["rows"], counts["generated_tokens"])
+        seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
     else:
         seconds = 0.0 if began_at is None or end is None else end - began_at
-        by_then = tuple(stored.count(facts.get(name)) or 0 for name in ("judged_rows", "judged_tokens"))
+        by_then = [stored.count(facts.get(name)) or 0 for name in ("judged_rows", "judged_tokens")]
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -394,7 +394,7 @@ class RunQueue:
 
 def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int = 0) -> RunQueue:
     """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
-    keys = queue_keys(name)
+    keys = QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)

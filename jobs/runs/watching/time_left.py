@@ -41,8 +41,7 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return how many seconds are left to a run by its shards' stored shares, its parts and running shards; None if
-    unknown."""
+    """Return the seconds left to a run by its shards' stored shares, its parts and running shards; None if unknown."""
     if not shards or rows is None:
         return None
     work = json.loads(shares_text or "[]")
