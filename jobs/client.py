@@ -129,7 +129,7 @@ class Run:
         followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
         if (problem := followed.problem) is None:
             return self.status()
-        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failures[:1]]
+        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
         because = [each for each in (followed.snapshot.plan_error, *named) if followed.end is not End.FINISHED and each]
         raise RunFailed(self.id, "; ".join([*because, problem]))
 

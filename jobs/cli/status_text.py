@@ -109,7 +109,7 @@ def _has_columns(file: TextIO) -> bool:
 
 def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
     speed = f"{tokens_per_s:.0f} tok/s"
-    failed = len(snapshot.failures)
+    failed = len(snapshot.failed_jobs)
     told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
 
@@ -124,10 +124,10 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         return
     if snapshot.plan_error is not None:
         click.echo(f"planning: {snapshot.plan_error}", err=True)
-    for job_id in snapshot.failures[:MAX_SHOWN]:
+    for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
-    if len(snapshot.failures) > MAX_SHOWN:
-        click.echo(f"and {len(snapshot.failures) - MAX_SHOWN} more failed shards", err=True)
+    if len(snapshot.failed_jobs) > MAX_SHOWN:
+        click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:

@@ -94,7 +94,7 @@ def run_json(connection: redis.Redis, name: str) -> str:
     try:
         snapshot = read_planned(connection, run)
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failures})
+        return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
     except UnknownRun:
         if output is None:
             raise

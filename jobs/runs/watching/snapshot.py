@@ -60,7 +60,8 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. awaited_second: what is to be
+    anyone's word. failed_jobs: without those that an earlier cancel has
+    stopped, which are gone. left_s: until it ends. awaited_second: what is to be
     done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
     ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
@@ -86,7 +87,6 @@ class RunSnapshot:
     too_many_errors: str | None
     claimed: int = 0
     gone: int = 0
-    stopped_jobs: frozenset[str] = frozenset()
     left_s: float | None = None
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class RunSnapshot:
     @property
     def shards_failed(self) -> int:
         """Return how many shards failed; 0 of a run that is cancelled or stopped."""
-        return 0 if self.cancelled else len(self.failures)
+        return 0 if self.cancelled else self.failed
 
     @property
     def shards_left(self) -> int:
@@ -131,11 +131,6 @@ class RunSnapshot:
     @property
     def failed(self) -> int:
         return len(self.failed_jobs)
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Ids of the failed jobs whose errors are news: what an earlier cancel stopped has none."""
-        return tuple(job for job in self.failed_jobs if job not in self.stopped_jobs)
 
     @property
     def queued(self) -> int:
@@ -213,6 +208,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     failed_shards = shards_of(run, seen.failed)
     done = frozenset() if is_unended else parts.shards
     failed = tuple(failed_shards[shard] for shard in sorted(failed_shards.keys() - done - running.keys()))
+    stopped = _stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0)
     progress = read_progress(connection, list(running.values()))
     under_way = dict(zip(running, progress, strict=True))
     silent = {each.worker for each in progress} & {each.name for each in workers if each.is_silent}
@@ -229,7 +225,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
             lost = [shard for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
             sought = list(map(job_key, shard_jobs(connection, run, lost, facts)))
             there: Any = connection.exists(*sought) if sought else 0
-            gone = len(sought) - int(there)
+            gone = len(sought) - int(there) + len(stopped)
     snapshot = snapshot_of(
         run,
         facts,
@@ -239,8 +235,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         progress,
         shards_done=len(parts.shards),
         claimed=claimed,
-        failed_jobs=failed,
-        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
+        failed_jobs=tuple(job for job in failed if job not in stopped),
         plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         silent_workers=tuple(sorted(silent)),
@@ -327,15 +322,15 @@ def _plan_error(
     return None
 
 
-def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
+def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
     """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
-        return frozenset()
+        return set()
     with connection.pipeline(transaction=False) as pipe:
         for job_id in failed:
             pipe.hget(job_key(job_id), SUBMISSION_FIELD)
         found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
-    return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
+    return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
 
 
 def awaited_model(

@@ -98,7 +98,7 @@ def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed
     invoke(*submit)
     redis.hset(f"rq:job:{failed.id}", SUBMISSION_FIELD, 10**15)  # it has failed since
     snapshot = read_snapshot(redis, run)
-    assert snapshot.failures == (failed.id,)
+    assert snapshot.failed_jobs == (failed.id,)
     told = invoke("status", run).output
     assert failed.id in told
     assert stopped.id not in told

@@ -216,7 +216,7 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     fail(site.redis, lost, "they are lost")
     emptied.delete()
     snapshot = read_snapshot(site.redis, run)
-    assert (snapshot.state, snapshot.failures, snapshot.gone) == ("failed", (lost.id,), 1)
+    assert (snapshot.state, snapshot.failed_jobs, snapshot.gone) == ("failed", (lost.id,), 1)
     assert [each.state for each in list_shards(site.redis, run)] == ["failed", "gone", "done"]
     assert [each.failed for each in list_runs(site.redis)] == [1]
     site.score()
