@@ -4,7 +4,7 @@
     run.wait()
     table = run.table()
 
-Nothing here is a job: no worker calls it, whoever enqueues its name.
+Nothing here is a job.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 from redis import Redis
 
 from jobs.common.display import brief
-from jobs.common.rq_jobs import current_function
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
-from jobs.prompts.arguments import NOT_TEXT
+from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import WISHES
+from jobs.runs.redis_state.submission import WISHES
 from jobs.runs.watching.follow import Display, End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 
 #: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
-
-#: Sampling values that may stand beside the other arguments, as on the command line.
-SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
 _OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
@@ -64,8 +60,6 @@ def submit(
     arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
     """
-    if current_function() in ("jobs.submit", "jobs.client.submit"):
-        raise InvalidJob("jobs.submit is no job: enqueue jobs.score_parquet")
     client = _connection(connection)
     _check_names(arguments)
     named = run_arguments(arguments)

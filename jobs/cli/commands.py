@@ -17,7 +17,16 @@ from jobs.cli.run_options import check_options, input_options, output_options, p
 from jobs.cli.status_text import gone_text, status_text, tell_failures
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
-from jobs.cli.watch_commands import json_option, run_json, runs, show_all_runs, tell_troubles, watch_option, workers
+from jobs.cli.watch_commands import (
+    json_option,
+    output_json,
+    run_json,
+    runs,
+    show_all_runs,
+    tell_troubles,
+    watch_option,
+    workers,
+)
 from jobs.errors import UnknownRun
 from jobs.installed import model_table
 from jobs.runs.control import submit_run
@@ -113,16 +122,16 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         if watch:
             raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
         tell_troubles(connection)
-        if as_json:
-            click.echo(run_json(connection, run))
-            return
         run, output = named_run(connection, run)
         try:
             snapshot = read_planned(connection, run)
         except UnknownRun:
             if output is None:
                 raise
-            click.echo(_output_text(output))
+            click.echo(output_json(output) if as_json else _output_text(output))
+            return
+        if as_json:
+            click.echo(run_json(connection, snapshot))
             return
         output = output or output_here(snapshot.output, snapshot.run)
         click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))

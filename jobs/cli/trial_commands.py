@@ -12,7 +12,7 @@ from jobs.cli.options import run_arguments
 from jobs.cli.run_options import input_options, prompt_options
 from jobs.common.display import safe_name
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.trials import try_job
 
 #: Of a prompt or an answer that is shown.

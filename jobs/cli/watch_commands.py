@@ -12,9 +12,8 @@ from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import ago, rate, table
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.doctor.redis_server import troubles
-from jobs.errors import UnknownRun
-from jobs.runs.output import named_run
-from jobs.runs.watching.snapshot import RunSnapshot, read_planned
+from jobs.runs.output import RunOutput
+from jobs.runs.watching.snapshot import RunSnapshot
 from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
 from jobs.watch.samples import WorkerSample, read_samples
 
@@ -88,17 +87,15 @@ def tell_troubles(connection: redis.Redis) -> None:
         click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
-def run_json(connection: redis.Redis, name: str) -> str:
-    """Return what is known of a run, or its folder tells, as JSON. Raises UnknownRun or what reading does."""
-    run, output = named_run(connection, name)
-    try:
-        snapshot = read_planned(connection, run)
-        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
-    except UnknownRun:
-        if output is None:
-            raise
-    plan, told = output.plan, {"run": run, "state": output.state, "output": output.folder}
+def run_json(connection: redis.Redis, snapshot: RunSnapshot) -> str:
+    """Return what is known of a run as JSON."""
+    reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+    return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
+
+
+def output_json(output: RunOutput) -> str:
+    """Return what a run's folder tells as JSON."""
+    plan, told = output.plan, {"run": output.plan.run, "state": output.state, "output": output.folder}
     counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
     return json.dumps({**told, "model": str(plan.model), **counts})
 

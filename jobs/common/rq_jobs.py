@@ -12,7 +12,7 @@ from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
-from rq import Queue, get_current_job, registry
+from rq import Queue, registry
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
@@ -129,12 +129,6 @@ def job_status(raw: object) -> JobStatus | None:
 def time_text() -> str:
     """Return the time as RQ writes it into a job's hash."""
     return utcformat(now())
-
-
-def current_function() -> str | None:
-    """Return the name of the function that RQ runs here as a job, or None outside a job."""
-    job = get_current_job()
-    return None if job is None else job.func_name
 
 
 class JobQueue:

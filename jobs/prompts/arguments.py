@@ -24,6 +24,9 @@ NOT_TEXT = frozenset(
     | {"include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"}
 )
 
+#: Those of a run that may stand beside its other arguments, as on the command line.
+SAMPLING_NAMES = NOT_TEXT | {"stop"}
+
 Prompt = str | list[int]
 
 
@@ -94,8 +97,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 brief(value),
                 value[:MAX_SHOWN_CHARS],
             )
-    known = NOT_TEXT | {"stop"}
-    return without_neutral({name: value for name, value in sampling.items() if value is not None or name not in known})
+    return without_neutral({name: v for name, v in sampling.items() if v is not None or name not in SAMPLING_NAMES})
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The task of `jobs.embed`: texts in the job, OpenAI's list of embeddings in its result."""
 
-import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -49,11 +48,8 @@ def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> di
 
 
 def packed(embedding: Sequence[float]) -> bytes:
-    """Return an embedding's numbers as little-endian float32, which they are."""
-    numbers = array("f", embedding)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    """Return an embedding's numbers as float32, which they are, in this machine's order: little-endian."""
+    return array("f", embedding).tobytes()
 
 
 def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, Any]:

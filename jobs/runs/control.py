@@ -20,9 +20,9 @@ from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
 from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"

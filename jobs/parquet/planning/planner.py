@@ -32,9 +32,9 @@ from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.partitions import FoundFile
 from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.snapshot import living_workers
 
 

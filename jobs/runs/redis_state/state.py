@@ -18,8 +18,8 @@ from redis.client import Pipeline
 from jobs.common import stored
 from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key
 from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.recorded_parts import JUDGED, OF_SUBMISSION, PartCount, RecordedParts, Verdict, part_count
+from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.transactions import transact
 
 T = TypeVar("T")

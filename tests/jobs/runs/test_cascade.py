@@ -21,7 +21,7 @@ from jobs.parquet.planning.planner import plan_run
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.obstacles import obstacles
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.tasks import Request

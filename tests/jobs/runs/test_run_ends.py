@@ -23,7 +23,7 @@ from jobs.runs import end_notices
 from jobs.runs.control import submit_run
 from jobs.runs.end_notices import PAUSES_S, post_run_end, tell_failed
 from jobs.runs.plans.names import plan_job_id, shard_job_id
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 from jobs.table import own_function
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext
