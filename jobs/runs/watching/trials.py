@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -29,33 +29,25 @@ _OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANC
 
 
 def try_job(
-    connection: Redis,
-    queue: str,
-    function: str,
-    arguments: Mapping[str, Any],
-    model: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    connection: Redis, queue: str, function: str, arguments: Mapping[str, Any], model: str | None = None
 ) -> dict[str, Any]:
     """Return what a job gives. Raises TrialFailed, also where nobody listens."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
-            options = {"timeout": TIMEOUT_S, "result_ttl": TIMEOUT_S, "failure_ttl": TIMEOUT_S}
-            kwargs = dict(arguments)
-            JobQueue(connection, queue).enqueue(
-                pipe, function, kwargs=kwargs, description=function, job_id=job_id, **options
-            )
+            kept = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
+            named = {"kwargs": dict(arguments), "description": function, "job_id": job_id}
+            JobQueue(connection, queue).enqueue(pipe, function, **named, **kept)
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
-        heard_at = clock()
+        heard_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
             if served_on(living_workers(connection), queue)[0]:
-                heard_at = clock()
-            elif clock() - heard_at > PATIENCE_S:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
-            sleep(POLL_S)
+            time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
         raw = last_result(connection, job_id)
