@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidValue
 from jobs.prompts.response_options import with_structured_outputs
 
 #: Values of names that are not built at which they change nothing; null is one of each.
@@ -33,19 +33,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-#: What says something of a request to a service's operator and nothing to a model, and of what type it is.
-SAID_OF_IT: Mapping[str, type] = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
+#: What says something of a request to a service's operator, and nothing to a model.
+SAID_OF_IT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by the names they have here, without neutral ones. Raises InvalidJob for what is not built."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
-        if name in SAID_OF_IT:
-            _check_type(name, value)
-        elif name not in NEUTRAL:
+        if name not in NEUTRAL and name not in SAID_OF_IT:
             kept[name] = value
-        elif value is not None and not _is_neutral(name, value, values):
+        elif name in NEUTRAL and value is not None and not _is_neutral(name, value, values):
             neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
             raise InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
     return with_structured_outputs(_with_one_max_tokens(kept))
@@ -60,12 +58,6 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 def _kind(value: object) -> type:
     """Numbers are of one kind in JSON; truth values are none."""
     return float if type(value) is int else type(value)
-
-
-def _check_type(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, SAID_OF_IT[name]):
-        kind = "a text" if SAID_OF_IT[name] is str else "an object"
-        raise InvalidJob(f"{name} is {type(value).__name__}, expected {kind}")
 
 
 def _with_one_max_tokens(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""The runs that Redis knows: a line for each, in few round trips however many there are, and one in detail.
+"""The runs that Redis knows: a line for each, in a round trip for each that runs, and one in detail.
 
 Counts of a list come from totals beside the parts, those of one run from its parts.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from jobs.runs.watching.snapshot import (
     shards_of,
     snapshot_of,
 )
-from jobs.runs.watching.time_left import Progress
 
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
@@ -83,32 +81,23 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
         name: read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1)
         for name in {name for facts, *_ in read.values() for name in run_queues(facts)}
     }
-    of_runs = {
-        run: reduce(RunQueue.joined, (queues[name] for name in run_queues(facts))) for run, (facts, *_) in read.items()
-    }
-    running = {
-        run: {} if "finished" in facts else shards_of(run, of_runs[run].started) for run, (facts, *_) in read.items()
-    }
-    ids = [job_id for shards in running.values() for job_id in shards.values()]
-    progress = defaultdict[str, list[Progress]](list)
-    for job_id, each in zip(ids, read_progress(connection, ids), strict=True):
-        progress[job_id.partition("-")[0]].append(each)
     found = []
     for run, (facts, done, status) in read.items():
-        queue = of_runs[run]
-        failed = {} if "finished" in facts else shards_of(run, queue.failed)
+        queue = reduce(RunQueue.joined, (queues[name] for name in run_queues(facts)))
+        entries = ((), ()) if "finished" in facts else (queue.started, queue.failed)
+        running, failed = (shards_of(run, each) for each in entries)
         snapshot = snapshot_of(
             run,
             facts,
             status,
             queue,
             {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED},
-            progress[run],
+            read_progress(connection, list(running.values())),
             shards_done=done,
-            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running[run].keys())),
+            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running.keys())),
             plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
         )
-        if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
+        if snapshot.state == "running" and not running and snapshot.queued > queue.length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = read_snapshot(connection, run)
         found.append(snapshot)
