@@ -64,13 +64,13 @@ def submit_run(
     planning = {**spec.to_json(), "output": run_path(own["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
-        under_way = _planning_under_way(connection, state, plan_job)
-        renewed = None if under_way is None else _renewed(connection, run, under_way, planning)
-        state.submit(pipe, plan_job, spec.output, submission, anew=under_way is None)
-        if under_way is None:
+        is_under_way = _is_under_way(connection, state, plan_job)
+        renewed = _renewed(connection, run, plan_job, planning) if is_under_way else None
+        state.submit(pipe, plan_job, spec.output, submission, anew=not is_under_way)
+        if not is_under_way:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
-            pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
+            pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
         pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
@@ -173,17 +173,13 @@ def _enqueue_planning(
         pipe.hset(job_key(plan_job), MODEL_FIELD, submission.model)
 
 
-def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> str | None:
-    """Return the planning job that waits or runs; None for one that is over, or that is told to stop."""
-    left = [] if state.is_cancelled() else read_earlier(connection, [plan_job])
-    for job in left:
-        if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
-            return plan_job
+def _is_under_way(connection: Redis, state: RunState, plan_job: str) -> bool:
+    """Whether the planning job waits or runs: it is not over, nor told to stop."""
+    for job in [] if state.is_cancelled() else read_earlier(connection, [plan_job]):
         keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
-        on_queue = any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
-        if job.status is JobStatus.QUEUED and on_queue:
-            return plan_job
-    return None
+        on_queue = any(connection.lpos(key, plan_job) is not None for key in (keys.waiting, keys.popped))
+        return job.status is JobStatus.STARTED or bool(job.executions) or (job.status is JobStatus.QUEUED and on_queue)
+    return False
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -21,9 +20,6 @@ POLL_S, PATIENCE_S = 0.05, 3.0
 
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
-
-#: Of a result: a worker's is no larger unless its operator allows it.
-MAX_RESULT_BYTES = 16 << 20
 
 _OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED, None}
 
@@ -50,11 +46,8 @@ def try_job(
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        raw = last_result(connection, job_id)
-        with suppress(ValueError, RecursionError):
-            if len(raw) <= MAX_RESULT_BYTES and isinstance(value := json.loads(raw), dict):
-                return value
-        raise TrialFailed("its result cannot be read")
+        found: dict[str, Any] = json.loads(last_result(connection, job_id))
+        return found
     finally:
         left = read_earlier(connection, [job_id])
         with connection.pipeline() as pipe:
