@@ -22,19 +22,11 @@ from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
+from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.embedding_options import EMBED, TASKS, check_nothing_generated
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
-from jobs.runs.plans.prompt_steps import (
-    MAX_ROWS_PER_SHARD,
-    PromptStep,
-    Template,
-    jinja_hint,
-    make_steps,
-    parse_prompts,
-    run_sampling,
-)
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
@@ -122,7 +114,7 @@ class RunSpec:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
         is_chat = isinstance(values.get("template"), list) or sources in (["messages_column"], ["prompts"])
         rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
-        values["sampling"] = run_sampling(values.get("sampling", {}), rows_per_shard, is_chat=is_chat)
+        values["sampling"] = prompt_steps.run_sampling(values.get("sampling", {}), rows_per_shard, is_chat=is_chat)
         spec = cls(**values)
         _check_together(spec, given)
         return spec
@@ -168,13 +160,13 @@ class RunSpec:
         return split_chat_options(self.sampling)
 
     @cached_property
-    def steps(self) -> tuple[PromptStep, ...]:
+    def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
         """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
         from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
-        return make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
+        return prompt_steps.make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -212,7 +204,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "input": _inputs,
     "output": lambda _, value: real_path(run_path(value)),
     **dict.fromkeys(("prompt_column", "messages_column", "filename_column", "reused_column"), column_name),
-    "rows_per_shard": partial(whole_number, most=MAX_ROWS_PER_SHARD),
+    "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
     "input_format": parse_format,
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
@@ -221,7 +213,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "sampling_columns": checks.sampling_columns,
     "defaults": checks.defaults,
     "template_format": partial(one_of, known=checks.TEMPLATE_FORMATS),
-    "prompts": parse_prompts,
+    "prompts": prompt_steps.parse_prompts,
     "labels": parse_labels,
     **dict.fromkeys(("calibrate", "only_new"), truth),
     "task": partial(one_of, known=TASKS),
@@ -274,11 +266,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
     texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
     if texts and not is_jinja:
-        parsed = Template.parse(spec.template)
+        parsed = prompt_steps.Template.parse(spec.template)
         if not parsed.columns:
             raise InvalidJob(
                 "the template names no column, so that every row would ask the same: "
-                f"write {{column}} where a row's value goes{jinja_hint(texts[:1])}"
+                f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"
             )
         parsed.check_cost(spec.rows_per_shard)
     check_nothing_generated(vars(spec), is_chat=spec.is_chat)

@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from jobs.common import stored
+from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import (
-    WORKER_PREFIX,
-    WORKERS_KEY,
-    JobStatus,
-    QueueKeys,
-    job_key,
-    job_status,
-    last_error,
-    last_value,
-)
+from jobs.common.rq_jobs import JobStatus
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.recorded_parts import OF_TIME
@@ -196,7 +187,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     state = RunState(connection, run)
     facts = state.facts()
     plan_job = facts.get("plan_job")
-    plan_status = job_status(connection.hget(job_key(plan_job or ""), "status"))
+    plan_status = rq_jobs.job_status(connection.hget(rq_jobs.job_key(plan_job or ""), "status"))
     workers = living_workers(connection)
     seen = read_queues(connection, facts, workers)
     started = shards_of(run, seen.started)
@@ -223,7 +214,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
             claimed = num_held(connection, jobs)
         if "cancelled" not in facts and plan_status not in WAITING:
             lost = [shard for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
-            sought = list(map(job_key, shard_jobs(connection, run, lost, facts)))
+            sought = list(map(rq_jobs.job_key, shard_jobs(connection, run, lost, facts)))
             there: Any = connection.exists(*sought) if sought else 0
             gone = len(sought) - int(there) + len(stopped)
     snapshot = snapshot_of(
@@ -301,7 +292,7 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = last_value(connection, snapshot.plan_job).get("run", run)
+        planned = rq_jobs.last_value(connection, snapshot.plan_job).get("run", run)
         if planned != run:
             return read_snapshot(connection, planned)
     return snapshot
@@ -328,7 +319,7 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> s
         return set()
     with connection.pipeline(transaction=False) as pipe:
         for job_id in failed:
-            pipe.hget(job_key(job_id), SUBMISSION_FIELD)
+            pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
         found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
     return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
 
@@ -359,7 +350,7 @@ def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> st
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
-    return error_line(last_error(connection, job_id)) or "it left no error"
+    return error_line(rq_jobs.last_error(connection, job_id)) or "it left no error"
 
 
 def error_line(error: str) -> str:
@@ -389,7 +380,7 @@ class RunQueue:
 
 def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int = 0) -> RunQueue:
     """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
-    keys = QueueKeys(name)
+    keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
@@ -422,8 +413,8 @@ class Listener(NamedTuple):
 
 def living_workers(connection: Redis) -> list[Listener]:
     """Return the workers that Redis has; RQ's list of a queue's is not asked, as producers could then write it."""
-    keys: Any = connection.smembers(WORKERS_KEY)
-    names = [stored.text(key).removeprefix(WORKER_PREFIX) for key in keys]
+    keys: Any = connection.smembers(rq_jobs.WORKERS_KEY)
+    names = [stored.text(key).removeprefix(rq_jobs.WORKER_PREFIX) for key in keys]
     with connection.pipeline(transaction=False) as pipe:
         for key, name in zip(keys, names, strict=True):
             pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
@@ -462,7 +453,7 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
     second = [shard_job_id(run, shard, is_second=True) for shard in shards]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in second:
-            pipe.exists(job_key(job_id))
+            pipe.exists(rq_jobs.job_key(job_id))
         return [after if there else id for id, after, there in zip(ids, second, pipe.execute(), strict=True)]
 
 
@@ -470,7 +461,7 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name", "status")
+            pipe.hmget(rq_jobs.job_key(job_id), "meta", "started_at", "worker_name", "status")
         replies = pipe.execute(raise_on_error=False)
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
