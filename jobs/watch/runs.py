@@ -21,19 +21,7 @@ from jobs.runs.redis_state.recorded_parts import OF_SUBMISSION, OF_TIME, TOTALS,
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
-from jobs.runs.watching.snapshot import (
-    RunQueue,
-    RunSnapshot,
-    living_workers,
-    read_progress,
-    read_queue,
-    read_queues,
-    read_snapshot,
-    run_queues,
-    shard_jobs,
-    shards_of,
-    snapshot_of,
-)
+from jobs.runs.watching import snapshot as snapshots
 
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
@@ -71,35 +59,35 @@ class ShardSeen:
     worker: str = ""
 
 
-def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
+def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[snapshots.RunSnapshot]:
     """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
     newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
     read = _read_facts(connection, map(stored.text, newest))
-    busy = {name for facts, *_ in read.values() if "finished" not in facts for name in run_queues(facts)}
-    workers = living_workers(connection)
+    busy = {name for facts, *_ in read.values() if "finished" not in facts for name in snapshots.run_queues(facts)}
+    workers = snapshots.living_workers(connection)
     queues = {
-        name: read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1)
-        for name in {name for facts, *_ in read.values() for name in run_queues(facts)}
+        name: snapshots.read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1)
+        for name in {name for facts, *_ in read.values() for name in snapshots.run_queues(facts)}
     }
     found = []
     for run, (facts, done, status) in read.items():
-        queue = reduce(RunQueue.joined, (queues[name] for name in run_queues(facts)))
+        queue = reduce(snapshots.RunQueue.joined, (queues[name] for name in snapshots.run_queues(facts)))
         entries = ((), ()) if "finished" in facts else (queue.started, queue.failed)
-        running, failed = (shards_of(run, each) for each in entries)
-        snapshot = snapshot_of(
+        running, failed = (snapshots.shards_of(run, each) for each in entries)
+        snapshot = snapshots.snapshot_of(
             run,
             facts,
             status,
             queue,
             {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED},
-            read_progress(connection, list(running.values())),
+            snapshots.read_progress(connection, list(running.values())),
             shards_done=done,
             failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running.keys())),
             plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
         )
         if snapshot.state == "running" and not running and snapshot.queued > queue.length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
-                snapshot = read_snapshot(connection, run)
+                snapshot = snapshots.read_snapshot(connection, run)
         found.append(snapshot)
     return [each for each in found if not states or each.state in states]
 
@@ -117,9 +105,9 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     is_cancelled = "cancelled" in facts and "finished" not in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
     parts = state.parts_of(numbers)
-    queue = read_queues(connection, facts, most=MAX_ENTRIES)
-    started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
-    progress = read_progress(connection, shard_jobs(connection, run, numbers, facts))
+    queue = snapshots.read_queues(connection, facts, most=MAX_ENTRIES)
+    started, failed = snapshots.shards_of(run, queue.started), snapshots.shards_of(run, queue.failed)
+    progress = snapshots.read_progress(connection, snapshots.shard_jobs(connection, run, numbers, facts))
     found = []
     for shard, each in zip(numbers, progress, strict=True):
         if (part := parts.get(shard)) is not None:
