@@ -8,9 +8,8 @@ import click
 
 from jobs.cli.options import assignments, column_list, json_value, label_list, schema
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
-from jobs.runs.plans.embedding_options import TASKS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
-from jobs.runs.plans.option_checks import LOGPROB_TYPES
+from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
 Decorator = Callable[[Any], Any]
 

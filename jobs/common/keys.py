@@ -15,7 +15,7 @@ Those by which workers tell whose a job is, or whose turn it is, belong to worke
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
-tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
+tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period

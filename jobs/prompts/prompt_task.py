@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
-from jobs.context.job_journal import LeftPrompt
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import UnderWay
+from jobs.context.under_way import LeftPrompt, UnderWay
 from jobs.errors import ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs

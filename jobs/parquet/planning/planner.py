@@ -27,8 +27,8 @@ from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.tables.columns import ROW_NUMBER
-from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, SUCCESS
+from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
 from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec

@@ -17,7 +17,7 @@ from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.embedding_options import OF_PROMPTS, check_read
+from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000

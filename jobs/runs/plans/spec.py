@@ -23,7 +23,6 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.embedding_options import EMBED, TASKS, check_nothing_generated
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
@@ -69,7 +68,7 @@ class RunSpec:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
     repair_template: str | None = None
-    task: str = TASKS[0]
+    task: str = checks.TASKS[0]
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
@@ -216,7 +215,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "prompts": prompt_steps.parse_prompts,
     "labels": parse_labels,
     **dict.fromkeys(("calibrate", "only_new"), truth),
-    "task": partial(one_of, known=TASKS),
+    "task": partial(one_of, known=checks.TASKS),
     "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
     "model_alias": checks.model_alias,
     "order": partial(one_of, known=("prefix",)),
@@ -253,8 +252,8 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
         (spec.check_columns, spec.repairs.function, "check_columns are for a function that checks, and there is none"),
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
-        (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
-        (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+        (spec.dimensions, spec.task == checks.EMBED, "dimensions is for embeddings: give task 'embed' too"),
+        (spec.prompt_name, spec.task == checks.EMBED, "prompt_name is for embeddings: give task 'embed' too"),
         (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
         (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
         (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
@@ -273,7 +272,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
                 f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"
             )
         parsed.check_cost(spec.rows_per_shard)
-    check_nothing_generated(vars(spec), is_chat=spec.is_chat)
+    checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
     check_repairs(
         spec.repairs,
         spec.sampling,
