@@ -9,11 +9,10 @@ from jobs import client
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import run_arguments
 from jobs.cli.queue_commands import info, requeue_command
 from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
-from jobs.cli.run_options import check_options, input_options, output_options, prompt_options
+from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import runs, status, workers

@@ -8,8 +8,7 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import run_arguments
-from jobs.cli.run_options import input_options, prompt_options
+from jobs.cli.run_options import input_options, prompt_options, run_arguments
 from jobs.common.display import safe_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission

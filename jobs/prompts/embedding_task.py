@@ -10,8 +10,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.served_model import parse_model
 from jobs.context.values import one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.arguments import parse_prompts
-from jobs.prompts.client_values import without_neutral
+from jobs.prompts.arguments import parse_prompts, without_neutral
 from jobs.prompts.labels import truncation
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
