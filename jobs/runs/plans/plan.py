@@ -26,7 +26,7 @@ MAX_SHARDS = 100_000
 MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
