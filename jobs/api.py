@@ -79,9 +79,9 @@ def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
 
 
-def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
+def score_shard(run: str, plan: str, shard: int, *more: Any) -> dict[str, Any]:
     """Score one shard of a planned run; enqueued by score_parquet only."""
-    return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]
+    return run_task("jobs.score_shard", (run, plan, shard, *more), {})  # type: ignore[no-any-return]
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     run.wait()
     table = run.table()
 
-Nothing here is a job: no worker calls it, whoever enqueues its name.
+Nothing here is a job.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 from redis import Redis
 
 from jobs.common.display import brief
-from jobs.common.rq_jobs import current_function
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
 from jobs.parquet.planning.local_check import check_columns_here
-from jobs.prompts.arguments import NOT_TEXT
+from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import WISHES
+from jobs.runs.redis_state.submission import WISHES
 from jobs.runs.watching.follow import Display, End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
 
 #: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
-
-#: Sampling values that may stand beside the other arguments, as on the command line.
-SAMPLING_NAMES = NOT_TEXT | {"stop"}
-
-#: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
-_FRACTIONS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
 _OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
@@ -67,8 +60,6 @@ def submit(
     arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
     """
-    if current_function() in ("jobs.submit", "jobs.client.submit"):
-        raise InvalidJob("jobs.submit is no job: enqueue jobs.score_parquet")
     client = _connection(connection)
     _check_names(arguments)
     named = run_arguments(arguments)
@@ -94,9 +85,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
     found, output = named_run(client, os.fspath(name))
-    if output is not None:
-        return Run(found, client, output.folder)
-    return Run(found, client, read_planned(client, found).output)
+    return Run(found, client, read_planned(client, found).output if output is None else output.folder)
 
 
 class Run:
@@ -134,7 +123,7 @@ class Run:
         followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
         if (problem := followed.problem) is None:
             return self.status()
-        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failures[:1]]
+        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
         because = [each for each in (followed.snapshot.plan_error, *named) if followed.end is not End.FINISHED and each]
         raise RunFailed(self.id, "; ".join([*because, problem]))
 
@@ -157,8 +146,7 @@ class Run:
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows that have an error, of the parts that are there. Raises as `table`, but may be
-        unfinished."""
+        """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
         return self._reader("errors").errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
@@ -205,12 +193,7 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         sampling = named.get("sampling") or {}
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        given_values = {
-            name: float(each) if name in _FRACTIONS and type(each) is int else each
-            for name, each in values.items()
-            if each is not None
-        }
-        named["sampling"] = {**sampling, **given_values}
+        named["sampling"] = {**sampling, **{name: each for name, each in values.items() if each is not None}}
     checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
     if checks:
         _add(named, "check", {kind: each for kind, each in checks.items() if each is not None} or None)

@@ -28,7 +28,8 @@ class ToldError(Exception):
     message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "client"
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, fault: Fault | None = None) -> None:
+        cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
         if names := list(dict.fromkeys(re.findall(r"{(\w+)", text))):
             cls.message = re.sub(r"{(\w+)", lambda found: f"{{{names.index(found[1])}", text)
@@ -50,10 +51,8 @@ class JobsError(ToldError):
         return str(self)
 
 
-class NotInstalled(JobsError):
+class NotInstalled(JobsError, fault="server"):
     """no entry point {name!r} of the group 'tokenmill' is installed: install Tokenmill with pip"""
-
-    fault = "server"
 
 
 class InvalidJob(JobsError):
@@ -200,17 +199,13 @@ class OutputHoldsForeignFiles(OutputError):
     """{output} is not empty and holds no run (found {name!r}): choose an empty or a new folder"""
 
 
-class OutputNotWritable(OutputError):
+class OutputNotWritable(OutputError, fault="server"):
     """cannot write {path} ({reason}): make the folder writable for the worker, then submit again; finished parts
     stay"""
 
-    fault = "server"
 
-
-class DiskFull(OutputError):
+class DiskFull(OutputError, fault="server"):
     """no space left while writing {path} ({reason}): free some, then submit again; finished parts stay"""
-
-    fault = "server"
 
 
 class PlanDamaged(OutputError):
@@ -231,11 +226,9 @@ class CannotReuse(OutputError):
     """cannot reuse {output} ({found}): name the output folder of another run, or submit without it"""
 
 
-class PathSwapped(RunError):
+class PathSwapped(RunError, fault="server"):
     """{path} is not where it was ({found}): put the folder or file itself back in its place, no link to it, then submit
     again; finished parts stay"""
-
-    fault = "server"
 
 
 class RunOfAnotherModel(RunError):
@@ -247,11 +240,9 @@ class PlanningUnderWay(RunError):
     """run {run} is being planned already, {how}: wait for that, or `tokenmill cancel {run}`, then submit again"""
 
 
-class NoSecondModel(RunError):
+class NoSecondModel(RunError, fault="server"):
     """of models to ask rows again, workers on queue {queue!r} serve {found}, expected one beside {first}, which plans
     the run: start one there, or name one of them with escalate_model, then submit again"""
-
-    fault = "server"
 
 
 class KeptAnswersLost(RunError):
@@ -259,10 +250,8 @@ class KeptAnswersLost(RunError):
     submit the run again"""
 
 
-class RunCancelled(RunError):
+class RunCancelled(RunError, fault="cancelled"):
     """run {run} was cancelled: submit it again with the same arguments to resume it"""
-
-    fault = "cancelled"
 
 
 class RunResubmitted(RunError):
@@ -274,10 +263,8 @@ class UnknownRun(RunError):
     resumes a run"""
 
 
-class RunBusy(RunError):
+class RunBusy(RunError, fault="server"):
     """another process is planning or cancelling run {run}: wait for it, then submit again"""
-
-    fault = "server"
 
 
 class TrialFailed(RunError):
@@ -292,10 +279,8 @@ class InputBeingWritten(InputChanged):
     """{path} is being written to: submit once it is whole, or submit a copy"""
 
 
-class WebhookFailed(RunError):
+class WebhookFailed(RunError, fault="server"):
     """the webhook of a run's end failed: {found}"""
-
-    fault = "server"
 
 
 class WebhookRefused(RunError):

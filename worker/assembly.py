@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib.metadata import version
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
-from jobs.common.version import code_version
 from jobs.context.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
@@ -126,5 +126,5 @@ def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
         "models": served.names,
         "dtype": served.dtype,
         "attention_backend": served.attention_backend,
-        "version": code_version(),
+        "version": version("tokenmill"),
     }

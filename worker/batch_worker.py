@@ -10,6 +10,7 @@ import signal
 import time
 from contextlib import closing
 from datetime import timedelta
+from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
-from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
@@ -167,7 +167,7 @@ class BatchWorker(BaseWorker):
             seconds,
             model_text(served.name, served.dtype, served.fingerprint),
             served.attention_backend,
-            code_version(),
+            version("tokenmill"),
         )
 
     def _tell_no_start(self, error: Exception) -> None:
@@ -227,9 +227,9 @@ class BatchWorker(BaseWorker):
                 f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} names its keys "
                 "otherwise than RQ: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
             )
-        version = self.get_redis_server_version()
-        if tuple(version) < MIN_REDIS_VERSION:
-            raise StartupError(f"Redis {'.'.join(map(str, version))} is too old: 6.2 or later is needed")
+        found = self.get_redis_server_version()
+        if tuple(found) < MIN_REDIS_VERSION:
+            raise StartupError(f"Redis {'.'.join(map(str, found))} is too old: 6.2 or later is needed")
         return WorkerSettings.load()
 
     def _serve(
@@ -241,7 +241,7 @@ class BatchWorker(BaseWorker):
             from worker.traces.otel import OtelTraces
 
             begins = settings.traces == "all"
-            self._traces = OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
+            self._traces = OtelTraces(self.name, settings.model_name, version("tokenmill"), begins=begins)
         limits = Limits(
             burst,
             max_jobs,

@@ -1,4 +1,4 @@
-"""The `tokenmill` command line: submit a Parquet run, look at it, cancel it."""
+"""The `tokenmill` command line: submit a Parquet run, cancel it, and what other files bring."""
 
 from typing import Any
 
@@ -9,22 +9,15 @@ from jobs import client
 from jobs.cli.dashboard_command import dashboard
 from jobs.cli.doctor_command import doctor
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import run_arguments
 from jobs.cli.queue_commands import info, requeue_command
 from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
-from jobs.cli.run_options import check_options, input_options, output_options, prompt_options
-from jobs.cli.status_text import gone_text, status_text, tell_failures
+from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
-from jobs.cli.watch_commands import json_option, run_json, runs, show_all_runs, tell_troubles, watch_option, workers
-from jobs.common.version import code_version
-from jobs.errors import UnknownRun
+from jobs.cli.watch_commands import runs, status, workers
 from jobs.installed import model_table
 from jobs.runs.control import submit_run
-from jobs.runs.output import RunOutput, named_run, output_here
-from jobs.runs.watching.obstacles import obstacles
-from jobs.runs.watching.snapshot import read_planned
 
 
 @click.group()
@@ -35,7 +28,7 @@ from jobs.runs.watching.snapshot import read_planned
     show_default=True,
     help="Redis to use; RQ_REDIS_URL sets it too.",
 )
-@click.version_option(code_version(), prog_name="tokenmill")
+@click.version_option(package_name="tokenmill", prog_name="tokenmill")
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
@@ -97,42 +90,6 @@ def submit(
 
 
 @main.command()
-@click.argument("run", required=False)
-@json_option
-@watch_option
-@click.pass_obj
-def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
-    """Print what is known of a run, or of all.
-
-    Without RUN those that move, and the last ones that ended. RUN is its id or its output folder, which is
-    enough where Redis lost it.
-    """
-    with errors_told():
-        if run is None:
-            show_all_runs(connection, as_json, watch)
-            return
-        if watch:
-            raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-        tell_troubles(connection)
-        if as_json:
-            click.echo(run_json(connection, run))
-            return
-        run, output = named_run(connection, run)
-        try:
-            snapshot = read_planned(connection, run)
-        except UnknownRun:
-            if output is None:
-                raise
-            click.echo(_output_text(output))
-            return
-        output = output or output_here(snapshot.output, snapshot.run)
-        click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
-        for obstacle in obstacles(connection, snapshot):
-            click.echo(f"waits    {obstacle}")
-        tell_failures(connection, snapshot)
-
-
-@main.command()
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
@@ -156,18 +113,6 @@ def models() -> None:
     click.echo(model_table())
 
 
-for command in (preview, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
+for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
     main.add_command(command)
 main.add_command(requeue_command)
-
-
-def _output_text(output: RunOutput) -> str:
-    errors = "" if output.errors is None else f", {output.errors} with an error"
-    lines = [
-        f"run {output.run}: {output.state}",
-        f"output   {output.folder}",
-        f"rows     {output.rows}{errors}",
-        f"shards   {output.parts} of {output.shards} done",
-        *gone_text(output.num_gone, output.folder),
-    ]
-    return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))

@@ -3,12 +3,12 @@
 import importlib
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import click
 from redis.exceptions import RedisError
 
-from jobs.common.version import code_version
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
 
@@ -39,7 +39,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
             click.echo(f"{'':22} -> {mend}\n" if mend else "", nl=False)
     faults, warnings = (sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING))
     if as_json:
-        told = {"version": code_version(), "role": role, "faults": faults, "warnings": warnings}
+        told = {"version": version("tokenmill"), "role": role, "faults": faults, "warnings": warnings}
         click.echo(json.dumps({**told, "findings": [each._asdict() for each in found]}, indent=2))
     else:
         click.echo(f"{faults} faults, {warnings} warnings, {len(found) - faults - warnings} ok")

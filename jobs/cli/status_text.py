@@ -109,17 +109,9 @@ def _has_columns(file: TextIO) -> bool:
 
 def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
     speed = f"{tokens_per_s:.0f} tok/s"
-    failed = len(snapshot.failures)
-    left = time_left_text(snapshot)
-    told = [speed, *([] if left is None else [f"{left} left"])]
+    failed = len(snapshot.failed_jobs)
+    told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
-
-
-def time_left_text(snapshot: RunSnapshot) -> str | None:
-    """Return in words how long a run will still take, or None while nothing tells."""
-    if snapshot.left_s is None or snapshot.state != "running":
-        return None
-    return duration_text(snapshot.left_s)
 
 
 #: Failed shards shown by name; the rest are counted.
@@ -127,16 +119,15 @@ MAX_SHOWN = 5
 
 
 def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print why planning and the first failed shards failed; of a cancelled run, whose stopped shards are no news,
-    nothing."""
+    """Print why planning and the first failed shards failed; nothing of a cancelled run, whose shards were stopped."""
     if snapshot.cancelled:
         return
     if snapshot.plan_error is not None:
         click.echo(f"planning: {snapshot.plan_error}", err=True)
-    for job_id in snapshot.failures[:MAX_SHOWN]:
+    for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
-    if len(snapshot.failures) > MAX_SHOWN:
-        click.echo(f"and {len(snapshot.failures) - MAX_SHOWN} more failed shards", err=True)
+    if len(snapshot.failed_jobs) > MAX_SHOWN:
+        click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
@@ -154,7 +145,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
-            *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
+            *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
             *_refused(snapshot),
             *awaits(snapshot),
             *gone_text(num_gone, snapshot.output),

@@ -8,13 +8,10 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.options import run_arguments
-from jobs.cli.run_options import input_options, prompt_options
+from jobs.cli.run_options import input_options, prompt_options, run_arguments
 from jobs.common.display import safe_name
-from jobs.context.served_model import parse_model
-from jobs.runs.plans.paths import run_path
-from jobs.runs.plans.spec import RunSpec, check_queue_name
-from jobs.runs.redis_state.end_calls import WISHES
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.trials import try_job
 
 #: Of a prompt or an answer that is shown.
@@ -79,13 +76,10 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
 
 def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Have a worker look at a run's prompts. Raises what its planning would."""
-    arguments = run_arguments({"output": "/dev/null", **options})
-    wishes = {name: arguments.pop(name) for name in WISHES if name in arguments}
-    check_queue_name(queue)
-    how["reuse"] = list(map(run_path, wishes.get("reuse", ())))
-    how["reuse_from_any_model"] = wishes.get("reuse_from_any_model", False)
-    told = {name: value for name, value in RunSpec.from_arguments(**arguments).to_json().items() if value is not None}
-    return try_job(connection, queue, "jobs.survey_parquet", {**told, **how}, parse_model(wishes.get("model")))
+    submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
+    how |= {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
+    asked = {**RunSpec.from_arguments(**own).to_json(), **how}
+    return try_job(connection, queue, "jobs.survey_parquet", asked, submission.model)
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -23,7 +23,9 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     """
     until = time.monotonic() + PLAN_WAIT_S
     try:
-        while _is_planned_now(snapshot := read_planned(connection, run)) and time.monotonic() < until:
+        while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
+            if not snapshot.workers or snapshot.awaited_model is not None:
+                break  # nobody is soon to plan it
             time.sleep(PLAN_POLL_S)
     except KeyboardInterrupt:
         click.echo(_goes_on(run), err=True)
@@ -36,11 +38,6 @@ def await_plan(connection: redis.Redis, run: str) -> None:
         click.echo(line, err=True)
     if snapshot.finished and not snapshot.is_planning:
         _tell_if_already_finished(connection, snapshot)
-
-
-def _is_planned_now(snapshot: RunSnapshot) -> bool:
-    """Whether a worker plans a run, or is soon to."""
-    return snapshot.is_planning and snapshot.workers > 0 and snapshot.awaited_model is None
 
 
 def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:

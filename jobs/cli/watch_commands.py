@@ -1,20 +1,20 @@
-"""`tokenmill runs` and `tokenmill workers`, and the table that `tokenmill status` shows of all runs."""
+"""`tokenmill status`, `tokenmill runs` and `tokenmill workers`."""
 
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import ago, rate, table
+from jobs.cli.status_text import ago, gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
-from jobs.runs.output import named_run
+from jobs.runs.output import RunOutput, named_run, output_here
+from jobs.runs.watching.obstacles import obstacles
 from jobs.runs.watching.snapshot import RunSnapshot, read_planned
 from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
 from jobs.watch.samples import WorkerSample, read_samples
@@ -73,10 +73,50 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     def show() -> str:
         tell_troubles(connection)
         found = read_samples(connection)
-        return json.dumps(list(map(_worker_object, found))) if as_json else workers_table(found)
+        if not as_json:
+            return workers_table(found)
+        return json.dumps(
+            [{**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"} for each in found]
+        )
 
     with errors_told():
         show_or_watch(show, watch)
+
+
+@click.command()
+@click.argument("run", required=False)
+@json_option
+@watch_option
+@click.pass_obj
+def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
+    """Print what is known of a run, or of all.
+
+    Without RUN those that move, and the last ones that ended. RUN is its id or its output folder, which is
+    enough where Redis lost it.
+    """
+    with errors_told():
+        if run is None:
+            show_all_runs(connection, as_json, watch)
+            return
+        if watch:
+            raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+        tell_troubles(connection)
+        run, output = named_run(connection, run)
+        try:
+            snapshot = read_planned(connection, run)
+        except UnknownRun:
+            if output is None:
+                raise
+            click.echo(output_json(output) if as_json else _output_text(output))
+            return
+        if as_json:
+            click.echo(run_json(connection, snapshot))
+            return
+        output = output or output_here(snapshot.output, snapshot.run)
+        click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
+        for obstacle in obstacles(connection, snapshot):
+            click.echo(f"waits    {obstacle}")
+        tell_failures(connection, snapshot)
 
 
 def tell_troubles(connection: redis.Redis) -> None:
@@ -85,20 +125,29 @@ def tell_troubles(connection: redis.Redis) -> None:
         click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
-def run_json(connection: redis.Redis, name: str) -> str:
-    """Return what is known of a run, or its folder tells, as JSON. Raises UnknownRun or what reading does."""
-    run, output = named_run(connection, name)
-    try:
-        snapshot = read_planned(connection, run)
-        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failures})
-    except UnknownRun:
-        if output is None:
-            raise
-    counts = {"rows": output.rows, "errors": output.errors, "shards": output.shards, "shards_done": output.parts}
-    return json.dumps(
-        {"run": run, "state": output.state, "output": output.folder, "model": str(output.model), **counts}
-    )
+def run_json(connection: redis.Redis, snapshot: RunSnapshot) -> str:
+    """Return what is known of a run as JSON."""
+    reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+    return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
+
+
+def output_json(output: RunOutput) -> str:
+    """Return what a run's folder tells as JSON."""
+    plan, told = output.plan, {"run": output.plan.run, "state": output.state, "output": output.folder}
+    counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
+    return json.dumps({**told, "model": str(plan.model), **counts})
+
+
+def _output_text(output: RunOutput) -> str:
+    errors = "" if output.errors is None else f", {output.errors} with an error"
+    lines = [
+        f"run {output.plan.run}: {output.state}",
+        f"output   {output.folder}",
+        f"rows     {output.plan.rows}{errors}",
+        f"shards   {output.parts} of {len(output.plan.shards)} done",
+        *gone_text(output.num_gone, output.folder),
+    ]
+    return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))
 
 
 def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
@@ -188,7 +237,3 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         *now,
         ago(worker.silent_s),
     )
-
-
-def _worker_object(worker: WorkerSample) -> dict[str, Any]:
-    return {**worker.to_object(), "silent": worker.is_silent, "draining": worker.state == "draining"}

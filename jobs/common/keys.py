@@ -8,14 +8,14 @@ tokenmill:run:folder:<hash>    string: the run that was last submitted for an ou
 tokenmill:run:<run>:turn       string: written by whoever submits, plans or cancels the run, watched by the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
-tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
+tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 
 Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
-tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
+tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period

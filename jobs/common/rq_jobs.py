@@ -8,12 +8,11 @@ import binascii
 import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
-from rq import Queue, get_current_job, registry
+from rq import Queue, registry
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
@@ -51,39 +50,23 @@ ResultType = Result.Type
 NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
-@dataclass(frozen=True)
 class QueueKeys:
-    """The keys of one queue.
+    """The keys of the queue of this name.
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
     `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
     """
 
-    waiting: str
-    popped: str
-    started: str
-    finished: str
-    failed: str
-    deferred: str
-    ready: str
-    scheduled: str
-    cancelled: str
-
-
-def queue_keys(name: str) -> QueueKeys:
-    """Return the keys of the queue of this name."""
-    waiting = f"{QUEUE_PREFIX}{name}"
-    return QueueKeys(
-        waiting=waiting,
-        popped=IntermediateQueue.get_intermediate_queue_key(waiting),
-        started=registry.StartedJobRegistry.key_template.format(name),
-        finished=registry.FinishedJobRegistry.key_template.format(name),
-        failed=registry.FailedJobRegistry.key_template.format(name),
-        deferred=registry.DeferredJobRegistry.key_template.format(name),
-        ready=registry.ReadyJobRegistry.key_template.format(name),
-        scheduled=registry.ScheduledJobRegistry.key_template.format(name),
-        cancelled=registry.CanceledJobRegistry.key_template.format(name),
-    )
+    def __init__(self, name: str) -> None:
+        self.waiting = f"{QUEUE_PREFIX}{name}"
+        self.popped = IntermediateQueue.get_intermediate_queue_key(self.waiting)
+        self.started = registry.StartedJobRegistry.key_template.format(name)
+        self.finished = registry.FinishedJobRegistry.key_template.format(name)
+        self.failed = registry.FailedJobRegistry.key_template.format(name)
+        self.deferred = registry.DeferredJobRegistry.key_template.format(name)
+        self.ready = registry.ReadyJobRegistry.key_template.format(name)
+        self.scheduled = registry.ScheduledJobRegistry.key_template.format(name)
+        self.cancelled = registry.CanceledJobRegistry.key_template.format(name)
 
 
 def job_key(job_id: str) -> str:
@@ -148,17 +131,11 @@ def time_text() -> str:
     return utcformat(now())
 
 
-def current_function() -> str | None:
-    """Return the name of the function that RQ runs here as a job, or None outside a job."""
-    job = get_current_job()
-    return None if job is None else job.func_name
-
-
 class JobQueue:
     """Puts jobs on one queue. It asks the server for its version once."""
 
     def __init__(self, connection: Redis, name: str) -> None:
-        self.connection, self.name, self.keys = connection, name, queue_keys(name)
+        self.connection, self.name, self.keys = connection, name, QueueKeys(name)
         self._queue = Queue(name, connection=connection, serializer=JSONSerializer)
 
     def enqueue(self, pipe: Pipeline, function: str, **options: Any) -> None:

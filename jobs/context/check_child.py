@@ -3,14 +3,14 @@
 It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
 """
 
-import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache, reduce
+from functools import lru_cache
 from hashlib import blake2b
+from pkgutil import resolve_name
 from typing import Any
 
 from sandbox.child import Worker, unlimited_memory
@@ -89,26 +89,13 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            found = _imported(dotted.split("."))
+            found = resolve_name(dotted)
     except BaseException as error:  # a module raises what it likes
         raise Unusable(f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(found):
         raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
     check: Check = found
     return check
-
-
-def _imported(names: Sequence[str]) -> Any:
-    """Return what dotted names lead to: a module's function, or one of a class in it."""
-    for cut in range(len(names) - 1, 0, -1):
-        try:
-            module = importlib.import_module(".".join(names[:cut]))
-        except ModuleNotFoundError:
-            if cut == 1:
-                raise
-        else:
-            return reduce(getattr, names[cut:], module)
-    raise ImportError(f"{names[0]} names no function in a module")
 
 
 def _schema(schema: dict[str, Any]) -> Check:

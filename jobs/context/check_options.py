@@ -69,21 +69,9 @@ NO_REPAIRS = RepairOptions()
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
     """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
-    others = {name: value for name, value in values.items() if name not in NAMES}
-    return others, repair_options(**{name: values[name] for name in NAMES if values.get(name) is not None})
-
-
-def repair_options(**given: Any) -> RepairOptions:
-    """Return the options, checked but for what only a worker can tell. Raises InvalidJob."""
-    found = RepairOptions(**{name: _PARSERS[name](name, value) for name, value in given.items()})
-    if "max_attempts" in given and not found.is_asked_for:
-        raise InvalidJob(
-            "max_attempts says how often an answer may be tried again, and nothing does that: "
-            "give a check, or continue_on_length"
-        )
-    if found.repair_template is not None and found.check is None:
-        raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
-    return found
+    others = {name: value for name, value in values.items() if name not in PARSERS}
+    given = {name: parse(name, values[name]) for name, parse in PARSERS.items() if values.get(name) is not None}
+    return others, RepairOptions(**given)
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
@@ -123,12 +111,10 @@ def _repair_template(name: str, value: Any) -> str:
     return text
 
 
-_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+#: What is made of each option, by its name, as jobs and runs take them.
+PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "check": _check,
     "continue_on_length": truth,
     "max_attempts": partial(whole_number, most=MOST_ATTEMPTS),
     "repair_template": _repair_template,
 }
-
-#: Names of the options, as jobs and runs take them.
-NAMES = tuple(_PARSERS)

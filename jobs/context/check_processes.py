@@ -22,8 +22,7 @@ _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers in child processes, as many as threads that ask at once. Thread-safe. limit_s: seconds of one
-    check."""
+    """Checks answers in child processes, as many as threads ask at once. Thread-safe. limit_s: seconds of a check."""
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
         self._allowed, self._limit_s = frozenset(allowed), limit_s

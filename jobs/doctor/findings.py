@@ -9,8 +9,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
-from jobs.common.version import code_version
-
 
 class Level(StrEnum):
     """A finding's weight. fault: work fails, or is lost."""
@@ -73,7 +71,7 @@ def check_installation() -> Iterator[Finding]:
     for name, expected in (("RQ_JOB_CLASS", "rq.job.Job"), ("RQ_WORKER_CLASS", "worker.BatchWorker")):
         if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
-    yield ok("installation", f"Tokenmill {code_version()}, rq {version('rq')}, redis-py {version('redis')}")
+    yield ok("installation", f"Tokenmill {version('tokenmill')}, rq {version('rq')}, redis-py {version('redis')}")
 
 
 #: Packages without which a worker or dashboard runs too, slower or with less to see.

@@ -106,8 +106,7 @@ def check_server(server: Server) -> Iterator[Finding]:
 
 
 def troubles(connection: Redis) -> list[str]:
-    """Say why a server that answers takes no jobs or loses them, and what to mend. Raises ConnectionError,
-    TimeoutError."""
+    """Say why a server that answers takes no jobs or loses them, and what to mend. Raises RedisError."""
     try:
         info: Any = connection.info()
     except ResponseError:  # not as this user

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.context.check_options import RepairOptions
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import Completion, Logprob, Request
@@ -146,7 +146,15 @@ def check_repairs(
 ) -> None:
     """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
     if not options.is_asked_for:
-        return
+        if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
+            raise InvalidJob(
+                "max_attempts says how often an answer may be tried again, and nothing does that: "
+                "give a check, or continue_on_length"
+            )
+        if options.repair_template is None:
+            return
+    if options.repair_template is not None and options.check is None:
+        raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
     name = "continue_on_length" if options.check is None else "check"
     n = sampling.get("n", 1)
     if type(n) is int and n > 1:

@@ -34,8 +34,7 @@ def custom_id(line: Any) -> str | None:
 
 
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
-    """Return the task of a line. seed: where it names none. aliases: models that the served one stands for. Raises
-    InvalidJob."""
+    """Return a line's task. seed: where it names none. aliases: models that are the served one. Raises InvalidJob."""
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
     if line.get("method") != "POST":

@@ -1,6 +1,5 @@
 """The task of `jobs.embed`: texts in the job, OpenAI's list of embeddings in its result."""
 
-import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.served_model import parse_model
 from jobs.context.values import one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.arguments import parse_prompts
-from jobs.prompts.client_values import without_neutral
+from jobs.prompts.arguments import parse_prompts, without_neutral
 from jobs.prompts.labels import truncation
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
@@ -49,11 +47,8 @@ def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> di
 
 
 def packed(embedding: Sequence[float]) -> bytes:
-    """Return an embedding's numbers as little-endian float32, which they are."""
-    numbers = array("f", embedding)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    """Return an embedding's numbers as float32, which they are, in this machine's order: little-endian."""
+    return array("f", embedding).tobytes()
 
 
 def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, Any]:

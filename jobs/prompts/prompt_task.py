@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
-from jobs.context.job_journal import LeftPrompt
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import UnderWay
+from jobs.context.under_way import LeftPrompt, UnderWay
 from jobs.errors import ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
@@ -37,10 +36,8 @@ ID_PREFIXES = {
 }
 
 
-class Respond(Protocol):
-    """Builds the job's result but for its id, time and model, see responses.py."""
-
-    def __call__(self, answers: Answers, job_id: str) -> dict[str, Any]: ...
+#: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
+Respond = Callable[[Answers, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import json
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,21 +24,12 @@ _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDE
 _FAILED_STATUSES = ("failed", "stopped", "canceled")
 
 
-@dataclass(frozen=True)
-class Dependencies:
-    """The jobs that a job depends on, in the order of `depends_on`.
+def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[str]]:
+    """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    results: what each returned; None of one that did not end well. answers: see answer_of. nulls: for each
-    whose answer is null, why.
+    Returns by the names that a template has for them what each returned, None for one that did not end well, and the
+    answers (see answer_of), in the order of `depends_on`; and for each whose answer is null, why.
     """
-
-    results: Sequence[Any]
-    answers: Sequence[Any]
-    nulls: Sequence[str]
-
-
-def read_dependencies(context: JobContext) -> Dependencies:
-    """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob."""
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
@@ -61,7 +51,7 @@ def read_dependencies(context: JobContext) -> Dependencies:
             answers.append(answer_of(value))
             if answers[-1] is None:
                 nulls.append(f"answers[{len(answers) - 1}] is null, job {safe_name(job_id)} {why}")
-    return Dependencies(results, answers, nulls)
+    return {"answers": answers, "results": results}, nulls
 
 
 def answer_of(value: Any) -> Any:
@@ -182,18 +172,16 @@ class TemplatedTask(Task):
                 "on, and `results`, all that each returned",
                 brief(foreign[0]),
             )
-        texts = self._filled(template, read_dependencies(context))
+        values, nulls = read_dependencies(context)
+        try:
+            texts = template.render(values)
+        except TemplateProblem as problem:
+            why = "".join(f"; {each}" for each in nulls[:MAX_NULLS])
+            raise InvalidValue(f"{self._argument}: {{}}{{}}", str(problem), why) from None
         if self._roles is None:
             return self._make(texts[0]).open(context)
         pairs = zip(self._roles, texts, strict=True)
         return self._make([{"role": role, "content": text} for role, text in pairs]).open(context)
-
-    def _filled(self, template: JinjaTexts, found: Dependencies) -> list[str]:
-        try:
-            return template.render({"answers": found.answers, "results": found.results})
-        except TemplateProblem as problem:
-            nulls = "".join(f"; {each}" for each in found.nulls[:MAX_NULLS])
-            raise InvalidValue(f"{self._argument}: {{}}{{}}", str(problem), nulls) from None
 
 
 def refuse_template(values: dict[str, Any]) -> None:

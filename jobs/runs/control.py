@@ -13,17 +13,16 @@ from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
+from jobs.common.rq_jobs import JobQueue, JobStatus, QueueKeys, command_channel, executions_key, job_key
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import ON_END, WEBHOOK, Submission
-from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
@@ -61,22 +60,20 @@ def submit_run(
     check_run(spec)
     run = spec.run
     plan_job, state = plan_job_id(run), RunState(connection, run)
-    planning = {name: value for name, value in spec.to_json().items() if value is not None}
     # The output as it was named: which real path it has is for the worker to say.
-    planning |= {"output": run_path(own["output"]), **submission.to_arguments()}
+    planning = {**spec.to_json(), "output": run_path(own["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
-        under_way = _planning_under_way(connection, state, plan_job)
-        renewed = None if under_way is None else _renewed(connection, run, under_way, planning)
-        state.submit(pipe, plan_job, spec.output, submission, anew=under_way is None)
-        if under_way is None:
+        is_under_way = _is_under_way(connection, state, plan_job)
+        renewed = _renewed(connection, run, plan_job, planning) if is_under_way else None
+        state.submit(pipe, plan_job, spec.output, submission, anew=not is_under_way)
+        if not is_under_way:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
-            pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
+            pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
         pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
-    list_in_index(connection, run)
     return run
 
 
@@ -89,8 +86,12 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
-    own = {name: value for name, value in plan.spec.to_json().items() if value is not None}
-    own |= {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint, **calls}
+    own = plan.spec.to_json() | {
+        "output": output,
+        "reuse": [plan.spec.output],
+        "model": plan.model.fingerprint,
+        **calls,
+    }
     if plan.reused is not None:
         own["reuse_from_any_model"] = plan.reused.any_model
         own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]
@@ -125,15 +126,9 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
 def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
     """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
-    from_end = _is_nearer_to_end(state.connection, queue_keys(queue_name).waiting, ids)
-    if from_end:
-        ids.reverse()
-    removed = stopped = 0
-    for start in range(0, len(ids), CHUNK):
-        chunk = ids[start : start + CHUNK]
-        removed += remove_waiting(state, submission, queue_name, chunk, from_end)
-        stopped += state.as_of(submission, partial(stop_held, state.connection, chunk))
-    return removed, stopped
+    removed = remove_waiting(state, submission, queue_name, ids)
+    chunks = (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
+    return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
@@ -145,11 +140,11 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
     return False
 
 
-def remove_waiting(
-    state: RunState, submission: int, queue_name: str, job_ids: Sequence[str], from_end: bool = False
-) -> int:
+def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
     """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
-    queue_key, removed = queue_keys(queue_name).waiting, 0
+    queue_key, removed = QueueKeys(queue_name).waiting, 0
+    if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
+        job_ids = job_ids[::-1]
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
         taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
@@ -178,17 +173,13 @@ def _enqueue_planning(
         pipe.hset(job_key(plan_job), MODEL_FIELD, submission.model)
 
 
-def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> str | None:
-    """Return the planning job that waits or runs; None for one that is over, or that is told to stop."""
-    left = [] if state.is_cancelled() else read_earlier(connection, [plan_job])
-    for job in left:
-        if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
-            return plan_job
-        keys = queue_keys(job.origin)  # a worker that was killed before it started it may leave it on no queue
-        on_queue = any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
-        if job.status is JobStatus.QUEUED and on_queue:
-            return plan_job
-    return None
+def _is_under_way(connection: Redis, state: RunState, plan_job: str) -> bool:
+    """Whether the planning job waits or runs: it is not over, nor told to stop."""
+    for job in [] if state.is_cancelled() else read_earlier(connection, [plan_job]):
+        keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
+        on_queue = any(connection.lpos(key, plan_job) is not None for key in (keys.waiting, keys.popped))
+        return job.status is JobStatus.STARTED or bool(job.executions) or (job.status is JobStatus.QUEUED and on_queue)
+    return False
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
@@ -221,10 +212,8 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
     held = read_holders(connection, job_ids)
     pipe.multi()
-    for holder in held:
-        command = {"command": "stop-job", "job_id": holder.job_id}
-        if holder.is_ours:  # RQ's own know jobs alone
-            command = {**command, "command": "stop-execution", "execution_id": holder.execution_id}
-        pipe.publish(command_channel(holder.worker), json.dumps(command))
+    for job_id, execution_id, worker in held:
+        command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
+        pipe.publish(command_channel(worker), json.dumps(command))
     pipe.execute()
-    return len({holder.job_id for holder in held})
+    return len({job_id for job_id, *_ in held})

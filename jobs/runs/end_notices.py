@@ -22,9 +22,9 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
-from jobs.runs.redis_state.end_calls import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 
 #: The function that posts.
@@ -38,8 +38,7 @@ RETRIES = 3
 
 
 def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
-    """Enqueue what the last submission asks for, unless it was told of. verdict: why the run is stopped, None for
-    finished."""
+    """Enqueue what the last submission asks for, unless told. verdict: why the run is stopped; None for finished."""
     if verdict is None:
         tell_of(state, state.submission(), "finished")
     else:
@@ -161,6 +160,8 @@ MAX_BODY_BYTES = 64 << 10
 #: Answers after which another call may go better.
 _PASSING = frozenset({408, 425, 429})
 
+_HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
+
 
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
@@ -174,22 +175,15 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
         raise unlike("content", content, "a small mapping")
     for pause_s in (*PAUSES_S, None):
         context.check_interrupted()
-        status, problem = _post(context, webhook, body)
-        if status is not None and 200 <= status < 300:
-            return {"status": status}
-        if status is not None and status < 500 and status not in _PASSING:
-            raise WebhookRefused(f"it answered {status}")
-        if pause_s is None:
-            break
-        time.sleep(pause_s)
+        try:
+            status = call_webhook(webhook, context.webhook_hosts, headers=_HEADERS, body=body)
+            if 200 <= status < 300:
+                return {"status": status}
+            problem = f"it answered {status}"
+            if status < 500 and status not in _PASSING:
+                raise WebhookRefused(problem)
+        except (OSError, HTTPException) as error:
+            problem = f"no answer ({type(error).__name__})"
+        if pause_s is not None:
+            time.sleep(pause_s)
     raise WebhookFailed(problem)
-
-
-def _post(context: JobContext, url: str, body: bytes) -> tuple[int | None, str]:
-    """Return the answer's status, or None and why there is none."""
-    headers = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
-    try:
-        status = call_webhook(url, context.webhook_hosts, headers=headers, body=body)
-    except (OSError, HTTPException) as error:
-        return None, f"no answer ({type(error).__name__})"
-    return status, f"it answered {status}"

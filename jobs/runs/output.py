@@ -12,18 +12,15 @@ from jobs.common.keys import run_folder_key
 from jobs.errors import JobsError, PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
 from jobs.runs.plans.paths import is_stored, real_path, run_path
-from jobs.runs.plans.plan import PinnedModel, Plan
+from jobs.runs.plans.plan import Plan
 
 
 @dataclass(frozen=True)
 class RunOutput:
     """A planned run's folder. errors: rows with an error, None until the run has finished."""
 
-    run: str
+    plan: Plan
     folder: str
-    model: PinnedModel
-    rows: int
-    shards: int
     parts: int
     finished: bool
     errors: int | None
@@ -36,7 +33,7 @@ class RunOutput:
     @property
     def num_gone(self) -> int:
         """Parts that are gone of a run that had all of them."""
-        return max(0, self.shards - self.parts) if self.finished else 0
+        return max(0, len(self.plan.shards) - self.parts) if self.finished else 0
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
@@ -56,7 +53,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
         if not is_run_id(run):
             raise
         return run, None
-    return output.run, output
+    return output.plan.run, output
 
 
 def output_here(folder: str, run: str) -> RunOutput | None:
@@ -68,7 +65,7 @@ def output_here(folder: str, run: str) -> RunOutput | None:
         output = _read_output(folder)
     except JobsError:
         return None
-    return output if output.run == run else None
+    return output if output.plan.run == run else None
 
 
 def _read_output(name: str) -> RunOutput:
@@ -86,16 +83,8 @@ def _read_output(name: str) -> RunOutput:
     except OSError:
         raise UnknownRun(name) from None
     finished = os.path.isfile(os.path.join(folder, SUCCESS))
-    return RunOutput(
-        run=plan.run,
-        folder=folder,
-        model=plan.model,
-        rows=plan.rows,
-        shards=len(plan.shards),
-        parts=sum(part_shard(name) is not None for name in names),
-        finished=finished,
-        errors=_errors(os.path.join(folder, MANIFEST)) if finished else None,
-    )
+    found = sum(part_shard(name) is not None for name in names)
+    return RunOutput(plan, folder, found, finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)
 
 
 def _errors(manifest: str) -> int | None:

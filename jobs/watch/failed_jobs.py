@@ -7,18 +7,9 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common import stored
+from jobs.common import rq_jobs, stored
 from jobs.common.display import printable, safe_name
-from jobs.common.rq_jobs import (
-    JobStatus,
-    dependency_ids,
-    error_text,
-    job_key,
-    job_status,
-    queue_keys,
-    relatives_keys,
-    results_key,
-)
+from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
 from jobs.runs.watching.snapshot import error_line
 from jobs.watch.job_actions import CANCELLABLE
@@ -82,7 +73,7 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
     """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
-            pipe.zrevrange(queue_keys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
+            pipe.zrevrange(rq_jobs.QueueKeys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
         found = [
             (score, stored.text(job_id), queue)
             for queue, entries in zip(queues, pipe.execute(), strict=True)
@@ -92,7 +83,7 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
     newest = [(job_id, queue) for _, job_id, queue in found[: most + MAX_STOPPED]]
     with connection.pipeline(transaction=False) as pipe:
         for job_id, _ in newest:
-            pipe.hget(job_key(job_id), "status")
+            pipe.hget(rq_jobs.job_key(job_id), "status")
         statuses = pipe.execute()
     failed = [each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)]
     return _read_failed(connection, failed[:most])
@@ -100,18 +91,18 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
 
 def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[FailedJob]:
     """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`."""
-    job_ids: Any = connection.zrevrange(queue_keys(queue).failed, offset, offset + most - 1)
+    job_ids: Any = connection.zrevrange(rq_jobs.QueueKeys(queue).failed, offset, offset + most - 1)
     return _read_failed(connection, [(stored.text(job_id), queue) for job_id in job_ids])
 
 
 def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
     """Return what is known of a job, None for one that Redis does not know."""
-    key = job_key(job_id)
+    key = rq_jobs.job_key(job_id)
     with connection.pipeline(transaction=False) as pipe:
         pipe.hmget(key, [*_TEXTS, *_TIMES])
         pipe.hstrlen(key, "data")
         pipe.hstrlen(key, "meta")
-        pipe.xrevrange(results_key(job_id), count=1)
+        pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
         fields, data_bytes, meta_bytes, results = pipe.execute()
     if not any(each is not None for each in fields):
         return None
@@ -120,8 +111,8 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     with connection.pipeline(transaction=False) as pipe:
         pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
         pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
-        pipe.zscore(queue_keys(stored.text(texts["origin"] or b"")).failed, job_id)
-        pipe.smembers(relatives_keys(job_id)[0])
+        pipe.zscore(rq_jobs.QueueKeys(stored.text(texts["origin"] or b"")).failed, job_id)
+        pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
         data, meta, score, dependents = pipe.execute()
     (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)
     return JobSeen(
@@ -136,10 +127,10 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
             for name, value in list(kept.items())[:20]
             if (number := stored.count(value)) is not None
         },
-        depends_on=dependency_ids(connection, job_id)[:MAX_RELATIVES],
+        depends_on=rq_jobs.dependency_ids(connection, job_id)[:MAX_RELATIVES],
         dependents=sorted(map(stored.text, dependents))[:MAX_RELATIVES],
         is_failed=score is not None,
-        is_under_way=job_status(texts["status"]) in CANCELLABLE,
+        is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
         error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
         error_line=error_line(error),
     )
@@ -147,12 +138,12 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
 
 def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
     """Read failed jobs. entries: ids of jobs, each with its queue."""
-    keys = [job_key(job_id) for job_id, _ in entries]
+    keys = [rq_jobs.job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):
             pipe.hmget(key, "ended_at", "status")
             pipe.hstrlen(key, "data")
-            pipe.xrevrange(results_key(job_id), count=1)
+            pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
         told = pipe.execute()
         for key, data_bytes in zip(keys, told[1::3], strict=True):
             pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
@@ -166,12 +157,12 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[
 
 
 def _is_stopped(status: object) -> bool:
-    return job_status(status) is JobStatus.STOPPED
+    return rq_jobs.job_status(status) is JobStatus.STOPPED
 
 
 def _error(results: Sequence[Any]) -> str:
     """Return the error in what XREVRANGE gave of a job's results; "" for none."""
-    return error_text(results[0][1]) if results else ""
+    return rq_jobs.error_text(results[0][1]) if results else ""
 
 
 def _call(data: bytes | None) -> tuple[str | None, str | None]:

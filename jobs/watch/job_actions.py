@@ -13,18 +13,8 @@ from typing import Any
 from redis import Redis
 from redis.client import Pipeline
 
-from jobs.common import stored
-from jobs.common.rq_jobs import (
-    QUEUES_KEY,
-    RATE_LIMITS_KEY,
-    JobStatus,
-    executions_key,
-    job_key,
-    queue_keys,
-    rate_limit_key,
-    rate_limited_key,
-    time_text,
-)
+from jobs.common import rq_jobs, stored
+from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.transactions import transact
 
@@ -41,13 +31,13 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
     return [
         job_id
         for chunk in chunks
-        for job_id in transact(connection, partial(_requeue, connection, queue, chunk), *map(job_key, chunk))
+        for job_id in transact(connection, partial(_requeue, connection, queue, chunk), *map(rq_jobs.job_key, chunk))
     ]
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
     """Requeue the oldest `limit` failed jobs at most; return how many those were, and ids that are listed and gone."""
-    found: Any = connection.zrange(queue_keys(queue).failed, 0, limit - 1)
+    found: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, 0, limit - 1)
     job_ids = list(map(stored.text, found))
     done = set(requeue(connection, queue, job_ids))
     return len(done), [job_id for job_id in job_ids if job_id not in done]
@@ -55,13 +45,13 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[st
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
     """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
-    keys = queue_keys(queue)
+    keys = rq_jobs.QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction
         for job_id in job_ids:
             reads.zscore(keys.failed, job_id)
-            reads.hexists(job_key(job_id), "data")
-            reads.hmget(job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
+            reads.hexists(rq_jobs.job_key(job_id), "data")
+            reads.hmget(rq_jobs.job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
         _, *found = reads.execute()
     failed = {
         job_id: fields
@@ -73,7 +63,7 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
     pipe.multi()
     for job_id, (ttl_s, limit, concurrency) in failed.items():
         _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
-    pipe.sadd(QUEUES_KEY, keys.waiting)
+    pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
     pipe.execute()
     return list(failed)
 
@@ -82,17 +72,17 @@ def _queue_again(
     pipe: Pipeline, queue: str, job_id: str, ttl_s: bytes | None, limit: str, concurrency: bytes | None
 ) -> None:
     """Write what RQ writes when it requeues a job. One with a rate limit is let in by a worker."""
-    key = job_key(job_id)
-    pipe.zrem(queue_keys(queue).failed, job_id)
+    key = rq_jobs.job_key(job_id)
+    pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)
     pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
     if limit and concurrency:
         pipe.hset(key, "status", JobStatus.RATE_LIMITED.value)
-        pipe.sadd(RATE_LIMITS_KEY, limit)
-        pipe.hset(rate_limit_key(limit), "concurrency", concurrency)
-        pipe.zadd(rate_limited_key(limit), {job_id: time.time()})
+        pipe.sadd(rq_jobs.RATE_LIMITS_KEY, limit)
+        pipe.hset(rq_jobs.rate_limit_key(limit), "concurrency", concurrency)
+        pipe.zadd(rq_jobs.rate_limited_key(limit), {job_id: time.time()})
     else:
-        pipe.hset(key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
-        pipe.rpush(queue_keys(queue).waiting, job_id)
+        pipe.hset(key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": rq_jobs.time_text()})
+        pipe.rpush(rq_jobs.QueueKeys(queue).waiting, job_id)
     pipe.hdel(key, "exc_info")
     if ttl_s:
         pipe.expire(key, int(ttl_s))
@@ -124,7 +114,7 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
         # Whoever claims it meanwhile opens an execution, or writes its hash: then all is looked at again.
-        taken = transact(connection, partial(_take, job_id), job_key(job_id), executions_key(job_id))
+        taken = transact(connection, partial(_take, job_id), rq_jobs.job_key(job_id), rq_jobs.executions_key(job_id))
         if taken is not None:
             return JobCancel.REMOVED if taken else JobCancel.GONE
     return JobCancel.GONE
@@ -132,13 +122,13 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
 
 def _take(job_id: str, pipe: Pipeline) -> bool | None:
     """Return whether the job waited; None where a worker has it."""
-    if pipe.exists(executions_key(job_id)):
+    if pipe.exists(rq_jobs.executions_key(job_id)):
         return None
-    raw: Any = pipe.hmget(job_key(job_id), "origin", "rate_limit_key")
+    raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     if not raw[0]:
         return False
-    keys, limit = queue_keys(stored.text(raw[0])), stored.text(raw[1] or b"")
-    registries = (keys.deferred, keys.ready, keys.scheduled, rate_limited_key(limit))
+    keys, limit = rq_jobs.QueueKeys(stored.text(raw[0])), stored.text(raw[1] or b"")
+    registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]
     if on_queue is None and not any(waits):
@@ -147,7 +137,7 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     pipe.lrem(keys.waiting, 0, job_id)
     for key in registries:
         pipe.zrem(key, job_id)
-    pipe.hset(job_key(job_id), "status", JobStatus.CANCELED.value)
+    pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
     pipe.execute()
     return True

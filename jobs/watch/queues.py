@@ -8,7 +8,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common import stored
-from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, queue_keys
+from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, QueueKeys
 
 #: Where jobs are counted.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
@@ -33,7 +33,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     """Count the jobs of these queues, in one round trip and without RQ's cleanup."""
     moment, size = time.time(), len(PLACES) + 1
     with connection.pipeline(transaction=False) as pipe:
-        for keys in map(queue_keys, names):
+        for keys in map(QueueKeys, names):
             pipe.llen(keys.waiting)
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)

@@ -1,41 +1,27 @@
-"""The runs that Redis knows: a line for each, in few round trips however many there are, and one in detail.
+"""The runs that Redis knows: a line for each, in a round trip for each that runs, and one in detail.
 
-Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts.
+Counts of a list come from totals beside the parts, those of one run from its parts.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import run_key
+from jobs.common.keys import RUNS_KEY, run_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import plan_job_id
-from jobs.runs.redis_state.recorded_parts import recorded_reasons
-from jobs.runs.redis_state.run_index import newest_runs
+from jobs.runs.redis_state.recorded_parts import OF_SUBMISSION, OF_TIME, TOTALS, recorded_reasons
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import FIELDS
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
-from jobs.runs.watching.snapshot import (
-    RunQueue,
-    RunSnapshot,
-    read_progress,
-    read_queue,
-    read_queues,
-    read_snapshot,
-    run_queues,
-    shard_jobs,
-    shards_of,
-    snapshot_of,
-)
-from jobs.runs.watching.time_left import Progress
+from jobs.runs.watching import snapshot as snapshots
 
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
@@ -52,7 +38,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
-    *FIELDS,
+    *dict.fromkeys((*TOTALS, *OF_SUBMISSION, *OF_TIME)),
 )
 
 
@@ -73,42 +59,35 @@ class ShardSeen:
     worker: str = ""
 
 
-def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
+def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[snapshots.RunSnapshot]:
     """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
-    read = _read_facts(connection, newest_runs(connection, limit))
-    busy = {name for facts, *_ in read.values() if "finished" not in facts for name in run_queues(facts)}
+    newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    read = _read_facts(connection, map(stored.text, newest))
+    busy = {name for facts, *_ in read.values() if "finished" not in facts for name in snapshots.run_queues(facts)}
+    workers = snapshots.living_workers(connection)
     queues = {
-        name: read_queue(connection, name, MAX_ENTRIES if name in busy else 1)
-        for name in {name for facts, *_ in read.values() for name in run_queues(facts)}
+        name: snapshots.read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1)
+        for name in {name for facts, *_ in read.values() for name in snapshots.run_queues(facts)}
     }
-    of_runs = {
-        run: reduce(RunQueue.joined, (queues[name] for name in run_queues(facts))) for run, (facts, *_) in read.items()
-    }
-    running = {
-        run: {} if "finished" in facts else shards_of(run, of_runs[run].started) for run, (facts, *_) in read.items()
-    }
-    ids = [job_id for shards in running.values() for job_id in shards.values()]
-    progress = defaultdict[str, list[Progress]](list)
-    for job_id, each in zip(ids, read_progress(connection, ids), strict=True):
-        progress[job_id.partition("-")[0]].append(each)
     found = []
     for run, (facts, done, status) in read.items():
-        queue = of_runs[run]
-        failed = {} if "finished" in facts else shards_of(run, queue.failed)
-        snapshot = snapshot_of(
+        queue = reduce(snapshots.RunQueue.joined, (queues[name] for name in snapshots.run_queues(facts)))
+        entries = ((), ()) if "finished" in facts else (queue.started, queue.failed)
+        running, failed = (snapshots.shards_of(run, each) for each in entries)
+        snapshot = snapshots.snapshot_of(
             run,
             facts,
             status,
             queue,
             {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED},
-            progress[run],
+            snapshots.read_progress(connection, list(running.values())),
             shards_done=done,
-            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running[run].keys())),
+            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running.keys())),
             plan_error=safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in facts else None,
         )
-        if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
+        if snapshot.state == "running" and not running and snapshot.queued > queue.length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
-                snapshot = read_snapshot(connection, run)
+                snapshot = snapshots.read_snapshot(connection, run)
         found.append(snapshot)
     return [each for each in found if not states or each.state in states]
 
@@ -126,28 +105,19 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     is_cancelled = "cancelled" in facts and "finished" not in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
     parts = state.parts_of(numbers)
-    queue = read_queues(connection, facts, MAX_ENTRIES)
-    started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
-    ids = shard_jobs(connection, run, numbers, facts)
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id in ids:
-            pipe.hmget(job_key(job_id), "worker_name", "status")
-        seen = pipe.execute()
-    progress = read_progress(connection, ids)
+    queue = snapshots.read_queues(connection, facts, most=MAX_ENTRIES)
+    started, failed = snapshots.shards_of(run, queue.started), snapshots.shards_of(run, queue.failed)
+    progress = snapshots.read_progress(connection, snapshots.shard_jobs(connection, run, numbers, facts))
     found = []
-    for shard, (name, status), each in zip(numbers, seen, progress, strict=True):
-        worker = safe_name(name or b"")
+    for shard, each in zip(numbers, progress, strict=True):
         if (part := parts.get(shard)) is not None:
-            seconds = part.seconds
-            counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
-            found.append(ShardSeen(shard, "done", *counts, worker))
+            counts = (part.rows, part.rows, part.errors, part.generated_tokens, part.seconds)
+            found.append(ShardSeen(shard, "done", *counts, each.worker))
         elif shard in started:
-            found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, worker))
-        elif is_cancelled:
-            found.append(ShardSeen(shard, "left", worker=worker))
+            found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, each.worker))
         else:
-            word = "failed" if shard in failed else "gone" if status is None else "queued"
-            found.append(ShardSeen(shard, word, worker=worker))
+            word = "failed" if shard in failed else "queued" if each.has_job else "gone"
+            found.append(ShardSeen(shard, "left" if is_cancelled else word, worker=each.worker))
     return found
 
 

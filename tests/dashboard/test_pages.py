@@ -12,7 +12,6 @@ from rq import Queue
 from starlette.testclient import TestClient
 
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
-from jobs.runs.redis_state.run_index import list_in_index
 from tests.dashboard.conftest import Open
 from tests.jobs.cli.test_failed_jobs import end, fail
 
@@ -36,7 +35,7 @@ def put_run(redis: Redis, run: str = RUN, **facts: Any) -> None:
     redis.expire(f"tokenmill:run:{run}", RUN_TTL_S)
     for shard in range(10):
         redis.hset(f"rq:job:{run}-{shard:05d}", "status", "queued")
-    list_in_index(redis, run)
+    redis.zadd("tokenmill:run:index", {run: time.time() * 1000})
 
 
 def text_of(html: str) -> str:

@@ -16,8 +16,8 @@ from jobs.parquet.shards.rows_task import trusted_plan
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import Submission
 from tests.jobs.answering import Answer, queued_jobs, shout
 from tests.jobs.local_runs import Runs
 

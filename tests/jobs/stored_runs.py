@@ -10,7 +10,7 @@ from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.planner import plan_run
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 from tests.jobs.killing import finish, open_work
 from tests.jobs.s3_server import BUCKET
 

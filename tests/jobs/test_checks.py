@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from jobs.context import check_processes
-from jobs.context.check_options import repair_options
+from jobs.context.check_options import RepairOptions
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
 
 def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -> None:
-    options = repair_options(check={"function": FUNCTION})
+    options = RepairOptions(check={"function": FUNCTION})
     assert checks.reason(options, {"prompt": "x"}, "12") is None
     assert checks.reason(options, {"prompt": "naïve"}, "11") == "11 is odd, and naïve wants an even one"
     assert checks.reason(options, {}, "silent") == "the check gave no reason"
@@ -39,13 +39,13 @@ def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -
 def test_a_check_that_fails_fails_the_attempt_and_the_next_is_checked(
     checks: Checks, check: dict[str, Any], text: str, says: str
 ) -> None:
-    options = repair_options(check=check)
+    options = RepairOptions(check=check)
     assert says in (checks.reason(options, {}, text) or "")
-    assert checks.reason(repair_options(check={"regex": "é+"}), {}, "éé") is None
+    assert checks.reason(RepairOptions(check={"regex": "é+"}), {}, "éé") is None
 
 
 def test_processes_end_with_the_one_that_asked() -> None:
-    checks, options = Checks(), repair_options(check={"regex": "a"})
+    checks, options = Checks(), RepairOptions(check={"regex": "a"})
     assert checks.reason(options, {}, "a") is None
     (child,) = checks._pool._idle
     checks.close()
@@ -61,7 +61,7 @@ def test_what_takes_long_to_compile_is_refused(
 ) -> None:
     monkeypatch.setattr(check_processes, "COMPILE_LIMIT_S", 0.2)
     with pytest.raises(InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"):
-        checks.reason(repair_options(check=check), {}, "1")
+        checks.reason(RepairOptions(check=check), {}, "1")
 
 
 def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytes
 
     def ask() -> None:
         try:
-            checks.prepare(repair_options(check=SLOW[0]))
+            checks.prepare(RepairOptions(check=SLOW[0]))
         except InvalidJob as error:
             ended.put(error)
 
     slow = threading.Thread(target=ask)
     slow.start()
-    assert checks.reason(repair_options(check={"regex": "b"}), {}, "b") is None
+    assert checks.reason(RepairOptions(check={"regex": "b"}), {}, "b") is None
     assert ended.empty()
     checks._pool.close(kill=True)
     slow.join()

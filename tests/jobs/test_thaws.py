@@ -16,8 +16,8 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.planner import plan_run
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import Submission
 from tests.jobs.killing import Executions, Fuse, FusedRedis, FusedStorage, Killed, Sleeper, finish, open_work
 from tests.jobs.local_runs import Runs
 

@@ -10,7 +10,7 @@ from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
 from jobs.common.keys import prefixed
-from jobs.common.rq_jobs import executions_key, queue_keys
+from jobs.common.rq_jobs import QueueKeys, executions_key
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 
@@ -54,12 +54,12 @@ class StockJobs:
         return [(claimed, AbandonedJobError(why)) for claimed, why in taken]
 
     def _started(self, queue: str) -> dict[tuple[str, str], str]:
-        members: Any = self._client.zrangebyscore(queue_keys(queue).started, 0, self._clock(), 0, _MOST)
+        members: Any = self._client.zrangebyscore(QueueKeys(queue).started, 0, self._clock(), 0, _MOST)
         ids = [member.decode(errors="replace").rpartition(":") for member in members]
         return {(job_id, execution_id): "the worker that ran it is gone" for job_id, _, execution_id in ids}
 
     def _intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        key, moment = queue_keys(queue).popped, self._clock()
+        key, moment = QueueKeys(queue).popped, self._clock()
         found: Any = self._client.lrange(key, 0, _MOST - 1)
         ids = [job_id.decode(errors="replace") for job_id in found]
         with self._client.pipeline(transaction=False) as pipe:

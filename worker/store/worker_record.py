@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from typing import Any
 
 from redis import Redis
@@ -11,7 +12,6 @@ from redis.exceptions import RedisError
 
 from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, loading_key, prefixed, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from jobs.common.version import code_version
 from jobs.watch.samples import LOADING, MAX_POINTS, Point
 
 _REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
@@ -25,7 +25,7 @@ _FLEET_KEY = prefixed("tokenmill:fleet:%s")
 def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
     """Show that a worker loads its model, until `WorkerRecord` takes over."""
     key, member, began = loading_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
-    facts = {"worker": worker_name, "state": LOADING, "model": model, "version": code_version()}
+    facts = {"worker": worker_name, "state": LOADING, "model": model, "version": version("tokenmill")}
     told = json.dumps({**facts, "queues": list(queue_names), "started_at": began, "updated_at": began})
     with client.pipeline(transaction=False) as pipe:
         pipe.sadd(WORKERS_KEY, member)

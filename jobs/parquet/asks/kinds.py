@@ -11,8 +11,8 @@ from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.labels import Labels, content_free
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import RowSource
-from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.option_checks import EMBED
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 

@@ -47,7 +47,7 @@ class RowKeys:
         if before is not None:
             asked["before"] = [before.prompt, before.messages]
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
-        asked["sampling"] = dict(sorted(asked["sampling"].items()))
+        asked["sampling"] = dict(sorted(spec.sampling.items()))
         text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
         #: Names what is asked of all rows: another text once anything of it is another, a check's function too.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()

@@ -1,12 +1,12 @@
 """A part: the output file of one shard, with statistics in its footer."""
 
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.common.version import code_version
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.errors import (
@@ -144,7 +144,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         fingerprint=model.fingerprint,
         dtype=model.dtype,
         attention_backend=model.attention_backend,
-        version=code_version(),
+        version=version("tokenmill"),
         prompt_lengths=count_lengths(each.prompt_tokens for each in answers if each.error is None),
         completion_lengths=count_lengths(
             tokens for each in answers if each.error is None for tokens in _lengths(each.completion_tokens)

@@ -35,7 +35,6 @@ from jobs.runs.plans.names import (
 )
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.recorded_parts import MAX_PARTS, PartCount, record_reasons, recorded_reasons
-from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -186,7 +185,6 @@ class RunFolder:
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
         self.state.count_anew()
-        list_in_index(self.state.connection, self.plan.run)
         return count.done >= len(self.plan.shards) and self._finish()
 
     def has_success(self) -> bool:

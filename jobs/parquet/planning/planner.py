@@ -5,11 +5,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, model_text
 from jobs.errors import ColumnConflict, MissingColumn, NoSecondModel, OutputHoldsAnotherRun, RunOfAnotherModel
@@ -27,16 +27,15 @@ from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.tables.columns import ROW_NUMBER
-from jobs.runs.plans.embedding_options import check_served
 from jobs.runs.plans.names import PLAN, SUCCESS
+from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
 from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
-from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.watching.snapshot import is_silent, living_workers
+from jobs.runs.redis_state.submission import Submission
+from jobs.runs.watching.snapshot import living_workers
 
 
 def score_parquet(
@@ -64,7 +63,7 @@ def score_parquet(
     spec = RunSpec.from_arguments(input, output, **prompt, **own)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
-    submission.calls.check_allowed(context.webhook_hosts, context.allowed_functions)
+    submission.check_calls(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)
 
 
@@ -73,7 +72,6 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     storage.resolve(spec.output)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(context.job_id, spec.output, submission)
-    list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     plan = _agreed_plan(context, storage, found, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
@@ -169,7 +167,7 @@ def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
-        version=code_version(),
+        version=version("tokenmill"),
         shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
         **inputs.of_plan,
     )
@@ -180,8 +178,8 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
     if spec.escalate_below is None:
         return None
     queue, first, others = spec.escalate_to or queue, context.model, set()
-    for queues, told, left_s in living_workers(context.connection):
-        names = told.get("models") if queue in queues and not is_silent(left_s) else None
+    for _, queues, told, is_silent in living_workers(context.connection):
+        names = told.get("models") if queue in queues and not is_silent else None
         if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:

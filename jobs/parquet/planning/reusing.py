@@ -28,7 +28,7 @@ from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:

@@ -28,8 +28,8 @@ from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.option_checks import EMBED
 from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.

@@ -73,11 +73,10 @@ def one_format(names: Iterable[str], wanted: str | None) -> str:
     """Return the format wanted of a run's files, or that their names tell, else Parquet. Raises MixedFormats."""
     if wanted is not None:
         return wanted
-    first: tuple[str, str] | None = None
+    found: dict[str, str] = {}
     for name in names:
-        found = named_format(name) or PARQUET
-        if first is None:
-            first = found, name
-        elif found != first[0]:
-            raise MixedFormats(name, found, first[1], first[0])
-    return PARQUET if first is None else first[0]
+        found.setdefault(named_format(name) or PARQUET, name)
+    if len(found) > 1:
+        (first, of_first), (other, of_other), *_ = found.items()
+        raise MixedFormats(of_other, other, of_first, first)
+    return next(iter(found), PARQUET)

@@ -26,7 +26,7 @@ MAX_SHARDS = 100_000
 MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,9 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     for each file the row count of each of its row groups. limit: of them all, only so many rows. No row at all gives
     one empty shard, so that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
     """
-    if limit is not None:
-        row_groups = _first_rows(row_groups, limit)
     rows = sum(map(sum, row_groups))
-    shards = list(_cut(row_groups, rows_per_shard)) if rows // rows_per_shard <= MAX_SHARDS else None
+    rows = rows if limit is None else min(rows, limit)
+    shards = list(_cut(row_groups, rows_per_shard, rows)) if rows // rows_per_shard <= MAX_SHARDS else None
     if shards is None or len(shards) > MAX_SHARDS:
         raise InvalidJob(
             f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
@@ -259,27 +258,14 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
     return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
 
 
-def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """Return the row groups as if the files ended after so many rows."""
-    left = limit
-    cut: list[list[int]] = []
-    for groups in row_groups:
-        cut.append([])
-        for rows in groups:
-            cut[-1].append(min(rows, left))
-            left -= cut[-1][-1]
-    return cut
-
-
-def _cut(row_groups: Sequence[Sequence[int]], most: int) -> Iterator[Shard]:
-    """Yield shards of at most and, where a file does not end, at least so many rows."""
-    left = sum(map(sum, row_groups))
+def _cut(row_groups: Sequence[Sequence[int]], most: int, left: int) -> Iterator[Shard]:
+    """Yield shards of at most so many rows, for the first ones of the files. left: how many of those."""
     least = most if left <= TAIL_SHARE * most else max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
     for number, groups in enumerate(row_groups):
         ends, start = list(accumulate(groups)), 0
-        while ends and start < ends[-1]:
+        while left and ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
-            rows = min(wanted, ends[-1] - start)
+            rows = min(wanted, ends[-1] - start, left)
             yield _shard(number, ends, start, rows)
             start, left = start + rows, left - rows
 

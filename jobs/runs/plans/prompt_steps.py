@@ -17,7 +17,7 @@ from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.embedding_options import OF_PROMPTS, check_read
+from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
@@ -193,7 +193,7 @@ MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return sampling values of a run's rows, without what asks for nothing. Raises InvalidJob."""
+    """Return sampling values of a run's rows, without what asks for nothing; 0 and 0.0 are one. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise InvalidJob(
             f"sampling is {type(value).__name__}, expected a mapping: "
@@ -204,7 +204,10 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
-    sampling = run_values(sampling)
+    sampling = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in run_values(sampling).items()
+    }
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions, split_repair_options
+from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
@@ -22,19 +22,10 @@ from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
-from jobs.runs.plans.embedding_options import EMBED, TASKS, check_nothing_generated
+from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
-from jobs.runs.plans.prompt_steps import (
-    MAX_ROWS_PER_SHARD,
-    PromptStep,
-    Template,
-    jinja_hint,
-    make_steps,
-    parse_prompts,
-    run_sampling,
-)
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
@@ -54,12 +45,12 @@ class RunSpec:
 
     input: list[str]
     output: str
-    prompt_column: str | None
-    messages_column: str | None
-    template: TemplateSpec | None
-    sampling: dict[str, Any]
-    rows_per_shard: int
-    filename_column: str | None
+    prompt_column: str | None = DEFAULT_PROMPT_COLUMN
+    messages_column: str | None = None
+    template: TemplateSpec | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    rows_per_shard: int = 1000
+    filename_column: str | None = None
     input_format: str | None = None
     single_file: str | None = None
     keep: list[str] | None = None
@@ -77,7 +68,7 @@ class RunSpec:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
     repair_template: str | None = None
-    task: str = TASKS[0]
+    task: str = checks.TASKS[0]
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
@@ -111,7 +102,7 @@ class RunSpec:
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
             sources = [OPENAI_BATCH]
-        named = {"input": input, "output": output, **_ALWAYS, **given, **asdict(_repairs(given))}
+        named = {"input": input, "output": output, **given}
         if sources not in ([], ["prompt_column"]):
             named["prompt_column"] = None
         values = {
@@ -120,8 +111,9 @@ class RunSpec:
         }
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
-        is_chat = isinstance(values["template"], list) or sources in (["messages_column"], ["prompts"])
-        values["sampling"] = run_sampling(values["sampling"], values["rows_per_shard"], is_chat=is_chat)
+        is_chat = isinstance(values.get("template"), list) or sources in (["messages_column"], ["prompts"])
+        rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
+        values["sampling"] = prompt_steps.run_sampling(values.get("sampling", {}), rows_per_shard, is_chat=is_chat)
         spec = cls(**values)
         _check_together(spec, given)
         return spec
@@ -167,13 +159,13 @@ class RunSpec:
         return split_chat_options(self.sampling)
 
     @cached_property
-    def steps(self) -> tuple[PromptStep, ...]:
+    def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
         """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
         from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
-        return make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
+        return prompt_steps.make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
 
     @cached_property
     def repairs(self) -> RepairOptions:
@@ -207,22 +199,23 @@ def _inputs(name: str, value: Any) -> list[str]:
 
 #: What is made of an option's name and what was given; others are looked at together.
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **PARSERS,
     "input": _inputs,
     "output": lambda _, value: real_path(run_path(value)),
     **dict.fromkeys(("prompt_column", "messages_column", "filename_column", "reused_column"), column_name),
-    "rows_per_shard": partial(whole_number, most=MAX_ROWS_PER_SHARD),
+    "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
     "input_format": parse_format,
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
-    "output_prefix": checks.output_prefix,
+    "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),
     **dict.fromkeys(("limit", "dimensions"), whole_number),
     "sampling_columns": checks.sampling_columns,
     "defaults": checks.defaults,
     "template_format": partial(one_of, known=checks.TEMPLATE_FORMATS),
-    "prompts": parse_prompts,
+    "prompts": prompt_steps.parse_prompts,
     "labels": parse_labels,
     **dict.fromkeys(("calibrate", "only_new"), truth),
-    "task": partial(one_of, known=TASKS),
+    "task": partial(one_of, known=checks.TASKS),
     "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
     "model_alias": checks.model_alias,
     "order": partial(one_of, known=("prefix",)),
@@ -230,14 +223,6 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "escalate_below": checks.share,
     "escalate_to": lambda name, value: check_queue_name(value, name),
     "escalate_model": lambda _, value: parse_model(value),
-}
-
-#: What fields have that are in the JSON whatever they are.
-_ALWAYS: Mapping[str, Any] = {
-    "prompt_column": DEFAULT_PROMPT_COLUMN,
-    **dict.fromkeys(("messages_column", "template", "filename_column")),
-    "sampling": {},
-    "rows_per_shard": 1000,
 }
 
 
@@ -251,15 +236,8 @@ def _sources(given: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _repairs(given: Mapping[str, Any]) -> RepairOptions:
-    found = split_repair_options(given)[1]
-    if "check_columns" in given and found.function is None:
-        raise InvalidJob("check_columns are for a function that checks, and there is none")
-    return found
-
-
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments that exclude each other, or need another one."""
+    """Raise InvalidJob for arguments that exclude each other or need another one, and what is no template."""
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     if spec.order is not None and spec.only_new:
@@ -272,9 +250,10 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
         (spec.defaults, is_filled, "defaults stand for null in a template, and there is none: give a template too"),
         (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
+        (spec.check_columns, spec.repairs.function, "check_columns are for a function that checks, and there is none"),
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
-        (spec.dimensions, spec.task == EMBED, "dimensions is for embeddings: give task 'embed' too"),
-        (spec.prompt_name, spec.task == EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+        (spec.dimensions, spec.task == checks.EMBED, "dimensions is for embeddings: give task 'embed' too"),
+        (spec.prompt_name, spec.task == checks.EMBED, "prompt_name is for embeddings: give task 'embed' too"),
         (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
         (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
         (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
@@ -284,9 +263,16 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
-    if spec.template is not None:
-        _check_template(spec)
-    check_nothing_generated(vars(spec), is_chat=spec.is_chat)
+    texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
+    if texts and not is_jinja:
+        parsed = prompt_steps.Template.parse(spec.template)
+        if not parsed.columns:
+            raise InvalidJob(
+                "the template names no column, so that every row would ask the same: "
+                f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"
+            )
+        parsed.check_cost(spec.rows_per_shard)
+    checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
     check_repairs(
         spec.repairs,
         spec.sampling,
@@ -294,20 +280,6 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
-
-
-def _check_template(spec: RunSpec) -> None:
-    """Raise InvalidJob for what is no template, fits no row or costs too much."""
-    texts, _ = template_texts(spec.template)
-    if spec.template_format == "jinja":
-        return
-    parsed = Template.parse(spec.template)
-    if not parsed.columns:
-        raise InvalidJob(
-            "the template names no column, so that every row would ask the same: "
-            f"write {{column}} where a row's value goes{jinja_hint(texts[:1])}"
-        )
-    parsed.check_cost(spec.rows_per_shard)
 
 
 def check_num_files(found: int) -> None:

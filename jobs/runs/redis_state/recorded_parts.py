@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,13 +15,25 @@ from redis.client import Pipeline
 from jobs.common.keys import RUN_TTL_S, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy
-from jobs.runs.redis_state.totals import TOTALS, add_part, store_totals
 from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
+from jobs.runs.statistics.run_statistics import working_s
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000
+
+#: Fields of a run's hash: what its parts have together, which a list of runs need not read.
+TOTALS = tuple(f"total_{name}" for name in COUNTED)
+
+#: The same of parts recorded since the last submission: their rows, and those with an error.
+JUDGED = ("judged_rows", "judged_errors")
+
+#: What else is of that submission: its generated tokens, when work on it began and its last part ended.
+OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
+
+#: The last: for how long workers had shards of the run, whatever the submission, at the last count of all parts.
+OF_TIME = (*OF_SUBMISSION[-2:], "worked_s")
 
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
@@ -119,7 +132,13 @@ class RecordedParts:
             self._count(pipe)
             is_new, *_, length, raw_total, failed = pipe.execute()
             if is_new:
-                add_part(pipe, self._key, stats)
+                for name, total in zip(COUNTED, TOTALS, strict=True):
+                    pipe.hincrby(self._key, total, getattr(stats, name))
+                since = (stats.rows, stats.errors, stats.generated_tokens)
+                for name, count in zip(OF_SUBMISSION[:3], since, strict=True):
+                    pipe.hincrby(self._key, name, count)
+                pipe.hset(self._key, "ended_at", str(stats.ended_at))
+                pipe.execute()
             return part_count(length, raw_total, failed)
 
     def _count(self, pipe: Pipeline) -> None:
@@ -174,7 +193,11 @@ class RecordedParts:
 
     def count_anew(self) -> None:
         """Store what all recorded parts have together; one recorded meanwhile may be missed or counted twice."""
-        store_totals(self._redis, self._key, self.each_part())
+        counts, spans = Counter[Any](dict.fromkeys(TOTALS, 0)), []
+        for part in self.each_part():
+            spans.append((part.started_at, part.ended_at))
+            counts.update({f"total_{name}": getattr(part, name) for name in COUNTED})
+        self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
 
     def look(self, running: Collection[int] = ()) -> SeenParts:
         """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.

@@ -12,19 +12,9 @@ from typing import cast
 from redis import Redis
 from redis.client import Pipeline
 
-from jobs.common import stored
-from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import (
-    JobQueue,
-    JobStatus,
-    QueueKeys,
-    execution_key,
-    executions_key,
-    job_key,
-    job_status,
-    queue_keys,
-    relatives_keys,
-)
+from jobs.common import rq_jobs, stored
+from jobs.common.keys import SUBMISSION_FIELD
+from jobs.common.rq_jobs import JobStatus
 from jobs.runs.plans.names import job_shard
 
 
@@ -48,34 +38,34 @@ class EarlierJob:
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
-        keys = queue_keys(self.origin)
+        keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
         for key in (keys.finished, keys.failed, keys.deferred, keys.ready, keys.scheduled, keys.cancelled):
             pipe.zrem(key, self.id)
         for execution in self.executions:
             pipe.zrem(keys.started, f"{self.id}:{execution}")
-            pipe.delete(execution_key(self.id, execution))
-        pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
+            pipe.delete(rq_jobs.execution_key(self.id, execution))
+        pipe.delete(rq_jobs.executions_key(self.id), rq_jobs.job_key(self.id), *rq_jobs.relatives_keys(self.id))
 
 
-def read_earlier(connection: Redis, job_ids: Sequence[str], queue: QueueKeys | None = None) -> list[EarlierJob]:
+def read_earlier(connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None) -> list[EarlierJob]:
     """Return those of the jobs that Redis has, all of one moment. queue: where they are looked for as well."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:
-            pipe.exists(job_key(job_id))
-            pipe.hmget(job_key(job_id), "status", "origin", SUBMISSION_FIELD)
-            pipe.zrange(executions_key(job_id), 0, -1)
+            pipe.exists(rq_jobs.job_key(job_id))
+            pipe.hmget(rq_jobs.job_key(job_id), "status", "origin", SUBMISSION_FIELD)
+            pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
         replies = pipe.execute()
     in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
     del replies[: len(keys)]
     return [
         EarlierJob(
             job_id,
-            job_status(status),
+            rq_jobs.job_status(status),
             stored.text(origin or b""),
             tuple(map(stored.text, executions)),
             stored.count(stored.text(submission or b"")) or 0,
@@ -95,7 +85,7 @@ PAGE = 5000
 class WaitingJobs:
     """Jobs of one run that were on the queue when first asked for; of one that is not among them, look again."""
 
-    def __init__(self, queue: JobQueue, run: str) -> None:
+    def __init__(self, queue: rq_jobs.JobQueue, run: str) -> None:
         self.queue, self._run = queue, run
 
     def among(self, job_ids: Collection[str]) -> set[str]:
@@ -117,52 +107,24 @@ class WaitingJobs:
 _CHUNK = 1000
 
 
-@dataclass(frozen=True)
-class Holder:
-    """An execution whose lease runs, and its worker's name. is_ours: whether that is one of Tokenmill's."""
-
-    job_id: str
-    execution_id: str
-    worker: str
-    is_ours: bool
-
-
-def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
-    """Return the executions that hold some of the jobs."""
+def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the executions that hold some of the jobs: job, execution and the worker's name."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.zrange(executions_key(job_id), 0, -1)
+            pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
         held = [
             (job_id, stored.text(execution))
             for job_id, executions in zip(job_ids, pipe.execute(), strict=True)
             for execution in executions
         ]
         for job_id, execution in held:
-            pipe.hget(execution_key(job_id, execution), "worker_name")
-        names = [stored.text(name) if name else "" for name in pipe.execute()]
-        for name in names:
-            pipe.exists(worker_key(name))
-        tell = pipe.execute()
-    return [
-        Holder(job_id, execution, name, bool(is_ours))
-        for (job_id, execution), name, is_ours in zip(held, names, tell, strict=True)
-        if name
-    ]
-
-
-def silent_workers(connection: Redis, names: Iterable[str]) -> set[str]:
-    """Return those of our workers that have told nothing of themselves lately: killed ones, most likely."""
-    asked = sorted(set(names))
-    with connection.pipeline(transaction=False) as pipe:
-        for name in asked:
-            pipe.ttl(worker_key(name))
-        left = pipe.execute()
-    return {name for name, left_s in zip(asked, left, strict=True) if 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S}
+            pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
+        return [(*each, stored.text(name)) for each, name in zip(held, pipe.execute(), strict=True) if name]
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
     """Return how many of the jobs a worker holds, begun or not."""
     left, found = iter(job_ids), 0
-    while chunk := [executions_key(job_id) for job_id in islice(left, _CHUNK)]:
+    while chunk := [rq_jobs.executions_key(job_id) for job_id in islice(left, _CHUNK)]:
         found += int(connection.exists(*chunk))
     return found

@@ -16,17 +16,19 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, run_folder_key
+from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key
 from jobs.errors import RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.end_calls import ASKED_FOR, ErrorLimit, Submission
-from jobs.runs.redis_state.recorded_parts import PartCount, RecordedParts, Verdict, part_count
-from jobs.runs.redis_state.totals import JUDGED, OF_SUBMISSION
+from jobs.runs.redis_state.recorded_parts import JUDGED, OF_SUBMISSION, PartCount, RecordedParts, Verdict, part_count
+from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.transactions import transact
 
 T = TypeVar("T")
 
 #: The field that says why the planning of the last submission failed.
 PLAN_ERROR = "plan_error"
+
+#: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
+LISTED_S = 2 * RUN_TTL_S
 
 
 class RunState(RecordedParts):
@@ -44,9 +46,17 @@ class RunState(RecordedParts):
         def write(pipe: Pipeline) -> None:
             pipe.multi()
             self._put(pipe, facts, *gone)
+            self._list(pipe)
             pipe.execute()
 
         self._change(write)
+
+    def _list(self, pipe: Pipeline) -> None:
+        """Have `pipe` put the run first in the index, which drops those of long ago: it only lists."""
+        now_ms = _now_ms()
+        pipe.zadd(RUNS_KEY, {self.run: now_ms})
+        pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - LISTED_S * 1000)
+        pipe.expire(RUNS_KEY, LISTED_S)
 
     def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
         """Have `pipe` take some fields out of the run's hash, and write others."""
@@ -56,8 +66,7 @@ class RunState(RecordedParts):
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks of its end. Raises UnknownRun when Redis has lost more than a
-        mark."""
+        """Return what `describe` stored, and the marks of its end. Raises UnknownRun where Redis has lost it."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
@@ -89,14 +98,14 @@ class RunState(RecordedParts):
         facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
         pipe.multi()
         gone = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
-        self._put(pipe, {**facts, **model, **limit, **submission.calls.to_fields()}, *gone)
+        self._put(pipe, {**facts, **model, **limit, **submission.calls}, *gone)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
+        self._list(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with its planning job, unless that did. Raises RunCancelled where it was cancelled since, or
-        RunBusy."""
+        """Submit the run with its planning job, unless that did. Raises RunBusy, or RunCancelled where it was since."""
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
@@ -208,8 +217,7 @@ class RunState(RecordedParts):
     # Who may write
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change between which and its looks no planner, submission or cancel comes. Raises RunBusy for a lost
-        lease."""
+        """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:

@@ -1,13 +1,13 @@
 """What holds a run up: no worker listens, other jobs come first, or the worker that had it is gone."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
-from jobs.common.rq_jobs import JobStatus, queue_keys
+from jobs.common.rq_jobs import JobStatus, QueueKeys
 from jobs.runs.plans.names import is_run_id, job_shard
 from jobs.runs.watching.snapshot import RunSnapshot, living_workers
 
@@ -51,11 +51,11 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 def listened_queues(connection: Redis) -> list[str]:
     """Return the names of the queues on which a living worker listens, sorted."""
-    return sorted({name for queues, *_ in living_workers(connection) for name in queues})
+    return sorted({name for each in living_workers(connection) for name in each.queues})
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    keys = queue_keys(snapshot.queue)
+    keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
         pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
         pipe.zrange(keys.started, 0, -1)
@@ -71,12 +71,7 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     if not ahead and not running:
         return []
     count = f"{len(ahead)}{' or more' if len(ahead) == MAX_AHEAD else ''}"
-    runs = _runs([*running, *ahead])
+    names = (job_id.partition("-")[0] for job_id in (*running, *ahead))
+    runs = list(dict.fromkeys(name for name in names if is_run_id(name)))
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]
-
-
-def _runs(job_ids: Iterable[str]) -> list[str]:
-    """Return the runs to which jobs belong, in order."""
-    names = (job_id.partition("-")[0] for job_id in job_ids)
-    return list(dict.fromkeys(name for name in names if is_run_id(name)))

@@ -6,29 +6,20 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
-from jobs.common import stored
+from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from jobs.common.rq_jobs import (
-    WORKER_PREFIX,
-    WORKERS_KEY,
-    JobStatus,
-    job_key,
-    job_status,
-    last_error,
-    last_value,
-    queue_keys,
-)
+from jobs.common.rq_jobs import JobStatus
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.redis_state.end_calls import ErrorLimit
-from jobs.runs.redis_state.run_jobs import num_held, silent_workers
+from jobs.runs.redis_state.recorded_parts import OF_TIME
+from jobs.runs.redis_state.run_jobs import num_held
 from jobs.runs.redis_state.state import PLAN_ERROR, RunState
-from jobs.runs.redis_state.totals import OF_TIME
+from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
 
@@ -37,6 +28,9 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+
+#: For how long what a worker told lately is kept at least.
+TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
 
 #: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
@@ -57,7 +51,8 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. stopped_jobs: failed ones of an earlier cancel. left_s: until it ends. awaited_second: what is to be
+    anyone's word. failed_jobs: without those that an earlier cancel has
+    stopped, which are gone. left_s: until it ends. awaited_second: what is to be
     done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
     ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
@@ -83,7 +78,6 @@ class RunSnapshot:
     too_many_errors: str | None
     claimed: int = 0
     gone: int = 0
-    stopped_jobs: frozenset[str] = frozenset()
     left_s: float | None = None
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
@@ -116,7 +110,7 @@ class RunSnapshot:
     @property
     def shards_failed(self) -> int:
         """Return how many shards failed; 0 of a run that is cancelled or stopped."""
-        return 0 if self.cancelled else len(self.failures)
+        return 0 if self.cancelled else self.failed
 
     @property
     def shards_left(self) -> int:
@@ -128,11 +122,6 @@ class RunSnapshot:
     @property
     def failed(self) -> int:
         return len(self.failed_jobs)
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Ids of the failed jobs whose errors are news: what an earlier cancel stopped has none."""
-        return tuple(job for job in self.failed_jobs if job not in self.stopped_jobs)
 
     @property
     def queued(self) -> int:
@@ -198,8 +187,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     state = RunState(connection, run)
     facts = state.facts()
     plan_job = facts.get("plan_job")
-    plan_status = job_status(connection.hget(job_key(plan_job or ""), "status"))
-    seen = read_queues(connection, facts)
+    plan_status = rq_jobs.job_status(connection.hget(rq_jobs.job_key(plan_job or ""), "status"))
+    workers = living_workers(connection)
+    seen = read_queues(connection, facts, workers)
     started = shards_of(run, seen.started)
     parts = state.look(started)  # afterwards: what ends in between is done, and not nowhere
     running = {shard: job_id for shard, job_id in started.items() if shard not in parts.shards}
@@ -209,9 +199,10 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     failed_shards = shards_of(run, seen.failed)
     done = frozenset() if is_unended else parts.shards
     failed = tuple(failed_shards[shard] for shard in sorted(failed_shards.keys() - done - running.keys()))
+    stopped = _stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0)
     progress = read_progress(connection, list(running.values()))
     under_way = dict(zip(running, progress, strict=True))
-    silent = silent_workers(connection, (each.worker for each in progress))
+    silent = {each.worker for each in progress} & {each.name for each in workers if each.is_silent}
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
@@ -223,9 +214,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
             claimed = num_held(connection, jobs)
         if "cancelled" not in facts and plan_status not in WAITING:
             lost = [shard for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
-            sought = list(map(job_key, shard_jobs(connection, run, lost, facts)))
+            sought = list(map(rq_jobs.job_key, shard_jobs(connection, run, lost, facts)))
             there: Any = connection.exists(*sought) if sought else 0
-            gone = len(sought) - int(there)
+            gone = len(sought) - int(there) + len(stopped)
     snapshot = snapshot_of(
         run,
         facts,
@@ -235,12 +226,11 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         progress,
         shards_done=len(parts.shards),
         claimed=claimed,
-        failed_jobs=failed,
-        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
+        failed_jobs=tuple(job for job in failed if job not in stopped),
         plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         silent_workers=tuple(sorted(silent)),
-        awaited_second=_awaited_second(connection, facts),
+        awaited_second=_awaited_second(facts, workers),
         second_queue=facts.get("second_queue"),
     )
     left_s = time_left(facts.get("sizes"), shards, rows, parts, alive, time.time())
@@ -264,8 +254,11 @@ def snapshot_of(
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
     limit = ErrorLimit.parse(facts.get("max_errors"))
     worked_s, end = (worked_s, ended_at) if is_finished else (None, time.time())
-    lasted_s = 0.0 if began_at is None or end is None else end - began_at
-    rows_per_s, tokens_per_s = _rates(facts, worked_s, lasted_s, more_rows, more_tokens)
+    if worked_s:
+        seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
+    else:
+        seconds = 0.0 if began_at is None or end is None else end - began_at
+        by_then = [stored.count(facts.get(name)) or 0 for name in ("judged_rows", "judged_tokens")]
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -289,28 +282,17 @@ def snapshot_of(
         began_at=began_at,
         ended_at=ended_at,
         worked_s=worked_s,
-        rows_per_s=rows_per_s,
-        tokens_per_s=tokens_per_s,
+        rows_per_s=(by_then[0] + more_rows) / seconds if seconds > 0 else None,
+        tokens_per_s=(by_then[1] + more_tokens) / seconds if seconds > 0 else None,
         **known,
     )
-
-
-def _rates(
-    facts: Mapping[str, str], worked_s: float | None, lasted_s: float, rows: int, tokens: int
-) -> tuple[float | None, float | None]:
-    """Return rows and tokens a second by workers' clocks. rows, tokens: of running shards."""
-    names = ("total_rows", "total_generated_tokens") if worked_s else ("judged_rows", "judged_tokens")
-    all_rows, all_tokens = (stored.count(facts.get(name)) or 0 for name in names)
-    if worked_s:
-        return all_rows / worked_s, all_tokens / worked_s
-    return ((all_rows + rows) / lasted_s, (all_tokens + tokens) / lasted_s) if lasted_s > 0 else (None, None)
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = last_value(connection, snapshot.plan_job).get("run", run)
+        planned = rq_jobs.last_value(connection, snapshot.plan_job).get("run", run)
         if planned != run:
             return read_snapshot(connection, planned)
     return snapshot
@@ -331,15 +313,15 @@ def _plan_error(
     return None
 
 
-def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
+def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
     """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
-        return frozenset()
+        return set()
     with connection.pipeline(transaction=False) as pipe:
         for job_id in failed:
-            pipe.hget(job_key(job_id), SUBMISSION_FIELD)
+            pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
         found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
-    return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
+    return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
 
 
 def awaited_model(
@@ -355,11 +337,11 @@ def awaited_model(
     return name and safe_name(name, MAX_TEXT_CHARS)
 
 
-def _awaited_second(connection: Redis, facts: Mapping[str, str]) -> str | None:
+def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> str | None:
     """Say that nobody serves the second model of a cascade, where that is so."""
     if "second_queue" not in facts:
         return None
-    _, models = read_workers(connection, facts["second_queue"])
+    _, models = served_on(workers, facts["second_queue"])
     if models is None or facts["second_model"] in models:
         return None
     model = safe_name(facts["second_text"], MAX_TEXT_CHARS)
@@ -368,7 +350,7 @@ def _awaited_second(connection: Redis, facts: Mapping[str, str]) -> str | None:
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
-    return error_line(last_error(connection, job_id)) or "it left no error"
+    return error_line(rq_jobs.last_error(connection, job_id)) or "it left no error"
 
 
 def error_line(error: str) -> str:
@@ -396,16 +378,16 @@ class RunQueue:
         return replace(self, started=started, failed=failed, length=self.length + second.length)
 
 
-def read_queue(connection: Redis, name: str, most: int = 0) -> RunQueue:
+def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int = 0) -> RunQueue:
     """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
-    keys = queue_keys(name)
+    keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
         waiting, popped, started, failed = pipe.execute()
-    return RunQueue(started, failed, waiting + popped, *read_workers(connection, name))
+    return RunQueue(started, failed, waiting + popped, *served_on(workers, name))
 
 
 def run_queues(facts: Mapping[str, str]) -> list[str]:
@@ -413,44 +395,46 @@ def run_queues(facts: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
-def read_queues(connection: Redis, facts: Mapping[str, str], most: int = 0) -> RunQueue:
+def read_queues(
+    connection: Redis, facts: Mapping[str, str], workers: Iterable[Listener] = (), most: int = 0
+) -> RunQueue:
     """Look at the queues of a run, as read_queue does."""
-    return reduce(RunQueue.joined, [read_queue(connection, name, most) for name in run_queues(facts)])
+    return reduce(RunQueue.joined, [read_queue(connection, name, workers, most) for name in run_queues(facts)])
 
 
-def living_workers(connection: Redis) -> list[tuple[list[str], dict[str, Any], int]]:
-    """Return of each worker its queues, what it told last, and for how many seconds that is kept.
+class Listener(NamedTuple):
+    """A worker that listens on queues, what it told last, and whether that was long ago: it was killed perhaps."""
 
-    RQ's list of a queue's workers is not asked: producers may not read it, as they could then write it.
-    """
-    keys: Any = connection.smembers(WORKERS_KEY)
+    name: str
+    queues: list[str]
+    told: dict[str, Any]
+    is_silent: bool
+
+
+def living_workers(connection: Redis) -> list[Listener]:
+    """Return the workers that Redis has; RQ's list of a queue's is not asked, as producers could then write it."""
+    keys: Any = connection.smembers(rq_jobs.WORKERS_KEY)
+    names = [stored.text(key).removeprefix(rq_jobs.WORKER_PREFIX) for key in keys]
     with connection.pipeline(transaction=False) as pipe:
-        for key in keys:
-            told = worker_key(stored.text(key).removeprefix(WORKER_PREFIX))
+        for key, name in zip(keys, names, strict=True):
             pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
-            pipe.get(told)
-            pipe.ttl(told)
+            pipe.get(worker_key(name))
+            pipe.ttl(worker_key(name))
         replies = pipe.execute(raise_on_error=False)
-    each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
     return [
-        (stored.text(queues).split(","), stored.json_object(told), left_s)
-        for queues, told, left_s in each
+        Listener(name, stored.text(queues).split(","), stored.json_object(told), 0 <= left_s < TOLD_LATELY_S)
+        for name, queues, told, left_s in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
         if isinstance(queues, bytes)
     ]
 
 
-def is_silent(left_s: int) -> bool:
-    """Whether a worker has told nothing lately. left_s: for how long what it told is kept."""
-    return 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S
-
-
-def read_workers(connection: Redis, queue: str) -> tuple[int, set[str] | None]:
-    """Return how many workers of a queue live, and all names of the models that they serve, if all say that."""
-    listening = [(told, left_s) for queues, told, left_s in living_workers(connection) if queue in queues]
-    if any(told == {} for told, _ in listening):
+def served_on(workers: Iterable[Listener], queue: str) -> tuple[int, set[str] | None]:
+    """Return how many of the workers listen on a queue, and all names of the models they serve, if all say that."""
+    listening = [each for each in workers if queue in each.queues]
+    if any(each.told == {} for each in listening):
         return len(listening), None
-    # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
-    served = [told.get("models") for told, left_s in listening if not is_silent(left_s)]
+    # A killed worker's key lives on for minutes, and what it served with it.
+    served = [each.told.get("models") for each in listening if not each.is_silent]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(listening), models
 
@@ -469,7 +453,7 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
     second = [shard_job_id(run, shard, is_second=True) for shard in shards]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in second:
-            pipe.exists(job_key(job_id))
+            pipe.exists(rq_jobs.job_key(job_id))
         return [after if there else id for id, after, there in zip(ids, second, pipe.execute(), strict=True)]
 
 
@@ -477,13 +461,13 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name")
+            pipe.hmget(rq_jobs.job_key(job_id), "meta", "started_at", "worker_name", "status")
         replies = pipe.execute(raise_on_error=False)
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
+def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
     told = stored.json_object(meta)
     rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
-    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""))
+    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""), status is not None)

@@ -13,13 +13,14 @@ LATELY_S = 2.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What a running shard says of itself: answered rows, generated tokens, all rows, when it began."""
+    """What a shard's job says of itself: answered rows, generated tokens, all rows, when it began; if it is there."""
 
     rows: int
     tokens: int
     shard_rows: int = 0
     started_at: float | None = None
     worker: str = ""
+    has_job: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return how many seconds are left to a run by its shards' stored shares, its parts and running shards; None if
-    unknown."""
+    """Return the seconds left to a run by its shards' stored shares, its parts and running shards; None if unknown."""
     if not shards or rows is None:
         return None
     work = json.loads(shares_text or "[]")

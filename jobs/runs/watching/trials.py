@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_r
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
-from jobs.runs.watching.snapshot import failure_text, read_workers
+from jobs.runs.watching.snapshot import failure_text, living_workers, served_on
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -22,47 +21,33 @@ POLL_S, PATIENCE_S = 0.05, 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
-#: Of a result: a worker's is no larger unless its operator allows it.
-MAX_RESULT_BYTES = 16 << 20
-
 _OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED, None}
 
 
 def try_job(
-    connection: Redis,
-    queue: str,
-    function: str,
-    arguments: Mapping[str, Any],
-    model: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    connection: Redis, queue: str, function: str, arguments: Mapping[str, Any], model: str | None = None
 ) -> dict[str, Any]:
     """Return what a job gives. Raises TrialFailed, also where nobody listens."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
-            options = {"timeout": TIMEOUT_S, "result_ttl": TIMEOUT_S, "failure_ttl": TIMEOUT_S}
-            kwargs = dict(arguments)
-            JobQueue(connection, queue).enqueue(
-                pipe, function, kwargs=kwargs, description=function, job_id=job_id, **options
-            )
+            kept = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
+            named = {"kwargs": dict(arguments), "description": function, "job_id": job_id}
+            JobQueue(connection, queue).enqueue(pipe, function, **named, **kept)
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
-        heard_at = clock()
+        heard_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
-            if read_workers(connection, queue)[0]:
-                heard_at = clock()
-            elif clock() - heard_at > PATIENCE_S:
+            if served_on(living_workers(connection), queue)[0]:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
-            sleep(POLL_S)
+            time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        raw = last_result(connection, job_id)
-        with suppress(ValueError, RecursionError):
-            if len(raw) <= MAX_RESULT_BYTES and isinstance(value := json.loads(raw), dict):
-                return value
-        raise TrialFailed("its result cannot be read")
+        found: dict[str, Any] = json.loads(last_result(connection, job_id))
+        return found
     finally:
         left = read_earlier(connection, [job_id])
         with connection.pipeline() as pipe:

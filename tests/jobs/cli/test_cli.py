@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from redis import Redis
 
 from jobs.cli import commands as cli
 from jobs.cli import waiting
-from jobs.common.version import code_version
 from tests.jobs.answering import fail, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -220,4 +220,4 @@ def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(
 def test_the_version_is_told() -> None:
     result = click.testing.CliRunner().invoke(cli.main, ["--version"])
     assert result.exit_code == 0
-    assert result.output.strip() == f"tokenmill, version {code_version()}"
+    assert result.output.strip() == f"tokenmill, version {version('tokenmill')}"

@@ -56,7 +56,7 @@ def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
     for step in range(int(LINE_EVERY_S * 4)):
         now = step / 2
         lines.show(snapshot(rows_done=step, left_s=60.4 - step / 2), 3.0)
-    lines.show(snapshot(finished=True, rows_done=100, left_s=0.0), 5.0)
+    lines.show(snapshot(finished=True, rows_done=100), 5.0)
     lines.close()
     assert log.getvalue().splitlines() == [
         "planning",

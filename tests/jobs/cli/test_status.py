@@ -98,7 +98,7 @@ def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed
     invoke(*submit)
     redis.hset(f"rq:job:{failed.id}", SUBMISSION_FIELD, 10**15)  # it has failed since
     snapshot = read_snapshot(redis, run)
-    assert snapshot.failures == (failed.id,)
+    assert snapshot.failed_jobs == (failed.id,)
     told = invoke("status", run).output
     assert failed.id in told
     assert stopped.id not in told
@@ -188,8 +188,9 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
         redis.lrem("rq:queue:bulk", 1, job.id)
         redis.zadd("rq:wip:bulk", {f"{job.id}:e": 9e12})
         redis.hset(job.key, "worker_name", name)
-    redis.set("tokenmill:worker:alive", "{}", ex=WORKER_STATS_TTL_S)
-    redis.set("tokenmill:worker:dead", "{}", ex=WORKER_STATS_TTL_S - 400)
+    for name, silent_s in (("alive", 0), ("dead", 400)):
+        add_worker(redis, name)
+        redis.set(f"tokenmill:worker:{name}", "{}", ex=WORKER_STATS_TTL_S - silent_s)
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text

@@ -11,7 +11,7 @@ from engine import SamplingParams
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.prompts.prompt_source import messages_column
-from jobs.prompts.client_values import NEUTRAL, without_neutral
+from jobs.prompts.arguments import NEUTRAL, without_neutral
 from jobs.prompts.messages import normal_messages
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request

@@ -21,7 +21,7 @@ from jobs.parquet.planning.planner import plan_run
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.end_calls import Submission
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.obstacles import obstacles
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.tasks import Request
@@ -216,7 +216,7 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     fail(site.redis, lost, "they are lost")
     emptied.delete()
     snapshot = read_snapshot(site.redis, run)
-    assert (snapshot.state, snapshot.failures, snapshot.gone) == ("failed", (lost.id,), 1)
+    assert (snapshot.state, snapshot.failed_jobs, snapshot.gone) == ("failed", (lost.id,), 1)
     assert [each.state for each in list_shards(site.redis, run)] == ["failed", "gone", "done"]
     assert [each.failed for each in list_runs(site.redis)] == [1]
     site.score()

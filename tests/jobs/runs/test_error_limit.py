@@ -10,8 +10,8 @@ import jobs
 from jobs.cli import waiting
 from jobs.common.keys import run_key
 from jobs.errors import InvalidValue, RunFailed
-from jobs.runs.redis_state.end_calls import ErrorLimit
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs
 from tests.jobs.answering import FakeCompletion, refuse, shout

@@ -23,7 +23,7 @@ from jobs.runs import end_notices
 from jobs.runs.control import submit_run
 from jobs.runs.end_notices import PAUSES_S, post_run_end, tell_failed
 from jobs.runs.plans.names import plan_job_id, shard_job_id
-from jobs.runs.redis_state.end_calls import EndCalls
+from jobs.runs.redis_state.submission import Submission
 from jobs.table import own_function
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext
@@ -216,10 +216,10 @@ def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(redis: Redis
         with pytest.raises(InvalidJob, match="expected a URL"):
             submit_run(redis, "bulk", **names, webhook=webhook)
     with pytest.raises(InvalidJob, match="a URL with user or password") as refused:
-        EndCalls.parse("https://me:s3cret@example.com/", None)
+        Submission.split("bulk", {"webhook": "https://me:s3cret@example.com/"})
     assert "s3cret" not in str(refused.value)
     with pytest.raises(InvalidJob, match=r"module\.name"):
-        EndCalls.parse(None, "done")
+        Submission.split("bulk", {"on_end": "done"})
     assert site.runs.jobs == []
     for arguments, text in (
         ({"webhook": "http://example.com.evil.org/"}, "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"),

@@ -24,7 +24,7 @@ from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
-from tests.jobs.answering import run_task
+from tests.jobs.answering import add_worker, run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -74,6 +74,7 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
     redis.hset(second.key, "meta", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
+    add_worker(redis, "w-1")
     redis.set(worker_key("w-1"), "{}", ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"

@@ -29,8 +29,8 @@ from jobs.parquet.files.listing_child import listing
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.planner import plan_run
-from jobs.runs.redis_state.end_calls import Submission
 from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.submission import Submission
 from tests.jobs.conftest import MakeContext
 from tests.jobs.killing import Fuse, finish, open_work, run_until_killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing

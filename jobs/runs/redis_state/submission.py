@@ -23,44 +23,6 @@ ASKED_FOR = (WEBHOOK, ON_END)
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-@dataclass(frozen=True)
-class EndCalls:
-    """What a submission asks for. webhook: a URL. on_end: the dotted name of a function."""
-
-    webhook: str | None = None
-    on_end: str | None = None
-
-    @classmethod
-    def parse(cls, webhook: Any, on_end: Any) -> EndCalls:
-        """Raise InvalidJob for what is no URL, or no name of a function."""
-        if webhook is not None:
-            host_of(webhook)
-        if on_end is not None and not (
-            isinstance(on_end, str) and len(on_end) <= MAX_URL_CHARS and _FUNCTION.fullmatch(on_end)
-        ):
-            raise unlike(
-                "on_end", on_end, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)"
-            )
-        return cls(webhook, on_end)
-
-    def check_allowed(self, hosts: Collection[str], functions: Collection[str]) -> None:
-        """Raise InvalidJob for what this worker may not call. hosts, functions: those that it may."""
-        if self.webhook is not None:
-            check_host(self.webhook, hosts)
-        if self.on_end is not None and self.on_end not in functions:
-            raise InvalidValue(
-                "on_end is {}, which this worker does not allow: add it to TOKENMILL_ALLOWED_FUNCTIONS",
-                brief(self.on_end),
-            )
-
-    def to_fields(self) -> dict[str, str]:
-        """Return them as fields of a run's hash."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-NO_CALLS = EndCalls()
-
-
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100
 
@@ -123,14 +85,16 @@ class Submission:
     """What one submission of a run says beside the run's arguments.
 
     queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it. limit: the run
-    is stopped, as if it was cancelled, beyond it. calls: who is told of its end. reuse: outputs of earlier runs, whose
-    answers a new run takes. reuse_from_any_model: also those of other models.
+    is stopped, as if it was cancelled, beyond it. webhook, on_end: a URL, and a function's dotted name, that are told
+    of its end. reuse: outputs of earlier runs, whose answers a new run takes. reuse_from_any_model: also those of
+    other models.
     """
 
     queue: str
     model: str | None = None
     limit: ErrorLimit = DEFAULT_LIMIT
-    calls: EndCalls = NO_CALLS
+    webhook: str | None = None
+    on_end: str | None = None
     reuse: tuple[str, ...] = ()
     reuse_from_any_model: bool = False
 
@@ -139,19 +103,39 @@ class Submission:
         """Part the arguments of jobs.score_parquet into those of a submission and the run's own. Raises InvalidJob."""
         check_queue_name(queue)
         own = dict(arguments)
-        model, limit = parse_model(own.pop("model", None)), ErrorLimit.parse(own.pop("max_errors", None))
-        calls = EndCalls.parse(own.pop(WEBHOOK, None), own.pop(ON_END, None))
-        reuse, any_model = _reused(own.pop("reuse", None)), truth(_ANY_MODEL, own.pop(_ANY_MODEL, None))
-        return cls(queue, model, limit, calls, reuse, any_model), own
+        given = {name: own.pop(name, None) for name in WISHES}
+        model, limit = parse_model(given["model"]), ErrorLimit.parse(given["max_errors"])
+        if given[WEBHOOK] is not None:
+            host_of(given[WEBHOOK])
+        reuse, any_model = given["reuse"] or [], truth(_ANY_MODEL, given[_ANY_MODEL])
+        outputs = tuple(map(run_path, reuse if isinstance(reuse, list | tuple) else [reuse]))
+        return cls(queue, model, limit, given[WEBHOOK], _function(given[ON_END]), outputs, any_model), own
+
+    @property
+    def calls(self) -> dict[str, str]:
+        """Return who is told of the run's end, as fields of its hash."""
+        return {name: call for name in ASKED_FOR if (call := getattr(self, name)) is not None}
+
+    def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:
+        """Raise InvalidJob for what this worker may not call. hosts, functions: those that it may."""
+        if self.webhook is not None:
+            check_host(self.webhook, hosts)
+        if self.on_end is not None and self.on_end not in functions:
+            raise InvalidValue(
+                "on_end is {}, which this worker does not allow: add it to TOKENMILL_ALLOWED_FUNCTIONS",
+                brief(self.on_end),
+            )
 
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that `split` takes."""
         limit = None if self.limit == DEFAULT_LIMIT else str(self.limit)
         named = {"queue": self.queue, "model": self.model, "max_errors": limit, "reuse": list(self.reuse)}
-        given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls.to_fields()}
+        given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls}
         return {name: value for name, value in given.items() if value}
 
 
-def _reused(value: Any) -> tuple[str, ...]:
-    """Return the outputs of earlier runs. Raises InvalidJob."""
-    return tuple(map(run_path, [] if value is None else value if isinstance(value, list | tuple) else [value]))
+def _function(name: Any) -> str | None:
+    """Return the dotted name of a function, or None for none. Raises InvalidValue."""
+    if name is None or (isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name)):
+        return name
+    raise unlike("on_end", name, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)")
