@@ -16,9 +16,7 @@ from jobs.context.answers import Answer
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
-from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.labels import Labels
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
@@ -70,7 +68,7 @@ class SurveyWork(RowsTask):
         """
         any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
         spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
-        if kind_of(spec) not in (Generate, Labels):
+        if not kind_of(spec).is_tried:
             raise InvalidJob(
                 "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
                 "files, or several prompts, of which you can name one"

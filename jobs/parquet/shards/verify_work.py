@@ -28,8 +28,6 @@ from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.runs.plans.embedding_options import EMBED
-from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
@@ -50,7 +48,7 @@ class VerifyWork(RowsTask):
         """
         storage = Storage.of(context)
         self._plan = planned = trusted_plan(context, storage, plan, run)
-        if planned.input_format == OPENAI_BATCH or planned.spec.task == EMBED:
+        if not kind_of(planned.spec).is_compared:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
         if planned.spec.only_new or planned.spec.order:
             raise InvalidJob(f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end")

@@ -102,7 +102,7 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
     spec = RunSpec.from_arguments("in", "out", labels=LABELS)
-    labels = keyed(Labels(spec, None if prior is None else Row(prior)), spec)
+    labels = keyed(Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
     return ShardRequests(rows, labels, lambda row: row, memo)
 
