@@ -22,6 +22,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
+from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import is_stored, run_path
 
 try:
@@ -137,6 +138,21 @@ class Storage:
     def publish(self, temporary: str, target: str) -> bool:
         """Put a whole file in its place, in the same folder; return False if the place was taken."""
         return self._of(target).publish(temporary, target)
+
+    def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
+        """Have a file written and put it in its place, whole; return False if the place was taken.
+
+        Raises what `write` does, DiskFull or OutputNotWritable, and leaves nothing.
+        """
+        folder, name = os.path.split(path)
+        temporary = os.path.join(folder, temporary_name(execution_id, name))
+        with writing(path):
+            try:
+                with self.open_output(temporary) as sink:
+                    write(sink)
+                return self.publish(temporary, path)
+            finally:
+                self.remove(temporary)
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""

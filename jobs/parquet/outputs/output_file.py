@@ -13,22 +13,19 @@ from numbers import Real
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_fields, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.row_buckets import RowBuckets
+from jobs.parquet.tables.row_groups import write_groups
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
-
-#: What a row group of the file holds: parts of a thousand short rows are put together.
-GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -37,8 +34,8 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
     """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
     assert plan.spec.single_file is not None
     ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
-    writers: dict[str, Callable[[Any, pa.Schema, Batches], None]] = {
-        PARQUET: _write_parquet,
+    writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
+        PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(_write_csv, ours),
         JSONL: partial(_write_jsonl, ours),
@@ -120,20 +117,6 @@ def part_rows(
                 numbers = [numbers[place] for place in places]
                 batch = batch.take(pa.array(places, pa.int64()))
             yield from zip(numbers, batch.to_pylist(), strict=True)
-
-
-def _write_parquet(sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    with pq.ParquetWriter(sink, schema) as writer:
-        waiting, num_bytes, rows = list[pa.RecordBatch](), 0, 0
-        for batch in batches:
-            waiting.append(batch)
-            num_bytes += batch.get_total_buffer_size()
-            rows += batch.num_rows
-            if num_bytes > GROUP_BYTES or rows > GROUP_ROWS:
-                writer.write_table(pa.Table.from_batches(waiting, schema))
-                waiting, num_bytes, rows = [], 0, 0
-        if waiting:
-            writer.write_table(pa.Table.from_batches(waiting, schema))
 
 
 def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:

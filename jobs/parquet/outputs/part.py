@@ -19,7 +19,7 @@ from jobs.errors import (
     TableNotRead,
 )
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.parquet.tables.row_values import NUMBER
 from jobs.parquet.tables.table_reading import look_at
@@ -118,11 +118,9 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(values, kind)])
 
 
-def write_part(
-    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
-) -> None:
-    """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
-    with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
+def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
+    """Write a part batch by batch, statistics in its footer."""
+    with pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write(batch)
         writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})

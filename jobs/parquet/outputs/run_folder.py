@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from jobs.errors import OutputNotWritable, PartDamaged, RunError, RunResubmitted
 from jobs.parquet.files.storage import Storage, writing
@@ -28,7 +29,6 @@ from jobs.runs.plans.names import (
     SUCCESS,
     TEMPORARY_PREFIX,
     output_names,
-    part_name,
     part_shard,
     shard_job_id,
     temporary_name,
@@ -62,15 +62,12 @@ class RunFolder:
         """Return where this execution writes `name`, so that no two executions share a file."""
         return self.path(temporary_name(self.execution_id, name))
 
-    def temporary_part(self, shard: int) -> str:
-        """Return where this execution writes a part: in the folder in which it is published."""
-        return os.path.join(self._parts_path, temporary_name(self.execution_id, part_name(shard)))
-
-    def make_parts_folder(self) -> None:
-        """Make the folder of the parts, if they have one of their own. Raises OutputNotWritable."""
+    def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
+        """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
             with writing(self._parts_path):
                 self.storage.make_folder(self._parts_path)
+        return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:
         """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
@@ -130,11 +127,6 @@ class RunFolder:
                 with writing(path):
                     self.storage.remove(path)
         return missing
-
-    def publish(self, temporary: str, shard: int) -> bool:
-        """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
-        with writing(self.plan.part_path(shard)):
-            return self.storage.publish(temporary, self.plan.part_path(shard))
 
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""

@@ -203,12 +203,7 @@ def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobConte
     """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
     stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
-    temporary, spec = folder.temporary_part(0), folder.plan.spec
+    spec = folder.plan.spec
     schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
-    folder.make_parts_folder()
-    try:
-        write_part(folder.storage, temporary, schema, [], stats)
-        write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
-        folder.publish(temporary, 0)
-    finally:
-        folder.storage.remove(temporary)
+    write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
+    folder.put_part(0, lambda sink: write_part(sink, schema, [], stats))

@@ -21,8 +21,8 @@ from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
-from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.reuse.own_rows import rows_at, with_own_rows
 from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_buckets import RowBuckets
@@ -57,7 +57,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     if spec.only_new:
         for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
-        plan = only_rows(storage, plan, plan, matches.places < 0)
+        fresh = np.flatnonzero(matches.places < 0)
+        plan = with_own_rows(storage, plan, fresh, rows_at(storage, plan, fresh))
     else:
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
@@ -79,10 +80,8 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
-    for number, file in enumerate(plan.files):
-        if not file.kept:
-            continue
-        paths += [plan.rows_path(file), os.path.join(plan.spec.output, kept_name(number, plan.reused.name))]
+    if plan.files[0].kept is not None:
+        paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:
             storage.remove(path)

@@ -16,13 +16,13 @@ from jobs.context.answers import Answer
 from jobs.errors import KeptAnswersLost
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys
-from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.old_runs import UNREADABLE
 from jobs.parquet.reuse.taken_answers import BESIDE, KEY, read_answers
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, temporary_name
+from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
 _BESIDE = [*BESIDE, pa.field(KEY, pa.binary(SIZE))]
@@ -40,22 +40,15 @@ def has_kept(folder: RunFolder, shard: int) -> bool:
 def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
     """Put answers in place, unless some are there. marks, keys: of all rows, as write_keys takes them.
 
-    Raises DiskFull, OutputNotWritable, or FileNotFoundError where the run has ended.
+    Raises DiskFull or OutputNotWritable, also where the run has ended.
     """
-    path, spec, storage = kept_path(folder.plan, shard), folder.plan.spec, folder.storage
+    path, spec = kept_path(folder.plan, shard), folder.plan.spec
     fields = kind_of(spec).fields(spec, 0)
     own = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
     beside = [pa.array([each[place] for each in own], field.type) for place, field in enumerate(_BESIDE)]
     columns = [answer_column([each.column(field.name) for each in answers.values()], field.type) for field in fields]
     table = pa.table([*beside, *columns], pa.schema([*_BESIDE, *fields]))
-    temporary = os.path.join(os.path.dirname(path), temporary_name(folder.execution_id, os.path.basename(path)))
-    with writing(path):
-        try:
-            with storage.open_output(temporary) as sink:
-                pq.write_table(table, sink)
-            storage.publish(temporary, path)
-        finally:
-            storage.remove(temporary)
+    folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink))
 
 
 def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[Answer, bytes]]:

@@ -13,7 +13,7 @@ import numpy as np
 from jobs.errors import InputNotFound, PartDamaged, PathSwapped
 from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.runs.plans.names import keys_name, temporary_name
+from jobs.runs.plans.names import keys_name
 from jobs.runs.plans.plan import Plan
 
 _NAME = b"TMKEYS1\n"
@@ -30,18 +30,11 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
     """
     keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
     path = os.path.join(plan.spec.output, keys_name(shard))
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, temporary_name(execution_id, name))
     body = marks.tobytes() + keys.tobytes()
     head = _HEAD.pack(_NAME, len(keys), len(marks), blake2b(body, digest_size=16).digest())
-    with writing(folder):
-        storage.make_folder(folder)
-        try:
-            with storage.open_output(temporary) as sink:
-                sink.write(head + body)
-            storage.publish(temporary, path)
-        finally:
-            storage.remove(temporary)
+    with writing(path):
+        storage.make_folder(os.path.dirname(path))
+    storage.put(path, execution_id, lambda sink: sink.write(head + body))
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:

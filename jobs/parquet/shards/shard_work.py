@@ -63,7 +63,7 @@ class ShardWork(RowsTask):
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
         self._queue, self._is_second = queue or context.queue_name, queue is not None
         self._escalates = queue is None and folder.plan.second is not None
-        self._started_at, self._temporary = clock(), folder.temporary_part(shard)
+        self._started_at = clock()
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
@@ -75,7 +75,7 @@ class ShardWork(RowsTask):
             try:
                 self._requests = self._read_requests()
             except BaseException:
-                self._let_go()
+                self.close()
                 raise
 
     @classmethod
@@ -124,10 +124,6 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        self._let_go()
-        self._folder.storage.remove(self._temporary)
-
-    def _let_go(self) -> None:
         if self._entered:
             self._entered = False
             self._files.leave(self._file.path)
@@ -168,27 +164,15 @@ class ShardWork(RowsTask):
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
-        if self._folder.has_part(self._number):
+        folder, number = self._folder, self._number
+        if folder.has_part(number):
             return None
-        try:
-            stats = self._write(requests)
-            self._write_keys(requests.answers())
-            return stats if self._folder.publish(self._temporary, self._number) else None
-        except (OSError, RunError):
-            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
-            if not self._folder.has_part(self._number):
-                raise
-            return None
-
-    def _write(self, requests: ShardRequests) -> PartStats:
-        """Write the part beside its place."""
-        plan, spec = self._folder.plan, self._folder.plan.spec
-        answers = self._with_models(requests.answers())
+        answers = requests.answers()
         stats = part_stats(
             answers,
             self._context.model,
-            run=plan.run,
-            shard=self._number,
+            run=folder.plan.run,
+            shard=number,
             generated_tokens=requests.generated_tokens,
             started_at=self._started_at,
             ended_at=self._clock(),
@@ -197,20 +181,27 @@ class ShardWork(RowsTask):
             tokens_resumed=requests.tokens_resumed,
             rows_escalated=self._num_escalated,
         )
-        self._folder.make_parts_folder()
+        keys = self._keys.copy()
+        keys[[answer.error is not None for answer in answers]] = 0
+        try:
+            # What later runs find the rows by is there before the part.
+            write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
+            is_first = folder.put_part(number, lambda sink: self._write(sink, self._with_models(answers), stats))
+        except (OSError, RunError):
+            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            if not folder.has_part(number):
+                raise
+            return None
+        return stats if is_first else None
+
+    def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
+        plan, spec = self._folder.plan, self._folder.plan.spec
         ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER)))
         kept = ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
         with self._reader(kept) as reader:
             size = embedding_size(spec, self._context.model)
             schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
-            write_part(self._folder.storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
-        return stats
-
-    def _write_keys(self, answers: Sequence[Answer]) -> None:
-        """Write what later runs find the rows by, before the part is there. Raises DiskFull or OutputNotWritable."""
-        folder, keys = self._folder, self._keys.copy()
-        keys[[answer.error is not None for answer in answers]] = 0
-        write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
+            write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
         """Return answers with the names of their models, where the run has two."""
