@@ -32,17 +32,7 @@ except ImportError:  # obstore is not installed: the extra `cloud` brings it
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_NOT_WRITABLE = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-}
+_NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST}
 
 
 class Storage:
@@ -97,10 +87,6 @@ class Storage:
     def is_folder(self, path: str) -> bool:
         found = self.look(path)
         return found is not None and found.is_folder
-
-    def what_is_there(self, path: str) -> str:
-        """Say what stands where a file was."""
-        return "it is gone" if self.look(path) is None else "it is no regular file any more"
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         """Lend what a folder holds, in any order, read from it little by little."""

@@ -47,10 +47,8 @@ def scan(
 def convert_inputs(
     storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
 ) -> int:
-    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have.
-
-    limit: as of look_at. Raises InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable.
-    """
+    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have. Raises
+    InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable."""
     wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():

@@ -46,7 +46,9 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
         if plan.spec.single_file == OPENAI_BATCH:
             _write_batch_lines(plan.run, sinks, batches)
         else:
-            writers[plan.spec.single_file](sinks[0], _schema(storage, plan), batches)
+            with open_part(storage, plan, 0) as part:
+                schema = without_own_keys(part.schema)
+            writers[plan.spec.single_file](sinks[0], schema, batches)
 
 
 def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
@@ -81,12 +83,6 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
             buckets.add(batch.column(ROW_NUMBER).to_numpy(), batch)
         for table in buckets.sorted():
             yield from table.to_batches()
-
-
-def _schema(storage: Storage, plan: Plan) -> pa.Schema:
-    """Return the columns that all parts have."""
-    with open_part(storage, plan, 0) as file:
-        return without_own_keys(file.schema)
 
 
 @contextmanager
@@ -140,17 +136,13 @@ def _write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -
 
 def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
     """Yield a batch's rows as JSON has values: what Python cannot hold is null. ours: columns of any length."""
-    columns = [row_values(name, _sayable(batch.column(name)), name in ours) for name in batch.schema.names]
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
+            column = column.cast(pa.string())  # which loses nothing, as Python's types do
+        columns.append(row_values(name, column, name in ours))
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
-
-
-def _sayable(column: pa.Array) -> pa.Array:
-    """Return times, dates and decimals as Arrow writes them, without what their types lose in Python's."""
-    kind = column.type
-    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        return column.cast(pa.string())
-    return column
 
 
 def _plain(value: Any) -> Any:

@@ -44,10 +44,7 @@ def load_plan(storage: Storage, path: str) -> Plan:
 
 
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
-    """Write a plan into a new or empty folder; return False when another planner was first.
-
-    Raises OutputHoldsForeignFiles, DiskFull or OutputNotWritable.
-    """
+    """Write a plan; return False when another planner was first. Raises as begin_folder and Storage.put do."""
     path, text = os.path.join(plan.spec.output, PLAN), plan.to_text().encode()
     return begin_folder(storage, plan.spec.output) and storage.put(path, execution_id, lambda sink: sink.write(text))
 

@@ -58,10 +58,6 @@ class RunFolder:
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
 
-    def temporary_path(self, name: str) -> str:
-        """Return where this execution writes `name`, so that no two executions share a file."""
-        return self.path(temporary_name(self.execution_id, name))
-
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
         """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
@@ -209,23 +205,24 @@ class RunFolder:
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
-        temporary, names = self.temporary_path, self._of_all_parts
+        names = self._of_all_parts
+        temporary = {name: self.path(temporary_name(self.execution_id, name)) for name in names}
         try:
             with writing(self._path):
                 if not all(map(self._is_there, self._outputs)):
-                    write_output(self.storage, self.plan, list(map(temporary, self._outputs)))
-                write_text(self.storage, temporary(REPORT), report_html(json.loads(manifest)))
-                write_text(self.storage, temporary(MANIFEST), manifest)
+                    write_output(self.storage, self.plan, [temporary[name] for name in self._outputs])
+                write_text(self.storage, temporary[REPORT], report_html(json.loads(manifest)))
+                write_text(self.storage, temporary[MANIFEST], manifest)
                 for name in names:
-                    self.storage.publish(temporary(name), self.path(name))
+                    self.storage.publish(temporary[name], self.path(name))
                     self._check_is_there(name)
                 remove_converted(self.storage, self.plan)
                 self._remove_leftovers()
                 self.storage.create(self.path(SUCCESS))
                 self._check_is_there(SUCCESS)
         finally:
-            for name in names:
-                self.storage.remove(temporary(name))
+            for path in temporary.values():
+                self.storage.remove(path)
 
     def _is_there(self, name: str) -> bool:
         return self.storage.stat(self.path(name)) is not None

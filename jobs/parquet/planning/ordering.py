@@ -9,8 +9,6 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import convert_inputs
-from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
@@ -26,15 +24,10 @@ BEGINNINGS = (64, 256, 1024, 4096, 16384)
 
 
 def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Write a run's rows in the order that its arguments ask for, and return the plan of these.
-
-    Raises InputError, DiskFull or OutputNotWritable.
-    """
+    """Write a run's rows in the order that it asks for, where it does; return the plan of these."""
     spec = plan.spec
-    if spec.order is None or not begin_folder(storage, spec.output):
+    if spec.order is None:
         return plan
-    files = {shard.file for shard in plan.shards if shard.rows}
-    convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
     keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)
     for start, rows in rendered_shards(context, storage, plan, row_source(spec, context.check_sampling)):
         for number, row in enumerate(rows, start):

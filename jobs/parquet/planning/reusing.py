@@ -10,14 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import embedding_size
-from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
@@ -32,24 +29,18 @@ from jobs.runs.redis_state.end_calls import Submission
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take what the runs that a submission names have answered; return the plan that says so.
+    """Take what the runs that a submission names have answered; return the plan that says so. The inputs can be read.
 
     Its seed is the first one's, unless its arguments have one: rows that are asked again, and have not moved, keep
-    their own. Raises CannotReuse, InvalidJob, InputError or OutputError.
+    their own. Raises CannotReuse, InputError or OutputError.
     """
     spec = plan.spec
     if not submission.reuse:
-        if spec.only_new:
-            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
-        return plan
-    if not begin_folder(storage, spec.output):
         return plan
     old = OldRuns(storage, submission.reuse)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
     reused = Reused(context.execution_id)
     plan = replace(plan, seed=seed, reused=reused)
-    files = {shard.file for shard in plan.shards if shard.rows}
-    convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
     source = row_source(spec, context.check_sampling)
     asks = ask_of(plan, source, context), source
     look_up = partial(match, context, storage, plan, asks, old, submission.reuse_from_any_model)

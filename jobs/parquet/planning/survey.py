@@ -21,7 +21,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.planner import check_columns, new_plan
+from jobs.parquet.planning.planner import check_columns
 from jobs.parquet.planning.reusing import match
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
@@ -77,12 +77,11 @@ class SurveyWork(RowsTask):
         context.checks.admit(spec.repairs)
         storage = Storage.of(context)
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        inputs = read_inputs(context, storage, spec, found)
-        check_columns(spec, inputs.schema, found[0].path)
+        plan, schema = read_inputs(context, storage, spec, found)
+        check_columns(spec, schema, found[0].path)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
-        meter, plan = context.meter(), new_plan(context, spec, inputs)
-        source = row_source(spec, context.check_sampling)
+        meter, source = context.meter(), row_source(spec, context.check_sampling)
         ask = ask_of(plan, source, context)
         self._spec, self._counts = spec, (counts := _Counts(context, ask, meter, plan.rows))
         files = {shard.file for shard in plan.shards if shard.rows}

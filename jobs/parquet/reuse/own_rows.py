@@ -22,10 +22,7 @@ from jobs.runs.plans.plan import Plan, cut_shards
 
 
 def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterable[pa.RecordBatch]) -> Plan:
-    """Write rows of the input, of which `chosen` are the numbers; return the plan of these.
-
-    Raises InputError, DiskFull or OutputNotWritable.
-    """
+    """Write rows of the input, whose numbers are `chosen`; return the plan of these. Raises InputError, OutputError."""
     assert plan.reused is not None
     name = kept_name(0, plan.reused.name)
     first, *others = plan.files
@@ -42,7 +39,7 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
             groups = write_groups(sink, None, batches)
         with writing(places), storage.open_output(places) as sink:
             sink.write(chosen.astype("<i8").tobytes())
-    return replace(plan, shards=cut_shards([groups], plan.spec.rows_per_shard))
+    return replace(plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
 
 
 def input_rows(storage: Storage, plan: Plan) -> Generator[tuple[int, pa.RecordBatch], None, None]:

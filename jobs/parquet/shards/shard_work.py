@@ -21,18 +21,25 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
-from jobs.parquet.outputs.part import MODEL, embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.outputs.part import (
+    MODEL,
+    columns_kept,
+    embedding_size,
+    output_schema,
+    part_stats,
+    with_answers,
+    write_part,
+)
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.kept_answers import has_kept, keep_answers, kept_answers
 from jobs.parquet.reuse.key_file import write_keys
-from jobs.parquet.reuse.taken_answers import taken_answers
+from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice, with_added_fields
+from jobs.parquet.tables.columns import ColumnChoice, with_added_fields
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
@@ -56,10 +63,7 @@ class ShardWork(RowsTask):
         queue: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. queue: the run's, where the second model of a cascade is asked.
-
-        Raises RunError or NoRoomYet.
-        """
+        """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
         self._queue, self._is_second = queue or context.queue_name, queue is not None
         self._escalates = queue is None and folder.plan.second is not None
@@ -130,10 +134,7 @@ class ShardWork(RowsTask):
         super().close()
 
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return how many at most. 0 where the part comes from here.
-
-        Raises RunError.
-        """
+        """Leave rows with low margins to the second model; return how many at most, 0 where this one has them all."""
         folder, context, number = self._folder, self._context, self._number
         if not self._escalates or folder.has_part(number):
             return 0
@@ -196,9 +197,7 @@ class ShardWork(RowsTask):
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
         plan, spec = self._folder.plan, self._folder.plan.spec
-        ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER)))
-        kept = ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
-        with self._reader(kept) as reader:
+        with self._reader(columns_kept(spec)) as reader:
             size = embedding_size(spec, self._context.model)
             schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
             write_part(sink, schema, self._batches(reader, answers, schema), stats)
@@ -266,13 +265,9 @@ class ShardWork(RowsTask):
 
         def open_reader() -> RowReader:
             held, make_room = self._context.shard_bytes, self._files.close_idle
-            return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
+            with unchanged(storage, plan, file):  # else that is why it cannot be read
+                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
 
-        # The outer one explains why a reader could not open; by the inner one a reader that has seen another
-        # file is closed, and not lent on to a shard that finds the planned file in its place again.
-        with (
-            unchanged(storage, plan, file),
-            self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, plan, file),
-        ):
+        # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
+        with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):
             yield reader

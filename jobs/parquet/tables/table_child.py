@@ -16,7 +16,8 @@ from sandbox.child import Body, Worker
 #: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
 
-_ARROW_SCHEMA = b"ARROW:schema"
+#: The key of our JSON in a part's key-value metadata.
+STATISTICS = b"tokenmill"
 
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
@@ -48,11 +49,7 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         found = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
             "rows": footer.num_rows,
-            "metadata": {
-                key.decode(errors="replace"): value.hex()
-                for key, value in (footer.metadata or {}).items()
-                if key != _ARROW_SCHEMA
-            },
+            "statistics": (footer.metadata or {}).get(STATISTICS, b"").decode(errors="replace"),
             "stored_bytes": footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks),
         }
         yield found, serialized(file.schema_arrow)
