@@ -34,7 +34,7 @@ from jobs.runs.plans.names import (
     temporary_name,
 )
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.recorded_parts import MAX_PARTS, PartCount, record_reasons, recorded_reasons
+from jobs.runs.redis_state.recorded_parts import MAX_PARTS, record_reasons, recorded_reasons
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
@@ -54,6 +54,8 @@ class RunFolder:
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
         self.execution_id, self.journal = execution_id, self.path(JOURNAL)
+        self._outputs = output_names(plan.spec.single_file)
+        self._of_all_parts = (*self._outputs, REPORT, MANIFEST)
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -127,9 +129,7 @@ class RunFolder:
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
         self._record_reasons(stats)
-        return self._ended(self.state.record_part(stats), queue)
-
-    def _ended(self, count: PartCount, queue: str) -> bool:
+        count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
         if count.done >= count.total:
@@ -179,15 +179,6 @@ class RunFolder:
 
     def has_success(self) -> bool:
         return self._is_there(SUCCESS)
-
-    @property
-    def _of_all_parts(self) -> tuple[str, ...]:
-        """Return the names of what is made of all parts."""
-        return (*self._outputs, REPORT, MANIFEST)
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return output_names(self.plan.spec.single_file)
 
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""

@@ -95,7 +95,10 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     if missing:
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
-        num_bytes = _convert(context, folder, missing)
+        asked_of = {plan.shards[shard].file for shard in missing}
+        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
+        if num_bytes and folder.has_success():  # others have ended the run meanwhile
+            remove_converted(storage, plan)
         folder.make_journal_folder()
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows it is
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
@@ -139,16 +142,6 @@ def check_columns_here(spec: RunSpec) -> None:
             raise
         except InputError:  # the planning says so, if it finds the same
             return
-
-
-def _convert(context: JobContext, folder: RunFolder, missing: list[int]) -> int:
-    """Make the Parquet files that missing shards read; return how many bytes they have. Raises as convert_inputs."""
-    plan, storage = folder.plan, folder.storage
-    asked_of = {plan.shards[shard].file for shard in missing}
-    num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
-    if num_bytes and folder.has_success():  # others have ended the run meanwhile
-        remove_converted(storage, plan)
-    return num_bytes
 
 
 def _agreed_plan(

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.common.display import brief
@@ -21,6 +20,7 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
+from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import (
     MODEL,
     columns_kept,
@@ -35,7 +35,7 @@ from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
-from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
+from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
@@ -87,7 +87,9 @@ class ShardWork(RowsTask):
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
         if queue is not None:
             check_queue_name(queue)
-        folder = opened_folder(context, plan, run)
+        storage = Storage.of(context)
+        planned = trusted_plan(context, storage, plan, run)
+        folder = RunFolder(storage, planned, RunState(context.connection, run), context.execution_id)
         if type(shard) is not int or shard not in range(len(folder.plan.shards)):
             raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}")
         return cls(context, folder, shard, queue)
@@ -141,7 +143,10 @@ class ShardWork(RowsTask):
         num_low = self._shard.rows
         if self._requests is not None:
             answers = self._requests.answers()
-            high = {row: answers[row] for row in np.flatnonzero(~self._low(answers)).tolist()}
+            own = (self._marks == model_mark(folder.plan.model.fingerprint)).all(axis=1)
+            margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
+            is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
+            high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
             num_low = len(answers) - len(high)
             try:
                 if num_low:
@@ -154,14 +159,6 @@ class ShardWork(RowsTask):
             state = RunState(context.connection, folder.plan.run, context.lease)
             enqueue_shards(context, self._queue, folder.plan, state, [number], num_low)
         return num_low
-
-    def _low(self, answers: Sequence[Answer]) -> npt.NDArray[np.bool_]:
-        """Return which answers are the first model's, and have low margins."""
-        plan = self._folder.plan
-        own = (self._marks == model_mark(plan.model.fingerprint)).all(axis=1)
-        margins = [math.inf if each.error else each.column("margin") for each in answers]
-        low: npt.NDArray[np.bool_] = own & (np.array(margins) < (plan.spec.escalate_below or 0))
-        return low
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
@@ -184,10 +181,14 @@ class ShardWork(RowsTask):
         )
         keys = self._keys.copy()
         keys[[answer.error is not None for answer in answers]] = 0
-        try:
+
+        def write(sink: Any) -> None:
+            self._write(sink, self._with_models(answers), stats)
             # What later runs find the rows by is there before the part.
             write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
-            is_first = folder.put_part(number, lambda sink: self._write(sink, self._with_models(answers), stats))
+
+        try:
+            is_first = folder.put_part(number, write)
         except (OSError, RunError):
             # Of two executions the slower one may find the run ended and its own file, or the input, removed.
             if not folder.has_part(number):

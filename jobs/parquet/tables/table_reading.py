@@ -12,7 +12,7 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, without_problems
+from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
@@ -73,7 +73,9 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
 
 
 def read_schema(schema: bytes | bytearray) -> pa.Schema:
-    return without_problems(pa.ipc.read_schema(pa.py_buffer(schema)))
+    """Return the columns of a file that holds something of its own."""
+    found = pa.ipc.read_schema(pa.py_buffer(schema))
+    return found.remove(found.names.index(PROBLEM)) if PROBLEM in found.names else found
 
 
 class TableReading:
