@@ -97,7 +97,7 @@ def keyed(ask: Ask, spec: RunSpec) -> Ask:
 def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ShardRequests:
     """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of ShardRequests."""
     spec = RunSpec.from_arguments("in", "out", sampling=dict(sampling))
-    ask = keyed(Generate(spec, 0, Checks()), spec)
+    ask = keyed(Generate(spec, 0, Checks(), *spec.chat, spec.is_chat), spec)
     rows = [Row(each) if isinstance(each, str) else each for each in prompts]
     return ShardRequests(rows, ask, lambda row: 1000 + row, **others)
 

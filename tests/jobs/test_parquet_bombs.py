@@ -20,8 +20,8 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
+from jobs.parquet.tables.row_groups import GROUP_BYTES
 from jobs.parquet.tables.row_reader import READERS
-from jobs.parquet.tables.table_child import BATCH_BYTES
 from jobs.parquet.tables.table_reading import TableReading
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
 from tests.jobs.conftest import MakeContext
@@ -60,7 +60,7 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
     reading.close()
     assert sum(count for count, _ in batches) == rows
     assert sum(size for _, size in batches) > rows * MIB
-    assert max(size for _, size in batches) < 2 * BATCH_BYTES
+    assert max(size for _, size in batches) < 2 * GROUP_BYTES
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,16 @@ class Ask(abc.ABC):
     """What a run asks of each row.
 
     before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
-    is_single: whether each row begins with one request. keys: name what rows ask.
+    is_single: whether each row begins with one request. is_tried: whether a few rows can show what it gives.
+    is_compared: whether answers of another time are. keys: name what rows ask.
     """
 
     keys: RowKeys
 
     before: Request | None = None
     inspects = False
-    is_single = True
+    is_single = is_compared = True
+    is_tried = False
 
     @staticmethod
     @abc.abstractmethod
@@ -89,7 +91,7 @@ class AskedOnce(Asked):
     def __init__(self, request: Request, answer: Callable[[Sequence[Completion]], Answer]) -> None:
         self.requests, self._answer = [request], answer
 
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer:
+    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
         return self._answer(completions)
 
 

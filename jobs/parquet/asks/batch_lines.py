@@ -22,7 +22,7 @@ from jobs.tasks import Completion, OpenTask, Request
 class BatchLines(Ask):
     """Asks what each line says: it brings its own sampling values, and may have several prompts."""
 
-    is_single = False
+    is_single = is_compared = False
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan, self._context = plan, context

@@ -7,9 +7,10 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
+from jobs.context.check_processes import Checks
 from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, hashed_seed, row_seed
-from jobs.parquet.asks.generate import Generated, answer_field
-from jobs.parquet.asks.labels import LABEL_FIELDS, Scored
+from jobs.parquet.asks.generate import Generate, answer_field
+from jobs.parquet.asks.labels import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import step_source
 from jobs.parquet.tables.row_values import RowProblem
@@ -20,13 +21,11 @@ from jobs.tasks import Completion, Request
 class Chain(Ask):
     """What a run asks of each row, one prompt after the other. seed: the run's."""
 
-    def __init__(self, spec: RunSpec, seed: int) -> None:
+    def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
         self.steps, self.seed = spec.steps, seed
         self.sources = [step_source(step, spec.defaults) for step in spec.steps]
-        self.prompts = [
-            (Scored if step.is_scored else Generated)(spec, step.sampling, step.chat, step.is_chat)
-            for step in spec.steps
-        ]
+        own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
+        self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:

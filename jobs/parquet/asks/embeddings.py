@@ -16,6 +16,8 @@ from jobs.tasks import Completion
 class Embeddings(Ask):
     """Asks for the embedding of each row."""
 
+    is_compared = False
+
     def __init__(self, spec: RunSpec) -> None:
         truncation = spec.chat[0].get("truncate_prompt_tokens")
         self._values = pooling_values(

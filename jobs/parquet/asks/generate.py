@@ -1,8 +1,9 @@
 """Rows that have one prompt each; it is asked again where a check does not take the answer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,6 @@ from jobs.context.answers import Answer, failed_answer
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
-from jobs.parquet.asks.logprobs import logprobs_type, logprobs_value
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.attempts import Attempted, Attempts, num_generated
 from jobs.prompts.messages import ChatOptions
@@ -37,17 +37,43 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
     return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
 
 
-class Generated:
-    """A prompt of each row of a shard. sampling, chat: its values, and what its chats have."""
+class Generate(Ask):
+    """Asks for `n` completions of each row. seed: the run's. sampling, chat: the prompt's values, what its chats have.
 
-    def __init__(self, spec: RunSpec, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool) -> None:
+    A further prompt of each row is one, too, whose requests a Chain begins.
+    """
+
+    is_tried = True
+
+    def __init__(
+        self, spec: RunSpec, seed: int, checks: Checks, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool
+    ) -> None:
         self._values = {name: value for name, value in sampling.items() if name != "seed"}
         self._chat, self._is_chat, self._n = chat, is_chat, spec.n
         self._logprob_type, self._logprob_bytes = spec.logprob_type, 0
+        self._seed, self._repairs, self._checks = seed, spec.repairs, checks
+        self.inspects = spec.repairs.check is not None
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in answer_columns(*spec.chat)[2:])]
+        if spec.n > 1:
+            lists = [pa.field(each.name, pa.list_(each.type)) for each in fields]
+            fields = [lists[at] if each.name in OF_EACH_COMPLETION else each for at, each in enumerate(fields)]
+        return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
 
     def is_greedy(self, row: Row) -> bool:
-        """Return whether equal rows have equal answers."""
         return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
+
+    def begin(self, row: Row, number: int) -> Asked:
+        request = self.request(row, row_seed(self._seed, number))
+        if not self._repairs.is_asked_for:
+            return AskedOnce(request, self.answer)
+        given = json.loads(row.values) if row.values else None
+        return _Tried(request, Attempts(request, given, self._repairs, self._checks), self.answer)
+
+    def failed(self, reason: str) -> Answer:
+        return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
         """Return what a row asks. seed: its own, unless its values have one."""
@@ -63,23 +89,25 @@ class Generated:
         """
         samples = sorted(completions, key=lambda sample: sample.index)
         first = samples[0]
-        prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
             return replace(no_answer(failed, self._n), attempts=1)
-        columns = self._logprobs(samples)
-        parts = [_texts_of(each, self._chat.has_tools) for each in samples]
-        if self._n == 1:
-            ((text, reason, calls),) = parts
-            tokens = num_generated(first)
-            answer = Answer(text, reason, prompt, tokens, cached, first.error, first.reasoning, calls, columns)
-            if not isinstance(first, Attempted):
-                return answer
-            return replace(answer, attempts=first.attempts, check_error=first.check_error)
-        texts, reasons, all_calls = zip(*parts, strict=True)
-        counts = tuple(len(each.token_ids) for each in samples)
-        reasonings = tuple(each.reasoning for each in samples)
-        return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls, columns)
+        found = [(*_texts_of(each, self._chat.has_tools), num_generated(each), each.reasoning) for each in samples]
+        text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
+        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempted) else (0, None)
+        return Answer(
+            completion=text,
+            finish_reason=reason,
+            prompt_tokens=first.num_prompt_tokens,
+            completion_tokens=tokens,
+            cached_tokens=first.num_cached_tokens,
+            error=first.error,
+            reasoning=reasoning,
+            tool_calls=calls,
+            columns=self._logprobs(samples),
+            attempts=attempts,
+            check_error=problem,
+        )
 
     def _logprobs(self, samples: Sequence[Completion]) -> dict[str, pa.Array]:
         of_texts = [each.logprobs for each in samples]
@@ -98,49 +126,19 @@ class Generated:
         return columns
 
 
-class Generate(Ask):
-    """Asks for `n` completions of each row. seed: the run's; a row's own follows from it."""
-
-    def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
-        self._prompt = Generated(spec, *spec.chat, spec.is_chat)
-        self.is_greedy = self._prompt.is_greedy  # type: ignore[method-assign]
-        self._n, self._seed, self._repairs, self._checks = spec.n, seed, spec.repairs, checks
-        self.inspects = spec.repairs.check is not None
-
-    @staticmethod
-    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in answer_columns(*spec.chat)[2:])]
-        if spec.n > 1:
-            lists = [pa.field(each.name, pa.list_(each.type)) for each in fields]
-            fields = [lists[at] if each.name in OF_EACH_COMPLETION else each for at, each in enumerate(fields)]
-        return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
-
-    def is_greedy(self, row: Row) -> bool:
-        return self._prompt.is_greedy(row)
-
-    def begin(self, row: Row, number: int) -> Asked:
-        request = self._prompt.request(row, row_seed(self._seed, number))
-        if not self._repairs.is_asked_for:
-            return AskedOnce(request, self._prompt.answer)
-        given = json.loads(row.values) if row.values else None
-        return _Tried(request, Attempts(request, given, self._repairs, self._checks), self._prompt)
-
-    def failed(self, reason: str) -> Answer:
-        return failed_answer(reason, self._n)
-
-
-class _Tried(Asked):
+class _Tried(AskedOnce):
     """A row whose answer may be tried again."""
 
-    def __init__(self, request: Request, attempts: Attempts, prompt: Generated) -> None:
-        self.requests, self._attempts, self._prompt = [request], attempts, prompt
+    def __init__(self, request: Request, attempts: Attempts, answer: Callable[[Sequence[Completion]], Answer]) -> None:
+        super().__init__(request, answer)
+        self._attempts = attempts
 
     def inspect(self, place: int, completions: Sequence[Completion]) -> None:
         self._attempts.inspect(completions[0])
 
     def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
         following = self._attempts.deliver(completions[0])
-        return self._prompt.answer([self._attempts.outcome]) if following is None else [following]
+        return super().then(place, [self._attempts.outcome]) if following is None else [following]
 
 
 def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
@@ -150,3 +148,25 @@ def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None
         return sample.text, sample.finish_reason, None
     reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
     return content, reason, json.dumps(with_ids(calls, sample.text), ensure_ascii=False)
+
+
+@cache
+def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
+    """Return the type of a text's: for each token a list of itself, then of the likeliest ones.
+
+    number: the type of floats. of_each: of the list of a row's completions.
+    """
+    names = {"token_id": "int32", "token": "string", "logprob": number, "rank": "int32"}
+    kind = pa.list_(pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()])))
+    return pa.list_(kind) if of_each else kind
+
+
+def logprobs_value(found: Any, number: str, of_each: bool) -> pa.Array:
+    """Return an array that holds what the engine gave, as one value: of Python's it would take a tenfold."""
+    return pa.array([_entries(found)], logprobs_type("float32", of_each)).cast(logprobs_type(number, of_each))
+
+
+def _entries(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return [(token_id, each.decoded_token, each.logprob, each.rank) for token_id, each in found.items()]
+    return None if found is None else [_entries(each) for each in found]

@@ -31,12 +31,13 @@ def kind_of(spec: RunSpec) -> type[Ask]:
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
     """Return what a run asks. source: of its rows. Raises InvalidValue where it cannot be calibrated."""
     spec = plan.spec
+    prompt = *spec.chat, spec.is_chat
     makers: dict[type[Ask], Callable[[], Ask]] = {
         BatchLines: lambda: BatchLines(plan, context),
-        Chain: lambda: Chain(spec, plan.seed),
-        Labels: lambda: Labels(spec, content_free(spec, source) if spec.calibrate else None),
+        Chain: lambda: Chain(spec, plan.seed, context.checks),
+        Labels: lambda: Labels(spec, *prompt, content_free(spec, source) if spec.calibrate else None),
         Embeddings: lambda: Embeddings(spec),
-        Generate: lambda: Generate(spec, plan.seed, context.checks),
+        Generate: lambda: Generate(spec, plan.seed, context.checks, *prompt),
     }
     ask = makers[kind_of(spec)]()
     ask.keys = RowKeys(spec, ask.before, context.checks.version(spec.repairs))

@@ -35,44 +35,24 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
     return found
 
 
-class Scored:
-    """A prompt of each row behind which labels are scored. sampling, chat: as of Generated."""
+class Labels(Ask):
+    """Asks for the log-likelihoods of labels behind a row's prompt. sampling, chat: as of Generate.
 
-    def __init__(self, spec: RunSpec, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool) -> None:
+    prior: a row without content, whose own are subtracted.
+    """
+
+    is_tried = True
+
+    def __init__(
+        self, spec: RunSpec, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool, prior: Row | None = None
+    ) -> None:
         assert spec.labels is not None
         self._labels, self._chat, self._is_chat = spec.labels, chat, is_chat
         self._values = scoring_of(self._labels, sampling.get("truncate_prompt_tokens"))
-
-    def is_greedy(self, row: Row) -> bool:
-        return True
-
-    def request(self, row: Row, seed: int = 0) -> Request:
-        """Return what a row asks."""
-        return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
-
-    def answer(self, completions: Sequence[Completion], prior: Sequence[float] | None = None) -> Answer:
-        """Return what a row has. prior: log-likelihoods that are subtracted."""
-        (completion,) = completions
-        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
-        if completion.loglikelihoods is None:
-            return no_answer(completion)
-        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], prior)
-        if found is None:
-            return failed_answer("a label has no finite log-likelihood", 1, prompt, cached)
-        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
-        columns = dict(zip(COLUMNS, values, strict=True))
-        return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)
-
-
-class Labels(Ask):
-    """Asks for the labels' log-likelihoods. prior: a row without content, whose own are subtracted."""
-
-    def __init__(self, spec: RunSpec, prior: Row | None) -> None:
-        self._prompt = Scored(spec, *spec.chat, spec.is_chat)
         self._prior: list[float] | None = None
         self._prior_error: str | None = None
         if prior is not None:
-            self.before = self._prompt.request(prior)
+            self.before = self.request(prior)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -86,10 +66,22 @@ class Labels(Ask):
             self._prior = [each.logprob for each in completion.loglikelihoods]
 
     def begin(self, row: Row, number: int) -> AskedOnce:
-        return AskedOnce(self._prompt.request(row), self._answer)
+        return AskedOnce(self.request(row), self.answer)
 
-    def _answer(self, completions: Sequence[Completion]) -> Answer:
-        found = self._prompt.answer(completions, self._prior)
-        if found.error is not None or self._prior_error is None:
-            return found
-        return failed_answer(self._prior_error, 1, found.prompt_tokens, found.cached_tokens)
+    def request(self, row: Row, seed: int = 0) -> Request:
+        """Return what a row asks."""
+        return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
+
+    def answer(self, completions: Sequence[Completion]) -> Answer:
+        """Return what a row has."""
+        (completion,) = completions
+        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
+        if completion.loglikelihoods is None:
+            return no_answer(completion)
+        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], self._prior)
+        if found is None or self._prior_error is not None:
+            reason = self._prior_error or "a label has no finite log-likelihood"
+            return failed_answer(reason, 1, prompt, cached)
+        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
+        columns = dict(zip(COLUMNS, values, strict=True))
+        return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)

@@ -13,6 +13,9 @@ from jobs.runs.plans.plan import Plan, PlannedFile
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
+#: What is found where an input was.
+GONE = "it is gone, or no regular file any more"
+
 _CHUNK_BYTES = 1 << 20
 
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
@@ -68,7 +71,7 @@ def check_unchanged(storage: Storage, file: PlannedFile, input_format: str = PAR
     """Raise InputChanged for another file than planned; its fingerprint decides where time or ETag alone differ."""
     stat = storage.stat(file.path)
     if stat is None:
-        raise InputChanged(file.path, storage.what_is_there(file.path))
+        raise InputChanged(file.path, GONE)
     if stat.size != file.size:
         raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
     if (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag):

@@ -22,7 +22,6 @@ from jobs.parquet.files.confined import root_of
 from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.object_requests import make_request, opened_store
-from jobs.parquet.files.object_streams import ObjectSink, ObjectWriter
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
@@ -157,7 +156,7 @@ class ObjectFiles:
     def open_output(self, path: str) -> Any:
         store, key = self._place(path)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
-        return ObjectSink(ObjectWriter(path, upload, self._check_interrupted), "w")
+        return _Sink(_Writer(path, upload, self._check_interrupted), "w")
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
@@ -217,3 +216,43 @@ class ObjectFiles:
         scheme, _, rest = path.partition("://")
         bucket, _, key = rest.partition("/")
         return opened_store(scheme, bucket, self._timeout_s), key
+
+
+class _Sink(pa.PythonFile):  # type: ignore[misc]
+    """An object that is written. It is there, whole, once it was closed; never where its body raises."""
+
+    def __init__(self, writer: "_Writer", mode: str) -> None:  # as PythonFile takes them
+        self._writer = writer
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is not None:
+            self._writer.abort(kind, error, traceback)
+        super().__exit__(kind, error, traceback)
+
+
+class _Writer:
+    """What pyarrow needs of a Python file that it writes; of its requests obstore alone makes some again."""
+
+    closed = False
+
+    def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
+        """upload: obstore's writer, which puts an object of one chunk in one request. path: for the errors."""
+        self._path, self._upload, self._check_interrupted = path, upload, check_interrupted
+
+    def write(self, data: Any) -> int:
+        make_request(self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: a store takes whole objects."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            make_request(self._path, self._upload.close, self._check_interrupted)
+
+    def abort(self, *raised: Any) -> None:
+        """Leave nothing in the store."""
+        self.closed = True
+        with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
+            self._upload.__exit__(*raised)

@@ -22,6 +22,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
+from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import is_stored, run_path
 
 try:
@@ -31,17 +32,7 @@ except ImportError:  # obstore is not installed: the extra `cloud` brings it
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_NOT_WRITABLE = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-}
+_NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST}
 
 
 class Storage:
@@ -97,10 +88,6 @@ class Storage:
         found = self.look(path)
         return found is not None and found.is_folder
 
-    def what_is_there(self, path: str) -> str:
-        """Say what stands where a file was."""
-        return "it is gone" if self.look(path) is None else "it is no regular file any more"
-
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         """Lend what a folder holds, in any order, read from it little by little."""
         return self._of(folder).scan(folder)
@@ -137,6 +124,21 @@ class Storage:
     def publish(self, temporary: str, target: str) -> bool:
         """Put a whole file in its place, in the same folder; return False if the place was taken."""
         return self._of(target).publish(temporary, target)
+
+    def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
+        """Have a file written and put it in its place, whole; return False if the place was taken.
+
+        Raises what `write` does, DiskFull or OutputNotWritable, and leaves nothing.
+        """
+        folder, name = os.path.split(path)
+        temporary = os.path.join(folder, temporary_name(execution_id, name))
+        with writing(path):
+            try:
+                with self.open_output(temporary) as sink:
+                    write(sink)
+                return self.publish(temporary, path)
+            finally:
+                self.remove(temporary)
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""

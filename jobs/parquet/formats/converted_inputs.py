@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import NewRowsGone
@@ -16,7 +17,7 @@ from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import Contents, asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import JOURNAL, REUSED, temporary_name
+from jobs.runs.plans.names import JOURNAL, REUSED
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
@@ -46,10 +47,8 @@ def scan(
 def convert_inputs(
     storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
 ) -> int:
-    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have.
-
-    limit: as of look_at. Raises InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable.
-    """
+    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have. Raises
+    InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable."""
     wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
@@ -61,30 +60,18 @@ def convert_inputs(
 
 
 def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str, limit: int) -> None:
-    source, target = storage.resolve(file.path), plan.rows_path(file)
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, temporary_name(execution_id, name))
-    question = {"kinds": plan.columns, "rows": file.rows}
+    source, target = replace(file, path=storage.resolve(file.path)), plan.rows_path(file)
 
-    def write() -> None:
-        opened = open_table(storage, source, limit, plan.input_format, CHILD_SHARE)
-        with opened as ask, writing(target), storage.open_output(temporary) as sink:
-            for _, body in ask(f"{_TASKS}:convert", question):
+    def write(sink: Any) -> None:
+        with open_table(storage, source.path, limit, plan.input_format, CHILD_SHARE) as ask:
+            for _, body in ask(f"{_TASKS}:convert", {"kinds": plan.columns, "rows": file.rows}):
                 sink.write(body)
+        check_unchanged(storage, source, plan.input_format)
 
-    def check() -> None:
-        check_unchanged(storage, replace(file, path=source), input_format=plan.input_format)
-
-    with writing(folder):
-        storage.make_folder(folder)
-    try:
-        check()
-        asked_again(source, write)
-        check()
-        with writing(target):
-            storage.publish(temporary, target)
-    finally:
-        storage.remove(temporary)
+    with writing(target):
+        storage.make_folder(os.path.dirname(target))
+    check_unchanged(storage, source, plan.input_format)
+    asked_again(source.path, lambda: storage.put(target, execution_id, write))
 
 
 @contextmanager

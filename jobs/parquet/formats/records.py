@@ -54,8 +54,12 @@ class _Line(NamedTuple):
 
 def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
     """Yield the records of a file of JSON lines; blank ones are none. Raises CorruptTable for text in UTF-16."""
-    found = (_json_record(line) for line in _lines(path, stream) if line.text is None or line.text.strip())
-    return map(_in_batch, found) if file_format == OPENAI_BATCH else found
+    for line in _lines(path, stream):
+        if line.text is None or line.text.strip():
+            found = _json_record(line)
+            if file_format == OPENAI_BATCH and found.value is not None:  # a row of two columns
+                found = found._replace(value={"custom_id": custom_id(found.value), "request": found.value})
+            yield found
 
 
 def _lines(path: str, stream: Any) -> Iterator[_Line]:
@@ -102,13 +106,6 @@ def _json_record(line: _Line) -> Record:
     return Record(line.number, line.size, None, problem)
 
 
-def _in_batch(record: Record) -> Record:
-    """Return a line of a batch file as a row of two columns."""
-    if record.value is None:
-        return record
-    return record._replace(value={"custom_id": custom_id(record.value), "request": record.value})
-
-
 def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
     """Yield number and size of each row, and its fields or why it is none.
 
@@ -116,22 +113,11 @@ def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int
     """
     again = deque[_Line]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
-        size, found = line.size, _TOO_LONG if line.text is None else _of_line(line.text, delimiter)
+        size, found = line.size, _TOO_LONG if line.text is None else _fields([line.text], delimiter)
         if found is None:
             size, found = _of_lines(line, again, lines, delimiter)
         if found:
             yield line.number, size, found
-
-
-def _of_line(text: bytes, delimiter: str) -> list[str] | str | None:
-    """Return the fields of a row that is one line, else as `_fields`."""
-    plain = text.removesuffix(b"\r")
-    if not plain or b'"' in plain or b"\r" in plain:
-        return _fields([text], delimiter)
-    try:
-        return plain.decode().split(delimiter)
-    except UnicodeDecodeError:
-        return _NOT_UTF8
 
 
 def _of_lines(

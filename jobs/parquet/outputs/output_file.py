@@ -13,22 +13,19 @@ from numbers import Real
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_fields, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.row_buckets import RowBuckets
+from jobs.parquet.tables.row_groups import write_groups
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
-
-#: What a row group of the file holds: parts of a thousand short rows are put together.
-GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -37,8 +34,8 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
     """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
     assert plan.spec.single_file is not None
     ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
-    writers: dict[str, Callable[[Any, pa.Schema, Batches], None]] = {
-        PARQUET: _write_parquet,
+    writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
+        PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(_write_csv, ours),
         JSONL: partial(_write_jsonl, ours),
@@ -49,7 +46,9 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
         if plan.spec.single_file == OPENAI_BATCH:
             _write_batch_lines(plan.run, sinks, batches)
         else:
-            writers[plan.spec.single_file](sinks[0], _schema(storage, plan), batches)
+            with open_part(storage, plan, 0) as part:
+                schema = without_own_keys(part.schema)
+            writers[plan.spec.single_file](sinks[0], schema, batches)
 
 
 def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
@@ -86,12 +85,6 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
             yield from table.to_batches()
 
 
-def _schema(storage: Storage, plan: Plan) -> pa.Schema:
-    """Return the columns that all parts have."""
-    with open_part(storage, plan, 0) as file:
-        return without_own_keys(file.schema)
-
-
 @contextmanager
 def open_part(storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS) -> Iterator[TableReading]:
     """Lend a part to be read once. Raises PartDamaged, also for what the body cannot read."""
@@ -122,20 +115,6 @@ def part_rows(
             yield from zip(numbers, batch.to_pylist(), strict=True)
 
 
-def _write_parquet(sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    with pq.ParquetWriter(sink, schema) as writer:
-        waiting, num_bytes, rows = list[pa.RecordBatch](), 0, 0
-        for batch in batches:
-            waiting.append(batch)
-            num_bytes += batch.get_total_buffer_size()
-            rows += batch.num_rows
-            if num_bytes > GROUP_BYTES or rows > GROUP_ROWS:
-                writer.write_table(pa.Table.from_batches(waiting, schema))
-                waiting, num_bytes, rows = [], 0, 0
-        if waiting:
-            writer.write_table(pa.Table.from_batches(waiting, schema))
-
-
 def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
     with pa.ipc.new_file(sink, schema) as writer:
         for batch in batches:
@@ -157,17 +136,13 @@ def _write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -
 
 def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
     """Yield a batch's rows as JSON has values: what Python cannot hold is null. ours: columns of any length."""
-    columns = [row_values(name, _sayable(batch.column(name)), name in ours) for name in batch.schema.names]
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
+            column = column.cast(pa.string())  # which loses nothing, as Python's types do
+        columns.append(row_values(name, column, name in ours))
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
-
-
-def _sayable(column: pa.Array) -> pa.Array:
-    """Return times, dates and decimals as Arrow writes them, without what their types lose in Python's."""
-    kind = column.type
-    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        return column.cast(pa.string())
-    return column
 
 
 def _plain(value: Any) -> Any:

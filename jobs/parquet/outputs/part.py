@@ -19,9 +19,10 @@ from jobs.errors import (
     TableNotRead,
 )
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.tables.columns import ROW_NUMBER
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.row_values import NUMBER
+from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.part_stats import PartStats
@@ -29,9 +30,6 @@ from jobs.runs.statistics.run_statistics import count_lengths
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
-
-#: The key of our JSON in a part's key-value metadata.
-METADATA_KEY = "tokenmill"
 
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
@@ -42,20 +40,14 @@ MODEL = "model"
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
     """Return a part's columns without its statistics, which are of its rows alone."""
-    metadata = {key: each for key, each in (schema.metadata or {}).items() if key != METADATA_KEY.encode()}
+    metadata = {key: each for key, each in (schema.metadata or {}).items() if key != STATISTICS}
     return schema.with_metadata(metadata or None)
 
 
-def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
-    """Return which of the input's columns, added ones included, the output has, in order. Raises MissingColumn for
-    `path`."""
-    for column in (*(spec.keep or ()), *(spec.drop or ())):
-        if column not in names:
-            raise MissingColumn(column, path, ", ".join(map(repr, names)))
-    if spec.keep is not None:
-        ours = {spec.filename_column, ROW_NUMBER if spec.order else None}
-        return [name for name in names if name in spec.keep or name in ours]
-    return [name for name in names if name not in (spec.drop or ())]
+def columns_kept(spec: RunSpec) -> ColumnChoice:
+    """Return which of the input's columns, and of those that we add, the output has."""
+    ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER if spec.order else None)))
+    return ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
@@ -70,8 +62,15 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     embedding_size: numbers of each, where embeddings are asked for.
     Raises ColumnConflict or MissingColumn.
     """
-    kept = kept_columns(spec, schema.names, path)
-    answers = [_named(field, spec) for field in answer_fields(spec, embedding_size)]
+    for column in (*(spec.keep or ()), *(spec.drop or ())):
+        if column not in schema.names:
+            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+    chosen = columns_kept(spec).of(schema.names)
+    kept = [name for name in schema.names if chosen is None or name in chosen]
+    answers = [
+        field.with_name(spec.reused_column if field.name == REUSED else spec.output_prefix + field.name)
+        for field in answer_fields(spec, embedding_size)
+    ]
     for number, field in enumerate(answers):
         if field.name in kept or field.name in (each.name for each in answers[:number]):
             raise ColumnConflict(
@@ -79,18 +78,11 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
             )
-    fields = (schema.field(name) for name in kept)
-    return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
-
-
-def _named(field: pa.Field, spec: RunSpec) -> pa.Field:
-    return field.with_name(spec.reused_column if field.name == REUSED else spec.output_prefix + field.name)
-
-
-def _without_mark(field: pa.Field) -> pa.Field:
-    """Return a column without what templates alone want to know of it."""
-    metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
-    return field.with_metadata(metadata or None)
+    fields = list(map(schema.field, kept))
+    for place, field in enumerate(fields):  # without what templates alone want to know of it
+        metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
+        fields[place] = field.with_metadata(metadata or None)
+    return pa.schema([*fields, *answers], metadata=schema.metadata)
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
@@ -118,22 +110,22 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(values, kind)])
 
 
-def write_part(
-    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
-) -> None:
-    """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
-    with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
+def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
+    """Write a part batch by batch, statistics in its footer."""
+    with pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write(batch)
-        writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
+        writer.add_key_value_metadata({STATISTICS: stats.to_text()})
 
 
 def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> PartStats:
     """Sum up the answers of a shard's rows. known: other fields of PartStats."""
+    good = [answer for answer in answers if answer.error is None]
+    tokens = [each.completion_tokens for each in good]
     return PartStats(
         **known,
         rows=len(answers),
-        errors=sum(answer.error is not None for answer in answers),
+        errors=len(answers) - len(good),
         failed_checks=sum(answer.failed_check for answer in answers),
         cut=sum(answer.is_cut for answer in answers),
         rows_reused=sum(answer.reused is not None for answer in answers),
@@ -145,15 +137,11 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         dtype=model.dtype,
         attention_backend=model.attention_backend,
         version=version("tokenmill"),
-        prompt_lengths=count_lengths(each.prompt_tokens for each in answers if each.error is None),
+        prompt_lengths=count_lengths(each.prompt_tokens for each in good),
         completion_lengths=count_lengths(
-            tokens for each in answers if each.error is None for tokens in _lengths(each.completion_tokens)
+            each for own in tokens for each in (own if isinstance(own, tuple) else (own,))
         ),
     )
-
-
-def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (tokens,) if isinstance(tokens, int) else tokens
 
 
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
@@ -172,10 +160,10 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
     size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
     if size < needed:  # data was cut out of a file whose footer is whole
         raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
-    if (text := found.metadata.get(METADATA_KEY)) is None:
+    if not found.statistics:
         raise PartDamaged(path, "Tokenmill did not write it")
     try:
-        stats = PartStats.from_text(text)
+        stats = PartStats.from_text(found.statistics)
     except ValueError as error:
         raise PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):

@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name, temporary_name
+from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -44,30 +44,9 @@ def load_plan(storage: Storage, path: str) -> Plan:
 
 
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
-    """Write a plan into a new or empty folder; return False when another planner was first.
-
-    Raises OutputHoldsForeignFiles, DiskFull or OutputNotWritable.
-    """
-    folder = plan.spec.output
-    temporary = os.path.join(folder, temporary_name(execution_id, PLAN))
-    with writing(folder):
-        storage.make_folder(folder)
-        names = storage.names(folder)
-        if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
-            return False
-        check_no_others(folder, names)
-        try:
-            write_text(storage, temporary, plan.to_text())
-            return storage.publish(temporary, os.path.join(folder, PLAN))
-        finally:
-            storage.remove(temporary)
-
-
-def check_no_others(folder: str, names: Iterable[str]) -> None:
-    """Raise OutputHoldsForeignFiles for what no planner has put into a folder."""
-    for name in names:
-        if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
-            raise OutputHoldsForeignFiles(folder, name)
+    """Write a plan; return False when another planner was first. Raises as begin_folder and Storage.put do."""
+    path, text = os.path.join(plan.spec.output, PLAN), plan.to_text().encode()
+    return begin_folder(storage, plan.spec.output) and storage.put(path, execution_id, lambda sink: sink.write(text))
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
@@ -75,9 +54,11 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
-    if PLAN in names:  # another planner was first
+    if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
         return False
-    check_no_others(folder, names)
+    for name in names:
+        if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
+            raise OutputHoldsForeignFiles(folder, name)
     return True
 
 

@@ -106,20 +106,18 @@ class FolderReader:
     def failed(self, shards: list[int]) -> Iterator[FailedRow]:
         """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
         firsts = [0, *accumulate(file.rows for file in self.plan.files)]
+        kept = self._kept_rows()
         for shard in shards:
-            planned = self.plan.shards[shard]
-            first = self.plan.first_row(shard) - planned.start
-            kept = self._kept_rows(planned.file)
             for row, reason in failed_rows(self._storage, self.plan, shard):
-                number = row if kept is None else kept[row - first]
+                number = row if kept is None else kept[row]
                 file = bisect_right(firsts, number) - 1
                 yield FailedRow(row, self.plan.files[file].path, number - firsts[file], reason)
 
-    def _kept_rows(self, file: int) -> Sequence[int] | None:
-        """Return which rows, counted over the whole input, a run has in the place of a file's; None for its own."""
-        if self.plan.files[file].kept is None or self.plan.reused is None:
+    def _kept_rows(self) -> Sequence[int] | None:
+        """Return which rows of the whole input a run has, where planning has written rows of its own."""
+        if not self.plan.files[0].kept or self.plan.reused is None:
             return None
-        with self._storage.open_input(os.path.join(self._folder, kept_name(file, self.plan.reused.name))) as source:
+        with self._storage.open_input(os.path.join(self._folder, kept_name(0, self.plan.reused.name))) as source:
             return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from jobs.errors import OutputNotWritable, PartDamaged, RunError, RunResubmitted
 from jobs.parquet.files.storage import Storage, writing
@@ -28,13 +29,12 @@ from jobs.runs.plans.names import (
     SUCCESS,
     TEMPORARY_PREFIX,
     output_names,
-    part_name,
     part_shard,
     shard_job_id,
     temporary_name,
 )
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.recorded_parts import MAX_PARTS, PartCount, record_reasons, recorded_reasons
+from jobs.runs.redis_state.recorded_parts import MAX_PARTS, record_reasons, recorded_reasons
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -53,23 +53,18 @@ class RunFolder:
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
         self.execution_id, self.journal = execution_id, self.path(JOURNAL)
+        self._outputs = output_names(plan.spec.single_file)
+        self._of_all_parts = (*self._outputs, REPORT, MANIFEST)
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
 
-    def temporary_path(self, name: str) -> str:
-        """Return where this execution writes `name`, so that no two executions share a file."""
-        return self.path(temporary_name(self.execution_id, name))
-
-    def temporary_part(self, shard: int) -> str:
-        """Return where this execution writes a part: in the folder in which it is published."""
-        return os.path.join(self._parts_path, temporary_name(self.execution_id, part_name(shard)))
-
-    def make_parts_folder(self) -> None:
-        """Make the folder of the parts, if they have one of their own. Raises OutputNotWritable."""
+    def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
+        """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
             with writing(self._parts_path):
                 self.storage.make_folder(self._parts_path)
+        return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:
         """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
@@ -130,17 +125,10 @@ class RunFolder:
                     self.storage.remove(path)
         return missing
 
-    def publish(self, temporary: str, shard: int) -> bool:
-        """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
-        with writing(self.plan.part_path(shard)):
-            return self.storage.publish(temporary, self.plan.part_path(shard))
-
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
         self._record_reasons(stats)
-        return self._ended(self.state.record_part(stats), queue)
-
-    def _ended(self, count: PartCount, queue: str) -> bool:
+        count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
         if count.done >= count.total:
@@ -190,15 +178,6 @@ class RunFolder:
     def has_success(self) -> bool:
         return self._is_there(SUCCESS)
 
-    @property
-    def _of_all_parts(self) -> tuple[str, ...]:
-        """Return the names of what is made of all parts."""
-        return (*self._outputs, REPORT, MANIFEST)
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return output_names(self.plan.spec.single_file)
-
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""
         if not self.has_success():
@@ -215,23 +194,24 @@ class RunFolder:
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
-        temporary, names = self.temporary_path, self._of_all_parts
+        names = self._of_all_parts
+        temporary = {name: self.path(temporary_name(self.execution_id, name)) for name in names}
         try:
             with writing(self._path):
                 if not all(map(self._is_there, self._outputs)):
-                    write_output(self.storage, self.plan, list(map(temporary, self._outputs)))
-                write_text(self.storage, temporary(REPORT), report_html(json.loads(manifest)))
-                write_text(self.storage, temporary(MANIFEST), manifest)
+                    write_output(self.storage, self.plan, [temporary[name] for name in self._outputs])
+                write_text(self.storage, temporary[REPORT], report_html(json.loads(manifest)))
+                write_text(self.storage, temporary[MANIFEST], manifest)
                 for name in names:
-                    self.storage.publish(temporary(name), self.path(name))
+                    self.storage.publish(temporary[name], self.path(name))
                     self._check_is_there(name)
                 remove_converted(self.storage, self.plan)
                 self._remove_leftovers()
                 self.storage.create(self.path(SUCCESS))
                 self._check_is_there(SUCCESS)
         finally:
-            for name in names:
-                self.storage.remove(temporary(name))
+            for path in temporary.values():
+                self.storage.remove(path)
 
     def _is_there(self, name: str) -> bool:
         return self.storage.stat(self.path(name)) is not None

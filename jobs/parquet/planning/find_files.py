@@ -6,6 +6,7 @@ import fnmatch
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -89,21 +90,10 @@ class Search:
                 yield from self._folder_files(path, (*above, *_keys(segments)))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
-        """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
-        seen, nested = self._files(Folder(path, path), keys)
-        wanted = self._wanted or _format_of([each.named for each in seen])
-        if first := next((each.named for each in nested if is_named(each.named, wanted)), None):
-            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
-        return [
-            FoundFile(each.real_path(self.storage), each.keys, each.named)
-            for each in seen
-            if is_named(each.named, wanted)
-        ]
-
-    def _files(self, top: Folder, keys: Keys) -> tuple[list[Found], list[Found]]:
-        """Return the files of a folder and of its key=value folders, and those below folders of other names."""
+        """Return the files of one format in a folder and in its key=value folders. Raises MixedFormats, and
+        NestedFolders where it has such files below folders of other names."""
         seen, nested = list[Found](), list[Found]()
-        waiting = [(top, keys, seen)]
+        waiting = [(Folder(path, path), keys, seen)]
         while waiting:
             folder, keys, files = waiting.pop()
             for entry in self.entries(folder.path, or_none=files is nested):
@@ -117,22 +107,26 @@ class Search:
                 child = None if key is None and entry.is_link else folder.child(entry, self.storage)
                 if child is not None and child.path != self._output:
                     waiting.append((child, keys, nested) if key is None else (child, (*keys, key), seen))
-        return sorted(seen, key=_by_name), sorted(nested, key=_by_name)
+        seen.sort(key=lambda each: each.named.split("/"))  # a folder's files before those of the folders behind it
+        wanted = self._wanted or _format_of([each.named for each in seen])
+        if first := min((each.named for each in nested if is_named(each.named, wanted)), default=None):
+            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
+        return [
+            FoundFile(each.real_path(self.storage), each.keys, each.named)
+            for each in seen
+            if is_named(each.named, wanted)
+        ]
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. or_none: nothing where it cannot be read. Raises SearchTooLong, or OSError."""
         found = []
-        try:
-            with self.storage.scan(folder) as listing:
-                for each in listing:
-                    self.storage.check_interrupted()
-                    self._num_names += 1
-                    if self._num_names > MAX_NAMES:
-                        raise SearchTooLong(MAX_NAMES, folder)
-                    found.append(each)
-        except OSError:
-            if not or_none:
-                raise
+        with suppress(OSError) if or_none else nullcontext(), self.storage.scan(folder) as listing:
+            for each in listing:
+                self.storage.check_interrupted()
+                self._num_names += 1
+                if self._num_names > MAX_NAMES:
+                    raise SearchTooLong(MAX_NAMES, folder)
+                found.append(each)
         return found
 
     def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
@@ -168,11 +162,6 @@ class Search:
         self.storage.check_interrupted()
         looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
         return [found for found in looks if found is not None]
-
-
-def _by_name(found: Found) -> list[str]:
-    """Return a key by which a folder's files come before those of the folders behind it."""
-    return found.named.split("/")
 
 
 def _matches(segment: str, name: str) -> bool:

@@ -1,10 +1,12 @@
 """A run's input files: what they hold."""
 
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +14,7 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
-from jobs.parquet.files.fingerprint import check_unchanged, file_fingerprint
+from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
@@ -21,27 +23,18 @@ from jobs.parquet.tables.columns import with_added_fields
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 #: Lines that repeat a custom_id, each of which the plan lists.
 MAX_REPEATED = 100_000
 
 
-class Inputs(NamedTuple):
-    """What planning knows of a run's input. of_plan: fields of its plan.
-
-    groups: for each file, rows and unpacked bytes of each of its row groups. schema: all columns that a template may
-    name, in the order in which the output has them.
-    """
-
-    of_plan: dict[str, Any]
-    groups: list[list[tuple[int, int]]]
-    schema: pa.Schema
-
-
-def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Inputs:
-    """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint.
+def read_inputs(
+    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
+) -> tuple[Plan, pa.Schema]:
+    """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint. Return a new run's plan,
+    and all columns that a template may name, in the order in which the output has them.
 
     Files behind the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
     SchemaMismatch when the files differ, or ColumnConflict for the filename column.
@@ -55,14 +48,31 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
             break
     schema = look.schema
     columns, rows = _added_columns(found, schema.names, spec.filename_column)
-    of_plan = {
-        "files": tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
-        "added_columns": tuple(columns),
-        "input_format": look.format,
-        "columns": tuple(look.kinds.items()),
-        "repeated": repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
-    }
-    return Inputs(of_plan, look.groups, with_added_fields(schema, columns))
+    shards = cut_shards([[rows for rows, _ in each] for each in look.groups], spec.rows_per_shard, spec.limit)
+    seed = spec.sampling.get("seed")
+    plan = Plan(
+        spec=spec,
+        seed=secrets.randbits(63) if seed is None else seed,
+        model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
+        version=version("tokenmill"),
+        files=tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
+        shards=shards,
+        added_columns=tuple(columns),
+        input_format=look.format,
+        columns=tuple(look.kinds.items()),
+        repeated=repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
+        sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
+    )
+    return plan, with_added_fields(schema, columns)
+
+
+def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
+    """Return what a shard's rows take, each as many bytes as others of its row group."""
+    num_bytes, start = 0.0, -shard.skip
+    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
+        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
+        start += rows
+    return round(num_bytes)
 
 
 def read_columns(
@@ -186,7 +196,7 @@ def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -
         if path not in planned:
             raise InputChanged(path, "it is new")
         if path not in now:
-            raise InputChanged(path, storage.what_is_there(path))
+            raise InputChanged(path, GONE)
         if now[path] != planned[path].values:
             raise InputChanged(path, f"values: planned {planned[path].values}, found {now[path]}")
         storage.check_interrupted()

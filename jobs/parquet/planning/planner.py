@@ -1,27 +1,37 @@
 """Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
 
 import os
-import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel, model_text
-from jobs.errors import ColumnConflict, MissingColumn, NoSecondModel, OutputHoldsAnotherRun, RunOfAnotherModel
+from jobs.context.served_model import model_text
+from jobs.errors import (
+    ColumnConflict,
+    InputError,
+    InvalidJob,
+    MissingColumn,
+    MixedFormats,
+    NoSecondModel,
+    OutputHoldsAnotherRun,
+    RunOfAnotherModel,
+    SearchTooLong,
+    WrongColumnType,
+)
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
-from jobs.parquet.outputs.plan_file import create_plan, find_plan, load_plan
+from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
-from jobs.parquet.planning.inputs import Inputs, check_as_planned, read_inputs
+from jobs.parquet.planning.inputs import check_as_planned, read_columns, read_inputs
 from jobs.parquet.planning.ordering import in_order
 from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.prompts.sources import row_source
@@ -30,7 +40,7 @@ from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import PinnedModel, Plan, Shard, cut_shards
+from jobs.runs.plans.plan import PinnedModel, Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -78,12 +88,15 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
     if missing and plan.rows == 0:
-        _publish_empty_part(folder, read_inputs(context, storage, spec, found).schema, context)
+        _publish_empty_part(folder, read_inputs(context, storage, spec, found)[1], context)
         missing = []
     if missing:
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
-        num_bytes = _convert(context, folder, missing)
+        asked_of = {plan.shards[shard].file for shard in missing}
+        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
+        if num_bytes and folder.has_success():  # others have ended the run meanwhile
+            remove_converted(storage, plan)
         folder.make_journal_folder()
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows it is
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
@@ -114,14 +127,19 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     output_schema(schema, spec, path)
 
 
-def _convert(context: JobContext, folder: RunFolder, missing: list[int]) -> int:
-    """Make the Parquet files that missing shards read; return how many bytes they have. Raises as convert_inputs."""
-    plan, storage = folder.plan, folder.storage
-    asked_of = {plan.shards[shard].file for shard in missing}
-    num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
-    if num_bytes and folder.has_success():  # others have ended the run meanwhile
-        remove_converted(storage, plan)
-    return num_bytes
+def check_columns_here(spec: RunSpec) -> None:
+    """Raise what planning would, as far as the input's first file is on this machine and shows it."""
+    with suppress(OSError):
+        try:
+            storage = Storage(("/",))
+            found = find_files(storage, spec.input, spec.output, spec.input_format)
+            schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
+            if schema is not None:
+                check_columns(spec, schema, found[0].path)
+        except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
+            raise
+        except InputError:  # the planning says so, if it finds the same
+            return
 
 
 def _agreed_plan(
@@ -130,14 +148,17 @@ def _agreed_plan(
     """Write the plan of a new run; or return the one that is there, where the files found are those planned."""
     plan = find_plan(storage, spec.output)
     if plan is None:
-        inputs = read_inputs(context, storage, spec, found)
-        check_columns(spec, inputs.schema, found[0].path)
+        if spec.only_new and not submission.reuse:
+            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
+        plan, schema = read_inputs(context, storage, spec, found)
+        check_columns(spec, schema, found[0].path)
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
         context.model.check_asked_for(submission.model)
-        plan = replace(new_plan(context, spec, inputs), second=second_model(context, spec, submission.queue))
-        plan = with_reused(context, storage, in_order(context, storage, plan), submission)
-        if not spec.only_new and spec.order is None:
-            plan = replace(plan, sizes=tuple(_num_bytes(inputs.groups[shard.file], shard) for shard in plan.shards))
+        plan = replace(plan, second=second_model(context, spec, submission.queue))
+        if (spec.order or submission.reuse) and begin_folder(storage, spec.output):
+            files = {shard.file for shard in plan.shards if shard.rows}
+            convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
+            plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan
         own, plan = plan, load_plan(storage, os.path.join(spec.output, PLAN))
@@ -146,31 +167,13 @@ def _agreed_plan(
             remove_converted(storage, own)
     if plan.run != spec.run:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
-    _check_same_model(plan, context.model, submission.model)
+    names = {plan.model.name, plan.model.fingerprint}
+    if plan.model.fingerprint == context.model.fingerprint:
+        names.update(context.model.names)
+    if submission.model is not None and submission.model not in names:
+        raise RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
     check_as_planned(storage, plan, found)
     return plan
-
-
-def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
-    """Return what a shard's rows take, each as many bytes as others of its row group."""
-    num_bytes, start = 0.0, -shard.skip
-    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
-        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
-        start += rows
-    return round(num_bytes)
-
-
-def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
-    """Return the plan of a run that has none yet."""
-    seed = spec.sampling.get("seed")
-    return Plan(
-        spec=spec,
-        seed=secrets.randbits(63) if seed is None else seed,
-        model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
-        version=version("tokenmill"),
-        shards=cut_shards([[rows for rows, _ in each] for each in inputs.groups], spec.rows_per_shard, spec.limit),
-        **inputs.of_plan,
-    )
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel | None:
@@ -188,25 +191,11 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
     return others.pop()
 
 
-def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) -> None:
-    """Raise RunOfAnotherModel when the plan's model has not the name that is asked for."""
-    names = {plan.model.name, plan.model.fingerprint}
-    if plan.model.fingerprint == served.fingerprint:
-        names.update(served.names)
-    if asked_for is not None and asked_for not in names:
-        raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
-
-
 def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
     stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
-    temporary, spec = folder.temporary_part(0), folder.plan.spec
+    spec = folder.plan.spec
     schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
-    folder.make_parts_folder()
-    try:
-        write_part(folder.storage, temporary, schema, [], stats)
-        write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
-        folder.publish(temporary, 0)
-    finally:
-        folder.storage.remove(temporary)
+    write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
+    folder.put_part(0, lambda sink: write_part(sink, schema, [], stats))

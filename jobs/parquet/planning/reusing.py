@@ -10,19 +10,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.formats.converted_inputs import convert_inputs
 from jobs.parquet.outputs.part import embedding_size
-from jobs.parquet.outputs.plan_file import begin_folder
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
-from jobs.parquet.reuse.new_rows import only_rows
 from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.reuse.own_rows import rows_at, with_own_rows
 from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_buckets import RowBuckets
@@ -32,24 +29,18 @@ from jobs.runs.redis_state.submission import Submission
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take what the runs that a submission names have answered; return the plan that says so.
+    """Take what the runs that a submission names have answered; return the plan that says so. The inputs can be read.
 
     Its seed is the first one's, unless its arguments have one: rows that are asked again, and have not moved, keep
-    their own. Raises CannotReuse, InvalidJob, InputError or OutputError.
+    their own. Raises CannotReuse, InputError or OutputError.
     """
     spec = plan.spec
     if not submission.reuse:
-        if spec.only_new:
-            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
-        return plan
-    if not begin_folder(storage, spec.output):
         return plan
     old = OldRuns(storage, submission.reuse)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
     reused = Reused(context.execution_id)
     plan = replace(plan, seed=seed, reused=reused)
-    files = {shard.file for shard in plan.shards if shard.rows}
-    convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
     source = row_source(spec, context.check_sampling)
     asks = ask_of(plan, source, context), source
     look_up = partial(match, context, storage, plan, asks, old, submission.reuse_from_any_model)
@@ -57,7 +48,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     if spec.only_new:
         for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
-        plan = only_rows(storage, plan, plan, matches.places < 0)
+        fresh = np.flatnonzero(matches.places < 0)
+        plan = with_own_rows(storage, plan, fresh, rows_at(storage, plan, fresh))
     else:
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
@@ -79,10 +71,8 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
-    for number, file in enumerate(plan.files):
-        if not file.kept:
-            continue
-        paths += [plan.rows_path(file), os.path.join(plan.spec.output, kept_name(number, plan.reused.name))]
+    if plan.files[0].kept is not None:
+        paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:
             storage.remove(path)

@@ -16,14 +16,12 @@ from jobs.context.answers import Answer
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import Ask
-from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.labels import Labels
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.planner import check_columns, new_plan
+from jobs.parquet.planning.planner import check_columns
 from jobs.parquet.planning.reusing import match
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
@@ -70,7 +68,7 @@ class SurveyWork(RowsTask):
         """
         any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
         spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
-        if kind_of(spec) not in (Generate, Labels):
+        if not kind_of(spec).is_tried:
             raise InvalidJob(
                 "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
                 "files, or several prompts, of which you can name one"
@@ -79,12 +77,11 @@ class SurveyWork(RowsTask):
         context.checks.admit(spec.repairs)
         storage = Storage.of(context)
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        inputs = read_inputs(context, storage, spec, found)
-        check_columns(spec, inputs.schema, found[0].path)
+        plan, schema = read_inputs(context, storage, spec, found)
+        check_columns(spec, schema, found[0].path)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
-        meter, plan = context.meter(), new_plan(context, spec, inputs)
-        source = row_source(spec, context.check_sampling)
+        meter, source = context.meter(), row_source(spec, context.check_sampling)
         ask = ask_of(plan, source, context)
         self._spec, self._counts = spec, (counts := _Counts(context, ask, meter, plan.rows))
         files = {shard.file for shard in plan.shards if shard.rows}

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from jobs.context.children import CHILDREN
 from jobs.errors import InvalidJob
-from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, check_texts, checked_chat, checked_text
+from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, checked_chat, checked_text
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, template_texts
 from sandbox import ChildFailed, Limits
@@ -34,9 +34,6 @@ class JinjaSource(PromptSource):
                 "write {{ column }} where a row's value goes"
             )
         check_defaults(defaults, self.columns)
-
-    def check(self, schema: pa.Schema) -> None:
-        check_texts(schema, self.columns)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
         """Yield rows' texts; a child that fails is asked again, row by row: what it fails with then is the row's."""
@@ -64,6 +61,6 @@ class JinjaSource(PromptSource):
 
     def render(self, values: list[str]) -> str:
         if self._roles is None:
-            return checked_text(values[0], "prompt")
+            return checked_text(values[0])
         pairs = zip(self._roles, values, strict=True)
         return checked_chat([{"role": role, "content": text} for role, text in pairs])

@@ -54,9 +54,9 @@ class PromptSource(abc.ABC):
 
     columns: tuple[str, ...]
 
-    @abc.abstractmethod
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType when a column of the schema can never be rendered."""
+        check_texts(schema, self.columns)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield what the prompt of each row is made of, or its RowProblem."""
@@ -88,18 +88,7 @@ class ColumnSource(PromptSource):
 
 def prompt_column(column: str) -> ColumnSource:
     """Return the source of a column of texts."""
-    return ColumnSource(column, lambda text: checked_text(text, "prompt"), is_text, "text")
-
-
-def batch_lines() -> ColumnSource:
-    """Return the source of a batch file's lines: each is its own JSON."""
-    return ColumnSource("request", _line, is_text, "JSON")
-
-
-def _line(text: Any) -> str:
-    if text is None:
-        raise RowProblem("there is no request")
-    return str(text)
+    return ColumnSource(column, checked_text, is_text, "text")
 
 
 def messages_column(column: str) -> ColumnSource:
@@ -131,9 +120,6 @@ class TemplateSource(PromptSource):
         self._template, self.defaults = template, defaults
         check_defaults(defaults, self.columns)
 
-    def check(self, schema: pa.Schema) -> None:
-        check_texts(schema, self.columns)
-
     def render(self, values: Mapping[str, Any]) -> str:
         values = {column: self._text(column, values[column]) for column in self.columns}
         if (chars := self._template.filled_chars(values)) > MAX_PROMPT_BYTES:
@@ -141,7 +127,7 @@ class TemplateSource(PromptSource):
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
         filled = self._template.fill(values)
-        return checked_text(filled, "prompt") if isinstance(filled, str) else checked_chat(filled)
+        return checked_text(filled) if isinstance(filled, str) else checked_chat(filled)
 
     def _text(self, column: str, value: Any) -> Any:
         if value is None:
@@ -176,10 +162,11 @@ def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
-def checked_text(text: Any, what: str) -> str:
+def checked_text(text: Any) -> str:
+    """Return a prompt. Raises RowProblem."""
     if text is None or text == "":
-        raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
-    if problem := text_problem(text, what):
+        raise RowProblem(f"prompt is {'null' if text is None else 'empty'}")
+    if problem := text_problem(text, "prompt"):
         raise RowProblem(problem)
     assert isinstance(text, str)
     return text

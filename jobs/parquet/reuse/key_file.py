@@ -1,11 +1,10 @@
 """The keys of a part's rows, beside the parts: what a later run looks its own rows up in.
 
-A fixed layout, little-endian: eight bytes that name it, rows and models as 64-bit numbers, a digest of what follows,
-the marks of the models that answered (jobs.parquet.asks.row_keys), and 16 bytes for each row.
+A fixed layout, little-endian: a digest of what follows, the number of the models that answered as 64 bits, their marks
+(jobs.parquet.asks.row_keys), and 16 bytes for each row.
 """
 
 import os
-import struct
 from hashlib import blake2b
 
 import numpy as np
@@ -13,11 +12,8 @@ import numpy as np
 from jobs.errors import InputNotFound, PartDamaged, PathSwapped
 from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.runs.plans.names import keys_name, temporary_name
+from jobs.runs.plans.names import keys_name
 from jobs.runs.plans.plan import Plan
-
-_NAME = b"TMKEYS1\n"
-_HEAD = struct.Struct("<8sQQ16s")
 
 #: Models that may have answered one part's rows: each is looked for.
 MAX_MODELS = 64
@@ -30,18 +26,10 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
     """
     keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
     path = os.path.join(plan.spec.output, keys_name(shard))
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, temporary_name(execution_id, name))
-    body = marks.tobytes() + keys.tobytes()
-    head = _HEAD.pack(_NAME, len(keys), len(marks), blake2b(body, digest_size=16).digest())
-    with writing(folder):
-        storage.make_folder(folder)
-        try:
-            with storage.open_output(temporary) as sink:
-                sink.write(head + body)
-            storage.publish(temporary, path)
-        finally:
-            storage.remove(temporary)
+    body = len(marks).to_bytes(8, "little") + marks.tobytes() + keys.tobytes()
+    with writing(path):
+        storage.make_folder(os.path.dirname(path))
+    storage.put(path, execution_id, lambda sink: sink.write(_digest(body) + body))
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:
@@ -49,16 +37,17 @@ def read_keys(storage: Storage, plan: Plan, shard: int) -> tuple[Keys, Keys]:
     path, rows = os.path.join(plan.spec.output, keys_name(shard)), plan.shards[shard].rows
     try:
         with reading(path), storage.open_input(path) as source:
-            found = bytes(source.read(_HEAD.size + (MAX_MODELS + rows) * SIZE + 1))
+            found = bytes(source.read(24 + (MAX_MODELS + rows) * SIZE))
     except (InputNotFound, PathSwapped):
         raise PartDamaged(path, "there is no such file") from None
-    if len(found) < _HEAD.size:
-        raise PartDamaged(path, "it holds no keys")
-    name, num_rows, num_marks, digest = _HEAD.unpack_from(found)
-    body = found[_HEAD.size :]
-    if name != _NAME or blake2b(body, digest_size=16).digest() != digest:
+    digest, body = found[:16], found[16:]
+    if digest != _digest(body) or len(body) % SIZE != 8:
         raise PartDamaged(path, "it holds no keys, or others than were written")
-    if num_rows != rows or num_marks > MAX_MODELS or len(body) != (num_rows + num_marks) * SIZE:
-        raise PartDamaged(path, f"it has the keys of {num_rows} rows, expected {rows}")
-    keys = as_keys(body)
+    num_marks, keys = int.from_bytes(body[:8], "little"), as_keys(body[8:])
+    if len(keys) != num_marks + rows:
+        raise PartDamaged(path, f"it has the keys of {len(keys) - num_marks} rows, expected {rows}")
     return keys[num_marks:], keys[:num_marks]
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16, person=b"tokenmill keys").digest()

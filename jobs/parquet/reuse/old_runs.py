@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from jobs.errors import CannotReuse, CorruptParquet, InputNotFound, PartDamaged, PathSwapped, PlanDamaged, TableNotRead
+from jobs.errors import CannotReuse, PartDamaged, PlanDamaged
 from jobs.parquet.asks.row_keys import NO_KEYS, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
-from jobs.parquet.reuse.taken_answers import KEY, ROW
+from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, part_shard
@@ -24,9 +24,6 @@ from jobs.runs.plans.plan import Plan
 
 #: Of an old run so many files that cannot be read are named.
 MAX_NAMED = 10
-
-#: What is raised for a file of a run that cannot be read.
-UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 
 _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
@@ -72,7 +69,11 @@ class OldRuns:
         self.seed: int | None = None  # of the first of them
         size = 0
         for output in dict.fromkeys(storage.resolve(each) for each in outputs):
-            run, plan = _plan_of(storage, output)
+            try:
+                plan = load_plan(storage, os.path.join(output, PLAN))
+            except PlanDamaged as error:
+                raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
+            run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))
             for shard, journal in sorted(_answered(storage, plan).items()):
@@ -148,20 +149,8 @@ class OldRuns:
                 yield begin + found[good], answers
 
 
-def _plan_of(storage: Storage, output: str) -> tuple[str, Plan]:
-    """Return a run's id, and its plan as of the folder that it lies in now."""
-    try:
-        plan = load_plan(storage, os.path.join(output, PLAN))
-    except PlanDamaged as error:
-        raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
-    return plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
-
-
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards whose part is there, and others that have a journal, with its files' paths.
-
-    Raises CannotReuse for parts without keys.
-    """
+    """Return the shards that have a part, and others that have journals, with their paths. Raises CannotReuse."""
     found: dict[int, list[str]] = {}
     for name in sorted(_names(storage, folder := os.path.join(plan.spec.output, JOURNAL))):
         if (match := _JOURNAL.match(name)) is not None:

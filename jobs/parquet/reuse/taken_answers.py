@@ -1,4 +1,9 @@
-"""Answers taken from earlier runs, beside the plan: a file for each shard that has some, until the run ends."""
+"""Answers that a shard's rows have before it is asked, in a file for each shard that has some, until the run ends.
+
+Planning takes them from earlier runs and puts them beside the plan. Those that the first model of a cascade has given,
+for the job that asks the second one, lie beside the journals, without those of low margins: of two executions the first
+one's stay, and later runs find them as they find a journal.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +21,30 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jobs.context.answers import Answer
+from jobs.errors import CorruptParquet, InputNotFound, KeptAnswersLost, PartDamaged, PathSwapped, TableNotRead
+from jobs.parquet.asks.kinds import kind_of
+from jobs.parquet.asks.row_keys import SIZE, Keys
 from jobs.parquet.files.storage import Storage, writing
+from jobs.parquet.outputs.part import answer_column
+from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
+from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
 #: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was. In
 #: a journal the key that the row has in `_keys/`.
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
-BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(16)), pa.field(SOURCE, pa.string())]
+BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
+KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
+
+#: What is raised for a file of a run that cannot be read.
+UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 
 
 def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
-    """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and the answers' columns.
-
-    Raises DiskFull or OutputNotWritable.
-    """
+    """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and answers' columns."""
     firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     folder = os.path.dirname(plan.reused_path(0))
     with writing(folder):
@@ -66,13 +79,52 @@ def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[
     if plan.reused is None or plan.reused.asked != asked:
         return {}
     path = plan.reused_path(shard)
-    if storage.stat(path) is None:
-        return {}
-    beside = [field.name for field in BESIDE]
-    with closing(TableReading(storage, path)) as file:
-        return {
-            row: (replace(answer, reused=source), mark) for (row, mark, source), answer in read_answers(file, beside)
-        }
+    return {} if storage.stat(path) is None else _answers_of(storage, path)
+
+
+def _kept_path(plan: Plan, shard: int) -> str:
+    return os.path.join(plan.spec.output, JOURNAL, f"_kept.{shard:05d}.answers")
+
+
+def has_kept(folder: RunFolder, shard: int) -> bool:
+    """Return whether the first model of a cascade has left rows to the second one."""
+    return folder.storage.stat(_kept_path(folder.plan, shard)) is not None
+
+
+def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
+    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them.
+
+    Raises DiskFull or OutputNotWritable, also where the run has ended.
+    """
+    spec, own = folder.plan.spec, [*BESIDE, KEY_FIELD]
+    beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
+    table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
+    path = _kept_path(folder.plan, shard)
+    folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink))
+
+
+def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[Answer, bytes]]:
+    """Return what was kept of a shard, as taken_answers does. Raises KeptAnswersLost."""
+    path = _kept_path(plan, shard)
+    try:
+        return _answers_of(storage, path)
+    except (*UNREADABLE, LookupError, TypeError, ValueError) as error:
+        raise KeptAnswersLost(path, f"{type(error).__name__}: {error}") from None
+
+
+def _answers_of(storage: Storage, path: str) -> dict[int, tuple[Answer, bytes]]:
+    with closing(TableReading(storage, path, ColumnChoice(without=(KEY,)))) as file:
+        found = read_answers(file, [field.name for field in BESIDE])
+        return {row: (replace(answer, reused=source), mark) for (row, mark, source), answer in found}
+
+
+def answers_table(
+    beside: Sequence[pa.Field], values: Sequence[Sequence[Any]], answers: Sequence[Answer], fields: Sequence[pa.Field]
+) -> pa.Table:
+    """Return answers as a table. values: of the columns `beside` each answer. fields: of the answers' columns."""
+    columns = [pa.array([each[place] for each in values], field.type) for place, field in enumerate(beside)]
+    columns += [answer_column([each.column(field.name) for each in answers], field.type) for field in fields]
+    return pa.table(columns, pa.schema([*beside, *fields]))
 
 
 def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Answer]]:

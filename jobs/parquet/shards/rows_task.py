@@ -8,12 +8,10 @@ from jobs.context.served_model import ServedModel, model_text
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.plan_file import load_plan
-from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.runs.plans.names import PLAN, is_run_id
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.state import RunState
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -55,13 +53,6 @@ class RowsTask(OpenTask):
             self._requests.close()
         if self._texts is not None:
             self._texts.close()
-
-
-def opened_folder(context: JobContext, plan_path: str, run: str) -> RunFolder:
-    """Return the folder of the run that a shard's job names. Raises what trusted_plan does."""
-    storage = Storage.of(context)
-    plan = trusted_plan(context, storage, plan_path, run)
-    return RunFolder(storage, plan, RunState(context.connection, run), context.execution_id)
 
 
 def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> None:

@@ -22,9 +22,9 @@ from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys
-from jobs.parquet.outputs.part import answer_column, embedding_size
+from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import KEY, ROW, read_answers
+from jobs.parquet.reuse.taken_answers import KEY, KEY_FIELD, ROW, answers_table, read_answers
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 
@@ -108,11 +108,10 @@ class ShardJournal:
     def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
-            rows, tokens, answers = zip(*answered, strict=True)
-            keys = [bytes(SIZE) if each.error else self._keys[row].tobytes() for row, _, each in answered]
-            beside = [(ROW, pa.int64()), (_TOKENS, pa.int64()), (KEY, pa.binary(SIZE))]
-            columns = [answer_column([each.column(own.name) for each in answers], own.type) for own in self._fields]
-            self._put("answers", pa.table([rows, tokens, keys, *columns], pa.schema([*beside, *self._fields])))
+            own = [pa.field(ROW, pa.int64()), pa.field(_TOKENS, pa.int64()), KEY_FIELD]
+            keys = (bytes(SIZE) if each.error else self._keys[row].tobytes() for row, _, each in answered)
+            beside = [(row, tokens, key) for (row, tokens, _), key in zip(answered, keys, strict=True)]
+            self._put("answers", answers_table(own, beside, [each for *_, each in answered], self._fields))
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]

@@ -67,8 +67,7 @@ class ShardRequests:
         self.generated_tokens = self.prompt_tokens = self.rows_resumed = self.tokens_resumed = 0
         groups = _groups(rows, ask)
         self._unsent = [group for group in groups if not self._take_known(group)]
-        self._awaits_before = ask.before is not None and bool(self._unsent)
-        self._waiting: list[tuple[int, Sequence[Completion]]] = []
+        self._awaits_before = False
         if ask.before is not None and self._unsent:
             self._following.append((_Group(None, [], None), 0, ask.before))
 
@@ -85,7 +84,7 @@ class ShardRequests:
 
     @property
     def has_more(self) -> bool:
-        return bool(self._following)
+        return not self._awaits_before and bool(self._following or self._unsent)
 
     def requests(self) -> Iterator[Request]:
         postponed: deque[_Group] = deque()
@@ -95,7 +94,10 @@ class ShardRequests:
                 if place in group.delivered or (group.rows and group.asked is None):
                     continue  # of another execution, or of no use any more
                 self._sent.append((group, place, len(request.continued)))
+                self._awaits_before = not group.rows
                 yield replace(request, resumed=group.so_far[place]) if place in group.so_far else request
+                if self._awaits_before:
+                    return
             elif self._unsent:
                 group = self._unsent.pop()
                 if self._take_known(group):
@@ -127,11 +129,6 @@ class ShardRequests:
         if not group.rows:
             self._ask.take_before(completions)
             self._awaits_before = False
-            for each in self._waiting:
-                self.deliver(*each)
-            return
-        if self._awaits_before:
-            self._waiting.append((index, completions))
             return
         self._sent[index] = None
         self.prompt_tokens += completions[0].num_prompt_tokens

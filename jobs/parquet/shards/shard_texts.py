@@ -10,7 +10,7 @@ from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import ColumnChoice, split_problems, with_added_values
+from jobs.parquet.tables.columns import PROBLEM, ColumnChoice, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan, Shard
@@ -76,7 +76,9 @@ def shard_batches(
 ) -> Iterator[tuple[pa.RecordBatch, list[str | None]]]:
     """Yield the rows of a shard with the columns that are in no file, and why lines are no rows, if any are none."""
     for batch in reader.read(shard, context.check_interrupted):
-        batch, problems = split_problems(batch)
+        place, problems = batch.schema.get_field_index(PROBLEM), []
+        if place >= 0:
+            batch, problems = batch.remove_column(place), batch.column(place).to_pylist()
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values), problems
 
 

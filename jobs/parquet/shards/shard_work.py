@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.common.display import brief
@@ -21,18 +20,26 @@ from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
-from jobs.parquet.outputs.part import MODEL, embedding_size, output_schema, part_stats, with_answers, write_part
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.part import (
+    MODEL,
+    columns_kept,
+    embedding_size,
+    output_schema,
+    part_stats,
+    with_answers,
+    write_part,
+)
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.kept_answers import has_kept, keep_answers, kept_answers
 from jobs.parquet.reuse.key_file import write_keys
-from jobs.parquet.reuse.taken_answers import taken_answers
-from jobs.parquet.shards.rows_task import RowsTask, check_model, opened_folder
+from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
+from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice, with_added_fields
+from jobs.parquet.tables.columns import ColumnChoice, with_added_fields
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import PlannedFile, Shard
@@ -56,14 +63,11 @@ class ShardWork(RowsTask):
         queue: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. queue: the run's, where the second model of a cascade is asked.
-
-        Raises RunError or NoRoomYet.
-        """
+        """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
         self._queue, self._is_second = queue or context.queue_name, queue is not None
         self._escalates = queue is None and folder.plan.second is not None
-        self._started_at, self._temporary = clock(), folder.temporary_part(shard)
+        self._started_at = clock()
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
@@ -75,7 +79,7 @@ class ShardWork(RowsTask):
             try:
                 self._requests = self._read_requests()
             except BaseException:
-                self._let_go()
+                self.close()
                 raise
 
     @classmethod
@@ -83,7 +87,9 @@ class ShardWork(RowsTask):
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
         if queue is not None:
             check_queue_name(queue)
-        folder = opened_folder(context, plan, run)
+        storage = Storage.of(context)
+        planned = trusted_plan(context, storage, plan, run)
+        folder = RunFolder(storage, planned, RunState(context.connection, run), context.execution_id)
         if type(shard) is not int or shard not in range(len(folder.plan.shards)):
             raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}")
         return cls(context, folder, shard, queue)
@@ -124,27 +130,23 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        self._let_go()
-        self._folder.storage.remove(self._temporary)
-
-    def _let_go(self) -> None:
         if self._entered:
             self._entered = False
             self._files.leave(self._file.path)
         super().close()
 
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return how many at most. 0 where the part comes from here.
-
-        Raises RunError.
-        """
+        """Leave rows with low margins to the second model; return how many at most, 0 where this one has them all."""
         folder, context, number = self._folder, self._context, self._number
         if not self._escalates or folder.has_part(number):
             return 0
         num_low = self._shard.rows
         if self._requests is not None:
             answers = self._requests.answers()
-            high = {row: answers[row] for row in np.flatnonzero(~self._low(answers)).tolist()}
+            own = (self._marks == model_mark(folder.plan.model.fingerprint)).all(axis=1)
+            margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
+            is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
+            high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
             num_low = len(answers) - len(high)
             try:
                 if num_low:
@@ -158,37 +160,17 @@ class ShardWork(RowsTask):
             enqueue_shards(context, self._queue, folder.plan, state, [number], num_low)
         return num_low
 
-    def _low(self, answers: Sequence[Answer]) -> npt.NDArray[np.bool_]:
-        """Return which answers are the first model's, and have low margins."""
-        plan = self._folder.plan
-        own = (self._marks == model_mark(plan.model.fingerprint)).all(axis=1)
-        margins = [math.inf if each.error else each.column("margin") for each in answers]
-        low: npt.NDArray[np.bool_] = own & (np.array(margins) < (plan.spec.escalate_below or 0))
-        return low
-
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
-        if self._folder.has_part(self._number):
+        folder, number = self._folder, self._number
+        if folder.has_part(number):
             return None
-        try:
-            stats = self._write(requests)
-            self._write_keys(requests.answers())
-            return stats if self._folder.publish(self._temporary, self._number) else None
-        except (OSError, RunError):
-            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
-            if not self._folder.has_part(self._number):
-                raise
-            return None
-
-    def _write(self, requests: ShardRequests) -> PartStats:
-        """Write the part beside its place."""
-        plan, spec = self._folder.plan, self._folder.plan.spec
-        answers = self._with_models(requests.answers())
+        answers = requests.answers()
         stats = part_stats(
             answers,
             self._context.model,
-            run=plan.run,
-            shard=self._number,
+            run=folder.plan.run,
+            shard=number,
             generated_tokens=requests.generated_tokens,
             started_at=self._started_at,
             ended_at=self._clock(),
@@ -197,20 +179,29 @@ class ShardWork(RowsTask):
             tokens_resumed=requests.tokens_resumed,
             rows_escalated=self._num_escalated,
         )
-        self._folder.make_parts_folder()
-        ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER)))
-        kept = ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
-        with self._reader(kept) as reader:
+        keys = self._keys.copy()
+        keys[[answer.error is not None for answer in answers]] = 0
+
+        def write(sink: Any) -> None:
+            self._write(sink, self._with_models(answers), stats)
+            # What later runs find the rows by is there before the part.
+            write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
+
+        try:
+            is_first = folder.put_part(number, write)
+        except (OSError, RunError):
+            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            if not folder.has_part(number):
+                raise
+            return None
+        return stats if is_first else None
+
+    def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
+        plan, spec = self._folder.plan, self._folder.plan.spec
+        with self._reader(columns_kept(spec)) as reader:
             size = embedding_size(spec, self._context.model)
             schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
-            write_part(self._folder.storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
-        return stats
-
-    def _write_keys(self, answers: Sequence[Answer]) -> None:
-        """Write what later runs find the rows by, before the part is there. Raises DiskFull or OutputNotWritable."""
-        folder, keys = self._folder, self._keys.copy()
-        keys[[answer.error is not None for answer in answers]] = 0
-        write_keys(folder.storage, folder.plan, self._number, keys, self._marks, self._context.execution_id)
+            write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
         """Return answers with the names of their models, where the run has two."""
@@ -275,13 +266,9 @@ class ShardWork(RowsTask):
 
         def open_reader() -> RowReader:
             held, make_room = self._context.shard_bytes, self._files.close_idle
-            return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
+            with unchanged(storage, plan, file):  # else that is why it cannot be read
+                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
 
-        # The outer one explains why a reader could not open; by the inner one a reader that has seen another
-        # file is closed, and not lent on to a shard that finds the planned file in its place again.
-        with (
-            unchanged(storage, plan, file),
-            self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, plan, file),
-        ):
+        # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
+        with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):
             yield reader

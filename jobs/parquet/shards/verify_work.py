@@ -28,8 +28,7 @@ from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.runs.plans.formats import OPENAI_BATCH
-from jobs.runs.plans.option_checks import EMBED
+from jobs.parquet.tables.row_values import holds
 from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
@@ -50,7 +49,7 @@ class VerifyWork(RowsTask):
         """
         storage = Storage.of(context)
         self._plan = planned = trusted_plan(context, storage, plan, run)
-        if planned.input_format == OPENAI_BATCH or planned.spec.task == EMBED:
+        if not kind_of(planned.spec).is_compared:
             raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
         if planned.spec.only_new or planned.spec.order:
             raise InvalidJob(f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end")
@@ -58,7 +57,8 @@ class VerifyWork(RowsTask):
         self._num_of_others = 0
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
         fields = [field for field in kind_of(planned.spec).fields(planned.spec, 0) if field.name not in _NOT_COMPARED]
-        self._columns = [field.name for field in fields if not _holds_numbers(field.type)]
+        # Numbers beside tokens or labels stand in structs, those of a map too.
+        self._columns = [field.name for field in fields if not holds(field.type, pa.types.is_struct)]
         columns = {name: planned.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
@@ -135,13 +135,6 @@ def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[i
         return {}
     own = found ^ mark
     return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}
-
-
-def _holds_numbers(kind: pa.DataType) -> bool:
-    """Whether a value holds probabilities, in a map or in structs."""
-    while pa.types.is_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_nested(kind))
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:

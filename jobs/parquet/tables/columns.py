@@ -69,17 +69,3 @@ def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], val
         if column.name not in batch.schema.names
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
-
-
-def split_problems(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str | None]]:
-    """Return the rows without that column, and what stood there; nothing for a file without lines."""
-    place = batch.schema.get_field_index(PROBLEM)
-    if place < 0:
-        return batch, []
-    return batch.remove_column(place), batch.column(place).to_pylist()
-
-
-def without_problems(schema: pa.Schema) -> pa.Schema:
-    """Return a file's columns without that one."""
-    place = schema.get_field_index(PROBLEM)
-    return schema if place < 0 else schema.remove(place)

@@ -64,7 +64,9 @@ class RowReader:
         end, shard_bytes = shard.start + shard.rows, 0
         while self.next_row < end:
             check_interrupted()
-            batch = self._next_batch(end - self.next_row)
+            batch = next(self._batches, None) if self._left is None else self._left
+            if batch is None:
+                raise CorruptParquet(self._path, f"{end - self.next_row} rows fewer than its footer says")
             taken = min(batch.num_rows, end - self.next_row)
             ahead = min(taken, max(0, shard.start - self.next_row))
             self._left = batch.slice(taken) if taken < batch.num_rows else None
@@ -72,16 +74,12 @@ class RowReader:
             if taken > ahead:
                 batch = batch.slice(ahead, taken - ahead)
                 shard_bytes += batch.nbytes
-                self._check(batch, shard_bytes)
+                if shard_bytes > (limit := SHARD_TIMES * self._held.limit):
+                    widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
+                    what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                    remedy = "submit with a smaller rows_per_shard"
+                    raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
                 yield batch
-
-    def _check(self, batch: pa.RecordBatch, shard_bytes: int) -> None:
-        """Raise ShardTooLarge where the rows of a shard stand for too much."""
-        if shard_bytes > (limit := SHARD_TIMES * self._held.limit):
-            widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-            what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
-            remedy = "submit with a smaller rows_per_shard"
-            raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
@@ -89,9 +87,3 @@ class RowReader:
         self._table.close()
         self._held.reserve_reading(-self._reserved)
         self._reserved = 0
-
-    def _next_batch(self, missing: int) -> pa.RecordBatch:
-        batch = next(self._batches, None) if self._left is None else self._left
-        if batch is None:
-            raise CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
-        return batch

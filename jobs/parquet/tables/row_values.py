@@ -133,15 +133,12 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
     if not scalar.is_valid:
         return None
     if pa.types.is_nested(row.type):
-        if (found := num_values(row)) > MAX_NESTED_VALUES:
-            return RowProblem(
-                f"column {name!r} has a value of {found} values, more than the limit of {MAX_NESTED_VALUES}: shorten it"
-            )
-        size = _num_bytes(row)
+        size, count = _num_bytes(row), num_values(row)
     else:
-        size = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0
-    if size > MAX_VALUE_BYTES:
-        return RowProblem(
-            f"column {name!r} has a value of {size} bytes, more than the limit of {MAX_VALUE_BYTES}: shorten it"
-        )
+        size, count = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0, 0
+    for found, unit, limit in ((count, "values", MAX_NESTED_VALUES), (size, "bytes", MAX_VALUE_BYTES)):
+        if found > limit:
+            return RowProblem(
+                f"column {name!r} has a value of {found} {unit}, more than the limit of {limit}: shorten it"
+            )
     return None

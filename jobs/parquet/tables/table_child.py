@@ -10,15 +10,14 @@ from jobs.errors import CorruptParquet, JobsError
 from jobs.parquet.files.fetched_file import FETCH_BYTES, FetchedFile
 from jobs.parquet.files.storage import reading
 from jobs.parquet.tables.columns import ColumnChoice
+from jobs.parquet.tables.row_groups import GROUP_BYTES, pieces
 from sandbox.child import Body, Worker
-
-#: What a batch may take that the worker gets, where it has more than one row.
-BATCH_BYTES = 1 << 23
 
 #: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
 
-_ARROW_SCHEMA = b"ARROW:schema"
+#: The key of our JSON in a part's key-value metadata.
+STATISTICS = b"tokenmill"
 
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
@@ -50,11 +49,7 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         found = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
             "rows": footer.num_rows,
-            "metadata": {
-                key.decode(errors="replace"): value.hex()
-                for key, value in (footer.metadata or {}).items()
-                if key != _ARROW_SCHEMA
-            },
+            "statistics": (footer.metadata or {}).get(STATISTICS, b"").decode(errors="replace"),
             "stored_bytes": footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks),
         }
         yield found, serialized(file.schema_arrow)
@@ -67,7 +62,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         yield {}, serialized(file.schema_arrow)
         skip = question["skip"]
         for batch in _batches(file, question):
-            for piece in _pieces(batch.slice(skip)):
+            for piece in pieces(batch.slice(skip)):
                 yield {}, _packed(piece)
             skip = max(0, skip - batch.num_rows)
 
@@ -77,7 +72,7 @@ def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.R
     groups = range(question["first_group"], footer.num_row_groups)
     sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
     row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
-    rows = max(1, min(question["rows"], int(BATCH_BYTES / max(1.0, row_bytes))))
+    rows = max(1, min(question["rows"], int(GROUP_BYTES / max(1.0, row_bytes))))
     found: Iterator[pa.RecordBatch] = file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
     return found
 
@@ -86,12 +81,6 @@ def _parquet_file(source: Any) -> pq.ParquetFile:
     footer = pq.read_metadata(source)
     read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
     return pq.ParquetFile(source, metadata=footer, buffer_size=read_bytes, pre_buffer=False)
-
-
-def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces that the worker may get at once."""
-    rows = max(1, batch.num_rows * BATCH_BYTES // max(BATCH_BYTES, batch.nbytes))
-    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
 def serialized(schema: pa.Schema) -> bytes:

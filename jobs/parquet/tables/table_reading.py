@@ -12,7 +12,7 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, without_problems
+from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
@@ -36,15 +36,16 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
-    rows, stored_bytes, metadata: of a Parquet file, with its data's and footer's bytes. kinds: of a text file's
-    columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
+    rows, stored_bytes, statistics: of a Parquet file, with its data's and footer's bytes, and what a part says of
+    itself. kinds: of a text file's columns. names: of a batch file some bytes of each row, alike where two rows have
+    the same custom_id.
     """
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
     rows: int = 0
     stored_bytes: int = 0
-    metadata: Mapping[str, bytes] = field(default_factory=dict)
+    statistics: str = ""
     kinds: Mapping[str, Any] = field(default_factory=dict)
     names: bytearray = field(default_factory=bytearray)
 
@@ -55,8 +56,7 @@ def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents
     def look() -> Contents:
         with open_table(storage, path, limit) as ask:
             ((found, schema),) = ask(f"{_TASKS}:look", {})
-        metadata = {key: bytes.fromhex(value) for key, value in found.pop("metadata", {}).items()}
-        return Contents(read_schema(schema), **found, metadata=metadata)
+        return Contents(read_schema(schema), **found)
 
     return asked_again(path, look)
 
@@ -73,7 +73,9 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
 
 
 def read_schema(schema: bytes | bytearray) -> pa.Schema:
-    return without_problems(pa.ipc.read_schema(pa.py_buffer(schema)))
+    """Return the columns of a file that holds something of its own."""
+    found = pa.ipc.read_schema(pa.py_buffer(schema))
+    return found.remove(found.names.index(PROBLEM)) if PROBLEM in found.names else found
 
 
 class TableReading:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.chain import Chain
 from jobs.parquet.prompts.prompt_source import Row
@@ -77,7 +78,7 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
     spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
     gone: list[Row] = []
     batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
-    ask = keyed(Chain(spec, 0), spec)
+    ask = keyed(Chain(spec, 0, Checks()), spec)
     shard = ShardRequests(list(row_source(spec).rows(batch)), ask, lambda row: row, let_go=gone.append)
     pending, stream, num_asked = [], shard.requests(), 0
     while True:

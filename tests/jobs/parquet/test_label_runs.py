@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
     spec = RunSpec.from_arguments("in", "out", labels=LABELS)
-    labels = keyed(Labels(spec, None if prior is None else Row(prior)), spec)
+    labels = keyed(Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
     return ShardRequests(rows, labels, lambda row: row, memo)
 
@@ -114,8 +115,13 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
     for seed in range(3):
         requests = requests_of([*texts, RowProblem("none"), "broken"], prior, AnswerMemo())
         sent = list(requests.requests())
+        if prior is not None:  # what came of it decides all others
+            assert (list(map(asked, sent)), requests.has_more) == ([prior], False)
+            requests.deliver(0, [likely(sent[0])])
+            assert requests.has_more
+            sent += requests.requests()
         assert sorted(map(asked, sent)) == sorted({*texts, "broken", *([prior] if prior else [])})
-        order = list(range(len(sent)))
+        order = list(range(prior is not None, len(sent)))
         random.Random(seed).shuffle(order)
         for index in order:
             requests.deliver(index, [likely(sent[index])])
@@ -126,7 +132,7 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
         assert [answers[-2].error, answers[-1].error] == ["none", "it is broken"]
         assert (requests.rows_done, requests.generated_tokens) == (12, 0)
     first, second = requests_of(texts, prior, memo), requests_of(texts, prior, memo)
-    for index, request in enumerate(first.requests()):
+    for index, request in enumerate(chain(first.requests(), first.requests())):
         first.deliver(index, [likely(request)])
     assert len(list(second.requests())) == (1 if prior else 0), "another shard has had all rows' answers"
 

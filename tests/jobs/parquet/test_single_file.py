@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from jobs.errors import PartDamaged
-from jobs.parquet.outputs import output_file
+from jobs.parquet.tables import row_groups
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import PARTS, part_name
 from tests.jobs.local_runs import Runs
@@ -51,7 +51,7 @@ def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "arrow", "parquet"])
 def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_file, "GROUP_ROWS", 3)
+    monkeypatch.setattr(row_groups, "GROUP_ROWS", 3)
     rows = 7
     table = pa.table(
         {

@@ -122,11 +122,12 @@ def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -
     schema = pa.schema([("a", pa.string())])
     batch = pa.record_batch([pa.array([str(number) * 1000 for number in range(1000)])], schema=schema)
     stats = part_stats([], MODEL, run="0" * 16, shard=0, generated_tokens=0, started_at=0.0, ended_at=0.0)
+    storage = Storage((str(tmp_path),))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(errors.DiskFull):
-            write_part(Storage((str(tmp_path),)), str(tmp_path / "part"), schema, [batch] * 100, stats)
+            storage.put(str(tmp_path / "part"), "own", lambda sink: write_part(sink, schema, [batch] * 100, stats))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
