@@ -1,10 +1,7 @@
 """The block manager's rules one by one; test_histories.py checks them in random histories."""
 
-import pytest
-
-from engine import ConfigError, SamplingParams
+from engine import SamplingParams
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
 
 
@@ -48,8 +45,3 @@ def test_least_recently_used_blocks_are_taken_first() -> None:
     compute(blocks, [9, 9, 8, 8, 7, 7])
     assert num_cached(blocks, [1, 2, 3, 4, 0]) == 1
     assert num_cached(blocks, [5, 6, 7, 8, 0]) == 2
-
-
-def test_a_pool_must_hold_one_longest_sequence() -> None:
-    with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_bytes"):
-        Scheduler(BlockManager(4, 4), max_num_seqs=1, max_num_batched_tokens=8, max_model_len=17)
