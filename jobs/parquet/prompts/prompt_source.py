@@ -91,6 +91,17 @@ def prompt_column(column: str) -> ColumnSource:
     return ColumnSource(column, checked_text, is_text, "text")
 
 
+def batch_lines() -> ColumnSource:
+    """Return the source of a batch file's lines: each is its own JSON, which may be longer than a prompt."""
+    return ColumnSource("request", _line, is_text, "JSON")
+
+
+def _line(text: Any) -> str:
+    if text is None:
+        raise RowProblem("there is no request")
+    return str(text)
+
+
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
     return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")

@@ -12,6 +12,7 @@ from jobs.parquet.prompts.prompt_source import (
     PromptSource,
     RowSource,
     TemplateSource,
+    batch_lines,
     check_defaults,
     messages_column,
     prompt_column,
@@ -27,7 +28,7 @@ from jobs.runs.plans.spec import RunSpec
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
     """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
     if spec.input_format == OPENAI_BATCH:
-        return RowSource(prompt_column("request"))
+        return RowSource(batch_lines())
     sampling = None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)

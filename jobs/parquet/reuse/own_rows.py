@@ -42,10 +42,18 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
     return replace(plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
 
 
-def input_rows(storage: Storage, plan: Plan) -> Generator[tuple[int, pa.RecordBatch], None, None]:
-    """Yield a run's rows, with the columns that are in none of its files, and the number of the first of them."""
+def input_rows(
+    storage: Storage, plan: Plan, places: Places | None = None
+) -> Generator[tuple[int, pa.RecordBatch], None, None]:
+    """Yield a run's rows, with the columns that are in none of its files, and the number of the first of them.
+
+    places: files that have none of these rows, which ascend, are not read.
+    """
     start = 0
     for file in plan.files:
+        if places is not None and np.ptp(np.searchsorted(places, [start, start + file.rows])) == 0:
+            start += file.rows
+            continue
         with closing(TableReading(storage, plan.rows_path(file))) as reading:
             for batch in reading.batches():
                 storage.check_interrupted()
@@ -58,7 +66,7 @@ def input_rows(storage: Storage, plan: Plan) -> Generator[tuple[int, pa.RecordBa
 
 def rows_at(storage: Storage, plan: Plan, places: Places) -> Iterator[pa.RecordBatch]:
     """Yield a run's rows at these places, which ascend."""
-    with closing(input_rows(storage, plan)) as rows:
+    with closing(input_rows(storage, plan, places)) as rows:
         for start, batch in rows:
             begin, end = np.searchsorted(places, [start, start + batch.num_rows])
             yield batch.take(pa.array(places[begin:end] - start))

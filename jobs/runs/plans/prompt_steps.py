@@ -205,7 +205,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
     else:
         refuse_chat_options(sampling)
     sampling = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        name: int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
         for name, value in run_values(sampling).items()
     }
     n = sampling.get("n", 1)

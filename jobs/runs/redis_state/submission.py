@@ -107,7 +107,7 @@ class Submission:
         model, limit = parse_model(given["model"]), ErrorLimit.parse(given["max_errors"])
         if given[WEBHOOK] is not None:
             host_of(given[WEBHOOK])
-        reuse, any_model = given["reuse"] or [], truth(_ANY_MODEL, given[_ANY_MODEL])
+        reuse, any_model = [] if given["reuse"] is None else given["reuse"], truth(_ANY_MODEL, given[_ANY_MODEL])
         outputs = tuple(map(run_path, reuse if isinstance(reuse, list | tuple) else [reuse]))
         return cls(queue, model, limit, given[WEBHOOK], _function(given[ON_END]), outputs, any_model), own
 

@@ -202,7 +202,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     stopped = _stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0)
     progress = read_progress(connection, list(running.values()))
     under_way = dict(zip(running, progress, strict=True))
-    silent = {each.worker for each in progress} & {each.name for each in workers if each.is_silent}
+    silent = {each.worker for each in progress} - {each.name for each in workers if not each.is_silent}
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:

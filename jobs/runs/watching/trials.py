@@ -46,7 +46,10 @@ def try_job(
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        found: dict[str, Any] = json.loads(last_result(connection, job_id))
+        try:
+            found: dict[str, Any] = json.loads(last_result(connection, job_id))
+        except (ValueError, RecursionError):
+            raise TrialFailed("its result cannot be read") from None
         return found
     finally:
         left = read_earlier(connection, [job_id])

@@ -135,6 +135,17 @@ def test_lines_of_embeddings_are_what_openais_types_read(score: Score) -> None:
     assert bodies["b"]["object"] == "text_completion"
 
 
+def test_a_line_may_be_longer_than_any_of_its_prompts(score: Score) -> None:
+    texts = ["long " * 200] * 1100
+
+    def answer(request: Request) -> FakeCompletion:
+        return replace(shout(request), embedding=[0.5, -1.25])
+
+    (found,), errors = score([embed("a", texts)], answer)
+    assert errors == []
+    assert len(found["response"]["body"]["data"]) == len(texts)
+
+
 def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> None:
     bad: list[tuple[Any, str]] = [
         ("{no json", "line 2 is not JSON"),
