@@ -19,6 +19,7 @@ from rq.job import Job
 
 from jobs.context import JobContext
 from jobs.context.served_model import PromptMeter
+from jobs.context.shared_files import ShardBytes, SharedFiles
 from jobs.errors import InvalidJob, JobsError
 from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask
@@ -126,6 +127,9 @@ def _current_job() -> Job:
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     return replace(
         _lent(job.connection, attention_backend),
+        # A job that is interrupted leaves nothing taken in these.
+        files=SharedFiles(),
+        shard_bytes=ShardBytes(_settings().max_shard_bytes),
         queue_name=job.origin,
         job_id=job.id,
         execution_id=uuid4().hex,

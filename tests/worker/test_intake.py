@@ -16,7 +16,7 @@ from jobs.tasks import Request
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import HEAD_START, LONG, OVERHEAD, SHORT, TURN
+from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN, TURNS
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
@@ -239,18 +239,19 @@ def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
         assert text_of(workers.result(job)) == f"echo:{prompt}"
 
 
-def test_urgent_long_prompts_are_tokenized_first_but_not_for_ever(loop: Loop) -> None:
-    """Those that come much later than one of another lane do not overtake it."""
+def test_a_lane_that_waits_to_be_tokenized_gets_one_turn_in_twenty(loop: Loop) -> None:
+    """However many wait in it, an urgent prompt is next."""
     loop.hold("begun")
     loop.start()
-    loop.send("begun", BULK, LONG_CHARS)
+    loop.send("begun", HIGH, LONG_CHARS)
     assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
-    loop.send("early", BULK, LONG_CHARS)
-    for name in numbered("short", HEAD_START):
-        loop.send(name, HIGH)
-    loop.send("late", BULK, LONG_CHARS)
-    loop.send("urgent", HIGH, LONG_CHARS)
-    loop.wait_for(*numbered("short", HEAD_START))
+    for name in numbered("bulk", 3):
+        loop.send(name, BULK, LONG_CHARS)
+    for name in numbered("high", TURNS + 5):
+        loop.send(name, HIGH, LONG_CHARS)
     loop.let_go()
-    loop.wait_for("begun", "early", "urgent", "late")
-    assert [name for name in loop.engine.tokenized if "short" not in name] == ["begun", "early", "urgent", "late"]
+    loop.wait_for("begun", *numbered("bulk", 3), *numbered("high", TURNS + 5))
+    order = [name.rstrip("0123456789") for name in loop.engine.tokenized]
+    assert order[1:3] in (["bulk", "high"], ["high", "bulk"])
+    assert order[3 : TURNS + 1] == ["high"] * (TURNS - 2)
+    assert order[TURNS + 1 : TURNS + 3].count("bulk") == 1

@@ -31,8 +31,8 @@ TURN = 65_536
 OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
 THREADS = 2
-HEAD_START = 1_000
-"""So many requests of less urgent lanes a long prompt overtakes; those that came before these do not wait for it."""
+TURNS = 20
+"""A lane that waits to be tokenized gets one turn in so many, as in the engine's scheduler."""
 LEAVE_S = 1.0
 """How long a worker that leaves waits for the thread that is in the middle of a prompt."""
 
@@ -81,6 +81,29 @@ def read_request(engine: Engine, request: Request) -> tuple[Any, RequestParams]:
     return prompt, params
 
 
+class _Preparers(FunctionPool):
+    """Threads that prepare requests, those of urgent lanes first. report: called in them for each.
+
+    A lane's requests are TURNS times as far apart as those of the lane before it (start-time fair queueing,
+    Goyal et al. 1996), from where the threads are when they come.
+    """
+
+    def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
+        super().__init__(threads, name)
+        self._report, self._now, self._next = report, 0, dict[int, int]()
+
+    def submit_request(self, waiting: _Waiting) -> None:
+        """Prepare it when it is its turn."""
+        order = max(self._now, self._next.get(waiting.lane, 0))
+        self._next[waiting.lane] = order + TURNS**waiting.lane
+
+        def prepare() -> None:
+            self._now = max(self._now, order)
+            waiting.prepare()
+
+        self.submit(prepare, lambda *_: self._report(), raises=False, order=order)
+
+
 class Intake:
     """Owns the requests that wait for the engine, which takes those of a lane in order.
 
@@ -94,8 +117,8 @@ class Intake:
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
-        self._preparers = FunctionPool(THREADS, "tokenmill-prompts")
-        self._long_preparers = FunctionPool(1, "tokenmill-long-prompts")
+        self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
+        self._long_preparers = _Preparers(1, "tokenmill-long-prompts", report)
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -112,9 +135,7 @@ class Intake:
         self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
         if not waiting.is_prepared:
-            pool = self._long_preparers if waiting.size > LONG else self._preparers
-            order = waiting.number + waiting.lane * HEAD_START
-            pool.submit(waiting.prepare, lambda *_: self._report(), raises=False, order=order)
+            (self._long_preparers if waiting.size > LONG else self._preparers).submit_request(waiting)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ids are left alone."""

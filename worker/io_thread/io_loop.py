@@ -253,7 +253,7 @@ class IoLoop:
         self._claimer.take_up_unanswered()
         surplus = self._runner.take_surplus()
         self._claimer.discount(len(surplus))
-        self._runner.give_back(surplus, self._release_mode)
+        self._runner.give_back(surplus, "given_back")
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:

@@ -138,7 +138,7 @@ class PoolCalls:
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
             elif isinstance(error, call.again_on) or (is_ours and isinstance(error, OUTAGES) and not is_fault(error)):
-                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
+                self._log.error("job %s: not carried out yet (%s); trying again", job.claimed.job_id, error)
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
                 self._waiting.append(start_again)

@@ -65,14 +65,19 @@ class Reporter:
         )
 
     def _write(self, state: str, job_id: str | None) -> None:
+        self._note(state, self._runner.tally.shown.queued)  # whether Redis answers or not
         queued, workers = self._record.count()
         self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
+        self._note(state, queued)
+        self._record.show(state, job_id, self._counters(), self._runner.tally.shown.point)
+
+    def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
+        """Keep the numbers for the metrics."""
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(
             (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs
         )
         self._runner.tally.shown = Shown(state, point, queued, kinds, self.engine_stats)
-        self._record.show(state, job_id, self._counters(), point)
 
     def _point(self, depth: Mapping[str, int]) -> Point:
         stats, counts = self.engine_stats, self._runner.tally

@@ -1,5 +1,6 @@
 """The jobs of some queues in Redis: how one worker claims, holds and ends them."""
 
+import logging
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
+from jobs.common.display import brief
 from jobs.common.keys import held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
@@ -40,6 +42,7 @@ class Keeping:
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
+_log = logging.getLogger("rq.worker")
 _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 
 
@@ -203,7 +206,10 @@ class JobStore:
         following, members = int(found[0]), found[1]
         ended = {"ended_id": claimed.job_id, "ended_as": ended_as.decode()}
         same = {**ended, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        self._call_many([Call("queue_dependent", {"id": each.decode(errors="replace"), **same}) for each in members])
+        ids = [each.decode(errors="replace") for each in members]
+        replies = self._call_many([Call("queue_dependent", {"id": each, **same}) for each in ids])
+        for each in (each for each, reply in zip(ids, replies, strict=True) if reply < 0):
+            _log.error("job %s waits for more than 10,000 others: it is not queued", brief(each))
         return following
 
     def close(self, claimed: ClaimedJob) -> None:

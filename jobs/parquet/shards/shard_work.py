@@ -183,13 +183,12 @@ class ShardWork(RowsTask):
         keys[[answer.error is not None for answer in answers]] = 0
 
         def write(sink: Any) -> None:
-            self._write(sink, reader, self._with_models(answers), stats)
+            self._write(sink, self._with_models(answers), stats)
             # What later runs find the rows by is there before the part.
             write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
 
         try:
-            with self._reader(columns_kept(folder.plan.spec)) as reader:
-                is_first = folder.put_part(number, write)
+            is_first = folder.put_part(number, write)
         except (OSError, RunError):
             # Of two executions the slower one may find the run ended and its own file, or the input, removed.
             if not folder.has_part(number):
@@ -197,11 +196,12 @@ class ShardWork(RowsTask):
             return None
         return stats if is_first else None
 
-    def _write(self, sink: Any, reader: RowReader, answers: list[Answer], stats: PartStats) -> None:
+    def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
         plan, spec = self._folder.plan, self._folder.plan.spec
-        size = embedding_size(spec, self._context.model)
-        schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
-        write_part(sink, schema, self._batches(reader, answers, schema), stats)
+        with self._reader(columns_kept(spec)) as reader:
+            size = embedding_size(spec, self._context.model)
+            schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
+            write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
         """Return answers with the names of their models, where the run has two."""

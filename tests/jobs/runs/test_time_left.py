@@ -70,11 +70,11 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     redis.hset(second.key, mapping={**fields, "started_at": utcformat(datetime.now(UTC))})
     redis.zadd("rq:wip:bulk", {f"{second.id}:abc": 9e12})
     redis.lrem("rq:queue:bulk", 1, second.id)
+    add_worker(redis, "w-1")
     left = read_snapshot(redis, plan.run).left_s
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
     redis.hset(second.key, "meta", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
-    add_worker(redis, "w-1")
     redis.set(worker_key("w-1"), "{}", ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"

@@ -58,6 +58,7 @@ class HeldJob:
     payload_bytes, function_name: known once its payload was unpacked and read.
     user_job: the copy for the user's code, which may leave anything in it.
     reason: name of its error, "" if it did not fail.
+    was_slow: a call of its ran for long.
     is_overdue: its function was interrupted because of a limit of time.
     inspected: requests whose answers the task looks at in a thread, and those.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
@@ -84,6 +85,7 @@ class HeldJob:
     function_name: str | None = None
     user_job: StoredJob | None = None
     reason: str = ""
+    was_slow: bool = False
     is_overdue: bool = False
     next_index: int = 0
     in_engine: int = 0
@@ -162,8 +164,9 @@ class HeldJob:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its call has run for long."""
-        return self.call is not None and self.call.running_s > SLOW_S
+        """Whether a call of its has run for long."""
+        self.was_slow = self.was_slow or (self.call is not None and self.call.running_s > SLOW_S)
+        return self.was_slow
 
     @property
     def has_begun(self) -> bool:

@@ -20,6 +20,7 @@ local function waits_for_others()
   return false
 end
 
+if call('SCARD', 'rq:job::' .. id .. ':dependencies') > 10000 then return -1 end -- they would hold up the server
 if (queue or '') == '' or not lets_run(ended_as) or waits_for_others() then return 0 end
 call('SREM', 'rq:job:' .. ended_id .. ':dependents', id)
 if fields[4] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id) then return 0 end
