@@ -23,7 +23,7 @@ from jobs.errors import RunError, RunNotHere, UnknownRun
 from jobs.runs.control import retry_run
 from jobs.runs.output import named_run, output_here
 from jobs.runs.plans.paths import is_stored
-from jobs.runs.redis_state.recorded_parts import recorded_reasons
+from jobs.runs.redis_state.state import recorded_reasons
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.watching.snapshot import read_planned

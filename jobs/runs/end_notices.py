@@ -22,8 +22,7 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
-from jobs.runs.redis_state.recorded_parts import PartCount, Verdict
-from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state import PartCount, RunState, Verdict
 from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 

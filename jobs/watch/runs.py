@@ -17,8 +17,7 @@ from jobs.common.keys import RUNS_KEY, run_key
 from jobs.common.rq_jobs import JobStatus, job_key, job_status
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import plan_job_id
-from jobs.runs.redis_state.recorded_parts import OF_SUBMISSION, OF_TIME, TOTALS, recorded_reasons
-from jobs.runs.redis_state.state import PLAN_ERROR, RunState
+from jobs.runs.redis_state.state import OF_SUBMISSION, OF_TIME, PLAN_ERROR, TOTALS, RunState, recorded_reasons
 from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.statistics.reasons import Reason
 from jobs.runs.watching import snapshot as snapshots

@@ -34,8 +34,7 @@ from jobs.runs.plans.names import (
     temporary_name,
 )
 from jobs.runs.plans.plan import Plan
-from jobs.runs.redis_state.recorded_parts import MAX_PARTS, record_reasons, recorded_reasons
-from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html

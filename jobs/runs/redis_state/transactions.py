@@ -1,27 +1,18 @@
 """Transactions in Redis that need no scripts: producers make them too, and may run none (`ops/redis-users.acl`)."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import WatchError
 
 T = TypeVar("T")
 
 
 def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
-    """Return what `change` returns of a pipeline that watches these keys, once none changed under its hands.
+    """Return what `change` returns of a pipeline that watches these keys; it is called again where one has changed.
 
-    change: reads, calls `multi`, queues commands and executes them; is called again where a key has changed.
+    change: reads, calls `multi`, and queues commands.
     """
-    with client.pipeline() as pipe:
-        while True:
-            try:
-                if watched:
-                    pipe.watch(*watched)  # type: ignore[no-untyped-call]
-                return change(pipe)
-            except WatchError:  # changed meanwhile, or the connection broke: look again
-                continue
-            finally:
-                pipe.reset()
+    found: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
+    return cast("T", found)

@@ -16,9 +16,8 @@ from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, wor
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.redis_state.recorded_parts import OF_TIME
 from jobs.runs.redis_state.run_jobs import num_held
-from jobs.runs.redis_state.state import PLAN_ERROR, RunState
+from jobs.runs.redis_state.state import OF_TIME, PLAN_ERROR, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left

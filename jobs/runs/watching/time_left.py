@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum
 
-from jobs.runs.redis_state.recorded_parts import SeenParts
+from jobs.runs.redis_state.state import SeenParts
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
 LATELY_S = 2.0

@@ -9,7 +9,7 @@ from redis import Redis
 
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state import recorded_parts, run_jobs, shard_jobs
+from jobs.runs.redis_state import run_jobs, shard_jobs, state
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import list_shards
 from tests.jobs.local_runs import Runs
@@ -61,16 +61,16 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
     for job in runs.jobs[:9]:
         runs.run(job)
     before = read_snapshot(redis, run)
-    monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
+    monkeypatch.setattr(state, "MAX_LOOKED", 4)
     read: list[list[int]] = []
-    parts_of = recorded_parts.RecordedParts.parts_of
+    parts_of = state.RunState.parts_of
 
     def noted(self: Any, shards: Any) -> Any:
         read.append(list(shards))
         return parts_of(self, shards)
 
-    monkeypatch.setattr(recorded_parts.RecordedParts, "parts_of", noted)
-    monkeypatch.setattr(recorded_parts.RecordedParts, "parts", lambda self: pytest.fail("all are read"))
+    monkeypatch.setattr(state.RunState, "parts_of", noted)
+    monkeypatch.setattr(state.RunState, "parts", lambda self: pytest.fail("all are read"))
     after = read_snapshot(redis, run)
     assert read == [[5, 6, 7, 8]]
     assert (before.shards_done, before.rows_done) == (9, 9)

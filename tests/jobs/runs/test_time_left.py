@@ -19,8 +19,7 @@ from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.runs.plans.plan import Plan, work_shares
-from jobs.runs.redis_state.recorded_parts import SeenParts
-from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state import RunState, SeenParts
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
