@@ -25,6 +25,9 @@ from tests.jobs.local_runs import Runs
 GREEDY = {"temperature": 0.0}
 BAD = "bad"
 
+#: Arrow's pool of one test. What was allocated from it may be freed after that: a pool that is gone crashes then.
+POOL = pa.proxy_memory_pool(pa.default_memory_pool())
+
 
 class Asked:
     """Answers as `shout`, but for BAD, and counts what was asked."""
@@ -278,13 +281,13 @@ def test_no_answer_is_copied_for_rows_that_others_have(runs: Runs, monkeypatch: 
     runs.write([*map(str, range(64)), "x" * 1_000_000, "last"])
     runs.score(rows_per_shard=100, sampling=GREEDY)
     monkeypatch.setattr("jobs.parquet.tables.table_reading.BATCH_ROWS", (64,))  # which the long answer begins
-    pool = pa.proxy_memory_pool(before := pa.default_memory_pool())
-    pa.set_memory_pool(pool)
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(POOL)
     try:
         assert new_run(runs)[1] == []
     finally:
         pa.set_memory_pool(before)
-    assert pool.max_memory() < 32 << 20
+    assert POOL.max_memory() < 32 << 20
 
 
 def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
