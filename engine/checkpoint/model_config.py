@@ -10,31 +10,56 @@ from typing import Any
 
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.text_part import read_text_values, reads_more_than_text
-from engine.errors import ConfigError, MissingWeights
+from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
 MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
+UNNAMED = "none named"
 
-#: Other architectures' names of the same sizes, in the order of looking.
+#: Other architectures' names of the same sizes, in the order of looking: a decoder's own before the encoder's.
 NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim"),
+    "intermediate_size": (
+        "decoder_ffn_dim",
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+    ),
+    "num_hidden_layers": (
+        "decoder_layers",
+        "num_decoder_layers",
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "layers",
+    ),
+    "num_attention_heads": (
+        "decoder_attention_heads",
+        "num_decoder_attention_heads",
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
+    ),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
 }
+UNLIMITED = 2048  # the most tokens of a model that states none, as those with ALiBi
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and facts that the engine needs of any model. Readers take architecture's own keys from `values`.
 
-    architecture: the first that config.json names.
+    architecture: the first that config.json names, or that of the text part alone.
     hidden_size to head_dim: they decide the memory of a step, and how many ranks can share the model.
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
     values: config.json, as far as it is about text.
-    is_text_part: the checkpoint holds parts for images or sound too.
+    whole: the first that config.json names, if it has parts for images or sound too; else None.
     """
 
     architecture: str
@@ -50,7 +75,12 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization: Quantization | None
     values: Mapping[str, Any]
-    is_text_part: bool
+    whole: str | None
+
+    @property
+    def is_text_part(self) -> bool:
+        """Whether the checkpoint holds parts for images or sound too."""
+        return self.whole is not None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -62,30 +92,33 @@ def read_model_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    if is_text_part := reads_more_than_text(config):
+    whole = None
+    if reads_more_than_text(config):
+        whole = (config.get("architectures") or [UNNAMED])[0]
         config = read_text_values(folder, config)
     try:
-        architectures = config.get("architectures") or ["none named"]
+        architectures = config.get("architectures") or [UNNAMED]
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
             hidden_size=(hidden := _size(config, "hidden_size")),
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
             num_layers=_size(config, "num_hidden_layers"),
-            num_heads=(heads := _size(config, "num_attention_heads")),
+            num_heads=(heads := _size(config, "num_attention_heads", 1)),  # a model without attention has none
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_dim=config.get("head_dim") or hidden // heads,
-            max_position_embeddings=_size(config, "max_position_embeddings"),
+            max_position_embeddings=_size(config, "max_position_embeddings", UNLIMITED),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
             values=config,
-            is_text_part=is_text_part,
+            whole=whole,
         )
     except KeyError as error:
         named = brief(config.get("architectures"))
-        raise ConfigError(
-            f"{path} has no {error.args[0]!r}, which the engine needs (architectures: {named})"
+        raise UnsupportedModel(
+            f"{path} has no {error.args[0]!r} of a decoder of text (architectures: {named}): it is incomplete, or its "
+            "model is none"
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{path} or {generation_file} holds a value of a wrong kind: {error}") from error
@@ -96,8 +129,9 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a size by any of its names. Raises KeyError if it has none and there is no default."""
     for key in NAMES[name]:
-        if config.get(key) is not None:
-            return config[key]
+        found = config.get(key)
+        if found is not None:
+            return max(found) if isinstance(found, list) and found else found  # a list has one for each layer
     if default is None:
         raise KeyError(name)
     return default

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, UnsupportedModel
+from engine.errors import ConfigError
 
-#: Architectures that compute text alone exactly as their text part does by itself.
-ARCHITECTURES = (
+#: Architectures whose text part the native decoder computes exactly, where its type is below. Others run whole.
+NATIVE = (
     "Gemma3ForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -23,8 +22,6 @@ ARCHITECTURES = (
 TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -57,34 +54,26 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json for the text part alone, with the defaults of transformers' class.
 
-    Raises UnsupportedModel for an architecture whose text part is not served.
+    `architectures` is the text part's if that is native, else the whole model's.
     """
     from transformers import AutoConfig
 
-    name = (config.get("architectures") or ["none named"])[0]
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"architecture {name!r} reads more than text; its text part is served of {', '.join(ARCHITECTURES)}"
-        )
     try:
         read: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = read.get_text_config(decoder=True)
         values: dict[str, Any] = text.to_dict()
-        tied = read.tie_word_embeddings
+        tied = getattr(read, "tie_word_embeddings", values.get("tie_word_embeddings", False))
     except Exception as error:  # whatever it makes of what is in the file
         raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    if values["model_type"] not in TEXT_ARCHITECTURES:
-        raise UnsupportedModel(
-            f"the text part of {name} is of the type {values['model_type']!r}; "
-            f"served are {', '.join(TEXT_ARCHITECTURES)}"
-        )
+    named = config.get("architectures")
+    native = TEXT_ARCHITECTURES.get(values["model_type"]) if named and named[0] in NATIVE else None
     rope = values.get("rope_parameters") or {}
     outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
     return {
         **values,
         **outer,
         **FIXED.get(values["model_type"], {}),
-        "architectures": [TEXT_ARCHITECTURES[values["model_type"]]],
+        "architectures": named if native is None else [native],
         "dtype": values.get("dtype") or config.get("dtype") or config.get("torch_dtype"),
         "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_KEYS},
         "tie_word_embeddings": tied,

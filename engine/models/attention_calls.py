@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
@@ -22,6 +23,7 @@ BUILT = frozenset({"sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
     {
         "cache_position",
+        "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -95,11 +97,26 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
     tokens = torch.arange(NUM_RECORDED_TOKENS, device=device)
     mask = sees(tokens, tokens).clone()
     try:
-        span: MaskSpan | UnsupportedModel = _reach(first_seen)
+        with _AllTokensAlike():
+            span: MaskSpan | UnsupportedModel = _reach(first_seen)
     except UnsupportedModel as error:
         span = error
     mask.span = span  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
+
+
+class _AllTokensAlike(TorchFunctionMode):
+    """Finds the last token's value for tokens behind it: masks may look up which of them are of one image."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            function is Tensor.__getitem__
+            and isinstance(args[1], tuple)
+            and all(isinstance(i, Tensor) for i in args[1])
+        ):
+            looked_up, places = args
+            args = looked_up, tuple(i.clamp(max=n - 1) for i, n in zip(places, looked_up.shape, strict=False))
+        return function(*args, **(kwargs or {}))
 
 
 def _reach(first_seen: Callable[[int], int]) -> MaskSpan:

@@ -1,6 +1,6 @@
 """Positions that a module of transformers counts itself: in a flat batch the count of rows is none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,40 +8,50 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
-class _EachRange(TorchFunctionMode):
-    """Passes what torch.arange makes through a function, in this thread."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+class _EachResult(TorchFunctionMode):
+    """Passes what torch's functions make through `change(function, made)`, in this thread."""
+
+    def __init__(self, change: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self._change = change
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        return self._change(made) if function is torch.arange else made
+        return self._change(function, function(*args, **(kwargs or {})))
 
 
 @contextmanager
-def counting_modules(model: nn.Module, num_tokens: int) -> Iterator[set[nn.Module]]:
-    """Find the modules that count so many rows, themselves and not by a part of them, within the block."""
-    found: set[nn.Module] = set()
+def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Iterator[dict[nn.Module, set[Any]]]:
+    """Find which of the modules count so many rows, and by which functions of torch, within the block.
+
+    shift: added to what they count. Positions that the model is given shall be far from such counts.
+    """
+    found: dict[nn.Module, set[Any]] = {}
     running: list[nn.Module] = []
 
-    def note(made: Tensor) -> Tensor:
-        if made.shape == (num_tokens,) and running:
-            found.add(running[-1])
-        return made
+    def note(function: Any, made: Any) -> Any:
+        if not running or not isinstance(made, Tensor) or made.shape[-1:] != (num_tokens,):
+            return made
+        if made.numel() != num_tokens or made.dtype == torch.bool or made.is_meta:
+            return made
+        row = made.flatten().tolist()
+        if row[0] not in FIRST_COUNTS or row != [row[0] + i for i in range(num_tokens)]:
+            return made
+        found.setdefault(running[-1], set()).add(function)
+        return made + shift
 
     hooks = [
         hook
-        for module in model.modules()
+        for module in modules
         for hook in (
             module.register_forward_pre_hook(lambda module, _: running.append(module)),
             module.register_forward_hook(lambda *_: running.pop() and None),
         )
     ]
     try:
-        with _EachRange(note):
+        with _EachResult(note):
             yield found
     finally:
         for hook in hooks:
@@ -49,14 +59,18 @@ def counting_modules(model: nn.Module, num_tokens: int) -> Iterator[set[nn.Modul
 
 
 def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> None:
-    """Give the module, where it counts rows, these positions, [rows]; None lets it count."""
+    """Give the module, where it counts rows by torch.arange, these positions, [rows]; None lets it count."""
     compute = module.forward
 
     def forward(*args: Any, **options: Any) -> Any:
         known = positions()
         if known is None:
             return compute(*args, **options)
-        with _EachRange(lambda made: known.to(made.dtype) if made.shape == known.shape else made):
+
+        def told(function: Any, made: Any) -> Any:
+            return known.to(made.dtype) if function is torch.arange and made.shape == known.shape else made
+
+        with _EachResult(told):
             return compute(*args, **options)
 
     module.forward = forward

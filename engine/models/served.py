@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from os.path import commonprefix
 
-from engine.checkpoint.text_part import ARCHITECTURES as WITH_IMAGES
+from engine.checkpoint.text_part import NATIVE as WITH_IMAGES
 from engine.errors import UnsupportedModel
 from engine.models.registry import ARCHITECTURES
 
@@ -14,10 +14,11 @@ TRANSFORMERS = tuple(
     """
     AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
     BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM
-    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM
-    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
-    Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+    DiffLlamaForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
+    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM
+    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
     Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
     GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
     HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
@@ -72,10 +73,7 @@ REFUSED = {
         "HYV4ForCausalLM": "HYV3ForCausalLM",
         "InklingForCausalLM": "Qwen3MoeForCausalLM",
     },
-    "attention to tokens that come after (encoders)": {
-        "BertLMHeadModel": "GPT2LMHeadModel",
-        "RobertaForCausalLM": "GPT2LMHeadModel",
-    },
+    "attention to tokens that come after (encoders)": {"BertLMHeadModel": "GPT2LMHeadModel"},
 }
 
 RELATED_CHARS = 3  # names that begin alike for so long are of one family

@@ -5,9 +5,9 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from engine.attention.kv_cache import KVCache
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
-from engine.checkpoint.text_part import PREFIXES, text_name, text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch
 from engine.models.attention_calls import (
@@ -33,13 +32,14 @@ from engine.models.attention_calls import (
 )
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
-from engine.models.own_positions import counting_modules, tell_positions
+from engine.models.own_positions import FIRST_COUNTS, counting, tell_positions
 from engine.models.served import nearest
 
 PAGED = "tokenmill"  # our attention's name among transformers'
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 OWN = "eager"  # transformers' plainest
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
+ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 
 
@@ -49,34 +49,60 @@ class TransformersModel(CausalModel):
     probe_lengths = (150, 40)  # some architectures compress what lies 128 tokens back
     may_wait = True
 
-    def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:
-        """Keep the model, and the body that makes hidden states and gives back `inputs_embeds` unchanged."""
+    def __init__(self, model: Any, body: "Body", attention: PagedAttention, first_position: int) -> None:
+        """Keep the model, its body, and the attention that answers both."""
         super().__init__()
-        self.model, self.hidden_size = model, hidden_size
-        self.vocab_size = model.config.vocab_size
-        self._body = [body]  # in a list, so that its weights are not counted twice
+        self.model, self.hidden_size = model, body.hidden_size
+        self._first_position = first_position
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self._body = body
         self._attention = attention
         self.attention_layers = attention.features
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
-        ids, positions = batch.token_ids[None], batch.positions[None]
-        output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False)
+        ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
+        output = self._body.compute(input_ids=ids, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's LM head, scales and caps to hidden states."""
-        logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        logits: Tensor = self._body.logits_of(hidden[None])[0]
         return logits
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache."""
         self._attention.end()
-        with _attending(self.model, OWN):
+        with _attending(self.model, OWN), _problems_named():
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
+
+
+class Body:
+    """The part of a model that makes hidden states, and the rest, which makes logits of them."""
+
+    def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
+        """output: one of the body's."""
+        self._model, self.compute, self._output_type = model, body.forward, type(output)
+        self.hidden_size: int = output.last_hidden_state.shape[-1]
+        self._given: Tensor | None = None
+        body.forward = self._forward
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Run the rest on hidden [1, rows, hidden]; return [1, rows, vocabulary]."""
+        self._given = hidden
+        try:
+            logits: Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
+        finally:
+            self._given = None
+        return logits
+
+    def _forward(self, *args: Any, **options: Any) -> Any:
+        if self._given is not None:
+            return self._output_type(last_hidden_state=self._given)
+        return self.compute(*args, **options)
 
 
 def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace) -> CausalModel:
@@ -84,9 +110,11 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
 
     Weights pass through the host's memory: each rank reads all of them and keeps its share.
     """
-    name = config.architecture
+    name = config.whole or config.architecture
+    kind = class_of(name)
     try:
-        model = _read(config, folder, place.dtype)
+        model = _read(kind, config, folder, place.dtype)
+        _drop_other_parts(model)
         _refuse_moving_rotary(model, place.max_positions)
         if place.tp.size > 1:
             split_by_plan(model, place.tp)
@@ -96,17 +124,20 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
         raise UnsupportedModel(f"{name} does not run through transformers: {error}; {nearest(name)}") from error
 
 
-def check_known(architecture: str) -> None:
-    """Raise UnsupportedModel for a name that transformers does not know."""
+def class_of(architecture: str) -> Any:
+    """Return transformers' class. Raises UnsupportedModel unless it has such a one, which generates text."""
     import transformers
 
-    if not hasattr(transformers, architecture):
+    kind = getattr(transformers, architecture, None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.GenerationMixin):
         raise UnsupportedModel(
-            f"{architecture} is no model of transformers {transformers.__version__}; {nearest(architecture)}"
+            f"{architecture} is no model of transformers {transformers.__version__} that generates text; "
+            f"{nearest(architecture)}"
         )
+    return kind
 
 
-def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
+def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     """Read transformers' model with all weights, on the CPU. Raises the ConfigError that fits."""
     import transformers
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -120,11 +151,11 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
     try:
         with _quiet_transformers():
-            loader, path, more = _source(config, folder, dtype)
-            model, report = loader.from_pretrained(
+            path, more = _source(kind, config, folder, dtype)
+            model, report = kind.from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation=PAGED,
+                attn_implementation=_attentions(kind),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -142,53 +173,64 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
         words = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
-    if type(model).__name__ != config.architecture:
-        raise UnsupportedModel(
-            f"config.json names {config.architecture}, transformers makes a {type(model).__name__} of it"
-        )
     _check_filled(folder, report)
     return model
 
 
-def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the loader to ask, with path and options. Quantized weights are unpacked for it."""
+def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[str | None, dict[str, Any]]:
+    """Return the path to read, with options. Quantized weights are unpacked instead."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    loader: Any = AutoModelForCausalLM
-    if config.quantization is None and not config.is_text_part:
-        return loader, str(folder), {}
     values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if config.is_text_part:
-        values = values.get_text_config(decoder=True)
-        values.tie_word_embeddings = config.values["tie_word_embeddings"]
+    text = values.get_text_config(decoder=True)
+    if isinstance(text, kind.config_class) and not isinstance(values, kind.config_class):
+        values = text  # of a whole model, for its text part's class
+    elif (
+        not isinstance(values, kind.config_class)
+        and AutoModelForCausalLM._model_mapping.get(type(values), None) is not kind
+    ):
+        raise UnsupportedModel(
+            f"its class takes a {kind.config_class.__name__}, config.json is a {type(values).__name__}"
+        )
     if config.quantization is None:
-        mapping = {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}
-        return loader, str(folder), {"config": values, "key_mapping": mapping}
+        return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
         del values.quantization_config  # or it would unpack them itself, with packages that are not here
-    with torch.device("meta"):
-        loader = type(loader.from_config(values))  # which takes weights in place of a path
     with open_tensors(list_weight_files(folder)) as stored:
-        tensors = unpacked(stored, config.quantization)
-        named = text_tensors(tensors) if config.is_text_part else tensors
         state = {
             name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
-            for name, tensor in named.items()
+            for name, tensor in unpacked(stored, config.quantization).items()
         }
-    return loader, None, {"config": values, "state_dict": state}
+    return None, {"config": values, "state_dict": state}
+
+
+def _attentions(kind: Any) -> dict[str, str]:
+    """Return our attention for the text, and transformers' own for other parts, which may take no other."""
+    parts: Mapping[str, Any] = kind.config_class.sub_configs
+    return {"": PAGED, **{name: PAGED if "text" in name else OWN for name in parts}}
 
 
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:
     """Raise MissingWeights or WeightMismatch unless each tensor had its place, and each place its tensor."""
-    unexpected = [name for name in report["unexpected_keys"] if text_name(name) is not None]
     for kind, problem, names in (
         (MissingWeights, "lacks tensors that the model needs", report["missing_keys"]),
         (WeightMismatch, "holds tensors of another shape than config.json says", report["mismatched_keys"]),
-        (WeightMismatch, "holds tensors for which this model has no place", unexpected),
+        (WeightMismatch, "holds tensors for which this model has no place", report["unexpected_keys"]),
     ):
         if names:
             listed = ", ".join(sorted(map(str, names))[:MAX_NAMES])
             raise kind(f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
+
+
+def _drop_other_parts(model: Any) -> None:
+    """Free the models within the model that are for images or sound."""
+    from transformers import PreTrainedModel
+
+    about_text = {type(model.config), type(model.config.get_text_config(decoder=True))}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PreTrainedModel) and type(module.config) not in about_text:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, nn.Module())
 
 
 @contextmanager
@@ -212,11 +254,25 @@ def _quiet_transformers() -> Iterator[None]:
 def _attending(model: Any, name: str) -> Iterator[None]:
     """Use another attention within the block."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    with _quiet_transformers():
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        with _quiet_transformers():
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _problems_named() -> Iterator[None]:
+    """Make an UnsupportedModel of whatever a forward pass raises."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        problem = f"its forward pass raises {type(error).__name__}: {error}"
+        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
 
 
 def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
@@ -234,72 +290,102 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
                     )
 
 
+@dataclass
+class Recorded:
+    """A pass without attention: its attention calls, the modules called, and which gave hidden states, in order."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    called: set[nn.Module] = field(default_factory=set)
+    bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def equals(self, other: "Recorded") -> bool:
+        """Whether the same was attended to, and came of it, but for rounding."""
+        return len(self.calls) == len(other.calls) and all(
+            one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
+            for one, same in zip(self._values(), other._values(), strict=True)
+        )
+
+    def _values(self) -> list[Tensor]:
+        attended = [each for call in self.calls for each in (call.query, call.key, call.value)]
+        return [*attended, self.bodies[-1][1].last_hidden_state]
+
+
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and take its place."""
-    with counting_modules(model, NUM_RECORDED_TOKENS) as counting:
-        calls, called, bodies = _record(model, place.device)
-    if len(calls) < config.num_layers:
+    recorded = _record(model, place.device)
+    if len(recorded.calls) < config.num_layers:
         raise UnsupportedModel(
-            f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
+            f"{len(recorded.calls)} of its {config.num_layers} layers attend through transformers' attention "
             "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
             "or have an attention of their own"
         )
-    if not bodies:
+    if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
-    body, output = bodies[-1]  # the outermost ends last
+    body, output = recorded.bodies[-1]  # the outermost ends last
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
-    for module in counting & {call.module for call in calls}:
+    first = next((n for n in FIRST_COUNTS if recorded.equals(_record(body, place.device, n))), None)
+    if first is None:
+        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
+    counting_modules = _counting(body, recorded, place)
+    attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype)
+    for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
-    pack_linears(model, called)
-    compute, output_type = body.forward, type(output)
-
-    def forward(*args: Any, inputs_embeds: Tensor | None = None, **options: Any) -> Any:
-        if inputs_embeds is not None:
-            return output_type(last_hidden_state=inputs_embeds)
-        return compute(*args, **options)
-
-    body.forward = forward
-    if model(inputs_embeds=output.last_hidden_state, use_cache=False).logits is None:
+    pack_linears(model, recorded.called)
+    given = Body(model, body, output)
+    if given.logits_of(output.last_hidden_state) is None:
         raise UnsupportedModel("it makes no logits of hidden states alone")
-    return TransformersModel(model, body, attention, output.last_hidden_state.shape[-1])
+    return TransformersModel(model, given, attention, first)
 
 
-def _record(
-    model: Any, device: torch.device
-) -> tuple[list[AttentionCall], set[nn.Module], list[tuple[nn.Module, Any]]]:
-    """Run the model once without attention; return its attention calls, called modules, and hidden states of these."""
-    calls: list[AttentionCall] = []
-    called: set[nn.Module] = set()
-    bodies: list[tuple[nn.Module, Any]] = []
+def _counting(body: nn.Module, near: Recorded, place: ModelPlace) -> Collection[nn.Module]:
+    """Return the attending modules that count positions themselves. Raises UnsupportedModel for other counts.
+
+    The body is run at its first positions, and at its last: a count may matter at these alone.
+    """
+    first = place.max_positions - NUM_RECORDED_TOKENS
+    if first <= max(FIRST_COUNTS):
+        return ()
+    attending = {call.module for call in near.calls}
+    with counting(attending, NUM_RECORDED_TOKENS, shift=first) as found:
+        shifted = _record(body, place.device, first)
+    if not found or shifted.equals(_record(body, place.device, first)):
+        return ()
+    for module, functions in found.items():
+        if functions - {torch.arange}:
+            raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
+    return found
+
+
+def _record(part: Any, device: torch.device, first: int | None = None) -> Recorded:
+    """Run the model, or a part of it, once without attention. first: position of the first token, None to say none."""
+    recorded = Recorded()
 
     def record(call: AttentionCall) -> Tensor:
-        calls.append(call)
+        recorded.calls.append(call)
         _, heads, tokens, _ = call.query.shape
         return call.value.new_zeros(1, tokens, heads, call.value.shape[-1])
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        called.add(module)
+        recorded.called.add(module)
         if hasattr(output, "last_hidden_state"):
-            bodies.append((module, output))
+            recorded.bodies.append((module, output))
 
-    hooks = [module.register_forward_hook(keep) for module in model.modules()]
-    for module in model.modules():
+    hooks = [module.register_forward_hook(keep) for module in part.modules()]
+    for module in part.modules():
         module.__dict__[PLACE] = record
+    told = {}
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
+    if first is not None:
+        told["position_ids"] = tokens - 1 + first
+    tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with _attending(model, RECORDED):
-            model(input_ids=tokens, use_cache=False)
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # whatever the model makes of another attention
-        problem = f"its forward pass raises {type(error).__name__}: {error}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        with _attending(part, RECORDED), _problems_named():
+            part(input_ids=tokens, use_cache=False, **told)
     finally:
         for hook in hooks:
             hook.remove()
-        for module in model.modules():
+        for module in part.modules():
             module.__dict__.pop(PLACE, None)  # a forward pass may have brought new ones
-    return calls, called, bodies
+    return recorded

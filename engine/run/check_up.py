@@ -81,7 +81,7 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
     from engine.models.served import served_architectures
-    from engine.models.transformers_model import check_known
+    from engine.models.transformers_model import class_of
     from engine.run.check_machine import check_support
     from engine.run.dtype import served_dtype
 
@@ -92,7 +92,7 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     if entries:
         generates(folder, model, path, embeds=pooling is not None)
     if path.decoder is None:
-        check_known(model.architecture)
+        class_of(model.whole or model.architecture)
     if path.decoder is None and model.architecture not in served_architectures():
         found = f"{model.architecture} {path}; it was not compared with transformers' own answers"
         yield Observation("model", "warning", found, "look at its answers; `tokenmill models` lists what was")

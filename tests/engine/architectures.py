@@ -14,7 +14,7 @@ import engine.attention.kv_cache
 from engine import Engine, EngineConfig, EngineStats
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.checkpoints import write_random
-from tests.engine.families import COMMON, Family
+from tests.engine.families import COMMON, Family, rope
 from tests.engine.family_runs import BLOCK_SIZE, NUM_NEW_TOKENS, config_of, prompts, run
 from tests.engine.reference import Reference
 
@@ -40,6 +40,19 @@ LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+SLIDING_FULL = ("sliding_attention", "full_attention")
+BY_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
+GEMMA4 = {
+    "layer_types": ["sliding_attention", *SLIDING_FULL],
+    "per_layer_config": {"02": {"head_dim": 32}},
+    "rope_parameters": {
+        "sliding_attention": rope(theta=100.0),
+        "full_attention": rope("proportional", theta=2_000.0, partial_rotary_factor=0.25),
+    },
+    "num_experts": None,
+    "moe_intermediate_size": None,
+}
+ROPES = {"rope_parameters": {"full_attention": rope(theta=2_000.0), "sliding_attention": rope(theta=100.0)}}
 
 
 def as_they_are(names: str) -> dict[str, dict[str, Any]]:
@@ -58,11 +71,23 @@ SERVED: dict[str, dict[str, Any]] = {
     vaultgemma
     """),
     "axk1": LATENT,
+    "cohere_compass_text": ROPES,
     "cwm": {"bos_token_id": 1},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "gemma2": {"attn_logit_softcapping": 5.0},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "intermediate_size": [96] * 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", *SLIDING_FULL],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        **BY_LAYER,
+    },
+    "gemma4_text": {**GEMMA4, **BY_LAYER},
+    "gemma4_unified_text": {**GEMMA4, "hidden_size_per_layer_input": None},
     "glm4_moe_lite": LATENT,
     "helium": {"head_dim": 12},
     "llama4_text": {"attention_chunk_size": 32, "floor_scale": 4, "no_rope_layers": [1, 0, 1]},
@@ -76,7 +101,7 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
     bert bloom deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
-    mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma roberta
+    mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
     rwkv xglm zamba
     """),
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12, "attn_layer_indices": [1]},
@@ -108,6 +133,7 @@ def _config_for(family: Family, more: dict[str, Any]) -> PreTrainedConfig:
     """The family's configuration; of COMMON and MORE what its class has a name for."""
     kind = CONFIG_MAPPING[family.model_type]
     known = kind()
+    known.allow_global_per_layer_attribute_access = True
     common = {name: value for name, value in {**COMMON, **MORE}.items() if hasattr(known, name)}
     values = {**common, **family.values, **more}
     return kind(**{name: value for name, value in values.items() if value is not None})

@@ -144,7 +144,7 @@ def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypa
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": None}, UnsupportedModel, "names none named, transformers makes a GPT2LMHeadModel"),
+        ({"architectures": None}, UnsupportedModel, "none named is no model of transformers .* that generates text"),
         ({"model_type": "gpt9"}, UnsupportedModel, "GPT2LMHeadModel .* cannot load it: .*gpt9"),
         ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),

@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md")
 """Pages outside docs/, which have the same name in the site."""
 
