@@ -92,11 +92,12 @@ class KernelBackend(ABC):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Compute causal attention of each query over its sequence's cached keys and values.
 
         query: [tokens, heads, head_dim], sequence after sequence; their keys and values are in the cache already.
-        sinks: [heads] float32, see AttentionFeatures.  Returns [tokens, heads, head_dim].
+        sinks, slopes: [heads] float32, see AttentionFeatures.  Returns [tokens, heads, head_dim].
         """
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:

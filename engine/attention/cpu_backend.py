@@ -126,6 +126,7 @@ class CpuBackend(KernelBackend):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
@@ -134,7 +135,7 @@ class CpuBackend(KernelBackend):
         if (group, shares) not in metadata.parts:
             metadata.parts[group, shares] = self._split(metadata, group, cache.keys.shape[1], shares=shares)
         parts = metadata.parts[group, shares]
-        kind = features.options() | {"sinks": sinks, "state": None}
+        kind = features.options() | {"sinks": sinks, "slopes": slopes, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:

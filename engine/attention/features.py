@@ -17,6 +17,8 @@ class AttentionFeatures:
     soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask (Gemma 2); None if not.
     has_sinks: whether each head has a sink (gpt-oss), a learned score that takes part in the softmax and has
         no value. The scores are a weight: they are passed beside this.
+    has_slopes: whether each head has a slope (ALiBi): a score is that times the distance less, after the soft cap.
+        They are passed beside this too.
     """
 
     num_heads: int
@@ -27,6 +29,7 @@ class AttentionFeatures:
     chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    has_slopes: bool = False
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that attention kernels take beside tensors."""

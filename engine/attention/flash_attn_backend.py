@@ -109,6 +109,7 @@ class FlashAttnBackend(TritonBackend):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, FlashMetadata)
         kind = {
@@ -117,6 +118,7 @@ class FlashAttnBackend(TritonBackend):
             # tokens before and after a query's own that it sees
             "window_size": (-1, -1) if features.window is None else (features.window - 1, 0),
             "softcap": features.soft_cap or 0.0,
+            "alibi_slopes": slopes,
         }
 
         def attend_decodes(rows: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ class TorchMetadata(AttentionMetadata):
 class TorchBackend(KernelBackend):
     """Gathers the blocks that each sequence sees and calls scaled_dot_product_attention on them.
 
-    Soft caps and sinks, which it lacks, are computed in float32. One gather of the whole batch, padded, was 20 to
-    30 times slower on a CPU.
+    Soft caps, sinks and slopes, which it lacks, are computed in float32. One gather of the whole batch, padded, was
+    20 to 30 times slower on a CPU.
     """
 
     name = "torch"
@@ -76,11 +76,12 @@ class TorchBackend(KernelBackend):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
         output = torch.empty_like(query)
-        explicit = features.soft_cap is not None or sinks is not None
-        attend = partial(_attend_explicitly, sinks=sinks) if explicit else _attend
+        explicit = features.soft_cap is not None or sinks is not None or slopes is not None
+        attend = partial(_attend_explicitly, sinks=sinks, slopes=slopes) if explicit else _attend
         for span in metadata.spans:
             for piece in _cut(span, features, explicit=explicit):
                 keys, values, mask = _seen(piece, cache, features, query.dtype, always_mask=explicit)
@@ -144,9 +145,16 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, fe
 
 
 def _attend_explicitly(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    features: AttentionFeatures,
+    *,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
-    """Attend with soft cap and sinks, in float32."""
+    """Attend with soft cap, sinks and slopes, in float32."""
     num_tokens, num_heads, head_dim = query.shape
     seen, keys, values = keys.shape[1], keys.float(), values.float()
     if sinks is not None:  # they are the scores of one token more, which has no value
@@ -156,6 +164,10 @@ def _attend_explicitly(
     scores = products.view(num_heads, num_tokens, -1)
     if features.soft_cap is not None:
         scores.tanh_().mul_(features.soft_cap)
+    if slopes is not None:
+        tokens = torch.arange(seen, device=scores.device)
+        distances = tokens[-num_tokens:, None] - tokens
+        scores[..., :seen] -= slopes[:, None, None] * distances
     if mask is not None:
         scores[..., :seen].masked_fill_(~mask, -torch.inf)
     if sinks is not None:

@@ -150,18 +150,19 @@ class TritonBackend(CapturableBackend):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
-        kind = features.options()
+        kind = features.options() | {"sinks": sinks, "slopes": slopes}
         if len(prefill.seqs):
-            prefill_attention(query, cache, prefill, out, sinks=sinks, **kind)
+            prefill_attention(query, cache, prefill, out, **kind)
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]
             num_programs = choose_num_programs(num_pairs, self._num_processors)
             arrived = self._counters(num_pairs)
-            decode_attention(query, cache, decode, arrived, out, num_programs, sinks=sinks, **kind)
+            decode_attention(query, cache, decode, arrived, out, num_programs, **kind)
         return out
 
     def _counters(self, number: int) -> Tensor:

@@ -46,12 +46,13 @@ def decode_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend with each decode row's query to its context and write the result to the same row of `out`.
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
     kv_heads, head_dim] contiguous; all float32 or all bfloat16. Sums and softmax are float32. A padding row
-    gets zeros. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0
+    gets zeros. window, chunk, soft_cap, sinks, slopes (float32): as AttentionFeatures has them; with begins above 0
     neither window nor chunk.  state: of prefixes, as prefill_attention keeps it; None if all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
@@ -64,12 +65,13 @@ def decode_attention(
     window, chunk = min(window or longest, longest), min(chunk or longest, longest)
     most_seen = min(window, chunk)
     scratch = torch.empty(num_threads * num_heads * (most_seen + head_dim))
-    kernel = _kernel(head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None, query.dtype)
+    kinds = (limited, soft_cap is not None, sinks is not None, slopes is not None)
+    kernel = _kernel(head_dim, num_heads // num_kv_heads, *kinds, query.dtype)
     kernel(
         num_seqs * num_parts, query, key_cache, value_cache, out, decode.rows, decode.context_lens,
         decode.block_tables, decode.block_tables.shape[1], decode.begins, block_size, num_kv_heads, num_parts,
         scratch, most_seen, scale, window, chunk, 0.0 if soft_cap is None else float(soft_cap),
-        0 if sinks is None else sinks, 0 if state is None else state,
+        0 if sinks is None else sinks, 0 if state is None else state, 0 if slopes is None else slopes,
     )  # fmt: skip
 
 
@@ -89,8 +91,16 @@ def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
         scores[i] = soft_cap * tanh(scores[i] * (scale / soft_cap))
 
 
+@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _lower(scores: Any, slope: Any) -> None:
+    for i in range(len(scores)):
+        scores[i] -= slope * np.float32(len(scores) - 1 - i)
+
+
 @cache
-def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -> Kernel:
+def _kernel(
+    head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype
+) -> Kernel:
     """A task is a sequence or some of its KV heads; prefetching the next block was 1.5 times faster."""
     rows, element = rows_at_once(group, head_dim), ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
@@ -106,7 +116,7 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
         scale = np.float32(float_of(parameters[17]))
         window, chunk = parameters[18], parameters[19]
         soft_cap = np.float32(float_of(parameters[20]))
-        sinks = pointer_to(parameters[21], float32)
+        sinks, slopes = pointer_to(parameters[21], float32), pointer_to(parameters[23], float32)
         softmax_scale = ONE if has_cap else scale
         heads_of_part = kv_heads // num_parts
         token_bytes = kv_heads * head_bytes
@@ -145,6 +155,8 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
                 if has_cap:
                     _cap(weights, scale, soft_cap)
+                if has_slopes:
+                    _lower(weights, slopes[head] / softmax_scale)
                 # tokens without a score here: the shared ones, or the sink
                 state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
                 others, others_highest = np.float32(0), LEAST

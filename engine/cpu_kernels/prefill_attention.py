@@ -117,6 +117,7 @@ def prefill_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend with each task's queries to its span, and write to the same rows of `out`.
 
@@ -129,7 +130,7 @@ def prefill_attention(
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
     query = query.contiguous()
-    kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, query.dtype)
+    kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, slopes is not None, query.dtype)
     kernel(
         len(tasks.table) * num_kv_heads, query, key_cache, value_cache, out, tasks.rows, tasks.positions,
         block_tables, block_tables.shape[1], tasks.table, tasks.first, tasks.count, tasks.begin, tasks.end,
@@ -137,12 +138,13 @@ def prefill_attention(
         torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)), scale,
         window or NO_LIMIT, chunk or NO_LIMIT, 0.0 if soft_cap is None else float(soft_cap),
         0 if sinks is None else sinks, 0 if state is None else state, int(keeps_state),
+        0 if slopes is None else slopes,
     )  # fmt: skip
 
 
 def _scratch_floats(head_dim: int) -> int:
-    """Count one thread's scratch: queries and sums, scores, keys and values; six numbers of each query."""
-    return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 6 * LANES
+    """Count one thread's scratch: queries and sums, scores, keys and values; seven numbers of each query."""
+    return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 7 * LANES
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -189,6 +191,15 @@ def _cap(scores: Any, soft_cap: Any) -> None:
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _lower(scores: Any, start: Any, owns: Any, slopes: Any) -> None:
+    for t in range(TILE):
+        row = _floats(scores, t, LANES)
+        token = np.int32(start + t)
+        for i in range(LANES):
+            row[i] -= slopes[i] * np.float32(owns[i] - token)
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
 def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
     """Replace scores by softmax numerators; put the multipliers of earlier sums into factors."""
     for i in range(LANES):
@@ -209,7 +220,7 @@ def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
 
 
 @cache
-def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -> Kernel:
+def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype) -> Kernel:
     """A task is LANES queries of one KV head. Matrices are transposed, a query a lane. Source: arXiv:2205.14135."""
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
@@ -229,7 +240,7 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
         scale = np.float32(float_of(parameters[20]))
         window, chunk = parameters[21], parameters[22]
         soft_cap = np.float32(float_of(parameters[23]))
-        sinks = pointer_to(parameters[24], float32)
+        sinks, slopes = pointer_to(parameters[24], float32), pointer_to(parameters[27], float32)
         states, keeps_state = parameters[25], parameters[26]
         scratch = parameters[19] + worker_number(parameters) * scratch_bytes
         keys_at = scratch + (2 * head_dim + TILE) * lane_bytes
@@ -242,6 +253,8 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
         factors = carray(pointer_to(state_at + 2 * lane_bytes, float32), (LANES,))
         lows = carray(pointer_to(state_at + 3 * lane_bytes, int32), (LANES,))
         highs = carray(pointer_to(state_at + 4 * lane_bytes, int32), (LANES,))
+        owns = carray(pointer_to(state_at + 5 * lane_bytes, int32), (LANES,))
+        lane_slopes = carray(pointer_to(state_at + 6 * lane_bytes, float32), (LANES,))
         task = next_task(parameters)
         while task >= 0:
             kv_head, task = task % kv_heads, task // kv_heads
@@ -253,7 +266,9 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
                 lane = first + min(i, num_lanes - 1)  # those that are too many repeat the last query
                 token = positions[lane // group]
                 head = kv_head * group + lane % group
-                highs[i] = min(token, ends[task] - 1)
+                owns[i], highs[i] = token, min(token, ends[task] - 1)
+                if has_slopes:
+                    lane_slopes[i] = slopes[head]
                 lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
                 place = rows[lane // group] * kv_heads * group + head
                 query = carray(row_pointer(parameters[3], place, head_dim, element), (head_dim,))
@@ -280,6 +295,8 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
                     )  # fmt: skip
                 if has_cap:
                     _cap(scores_at, soft_cap)
+                if has_slopes:
+                    _lower(scores_at, start, owns, lane_slopes)
                 if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
                     _hide(scores_at, start, lows, highs)
                 _soften(scores_at, highest, totals, factors)

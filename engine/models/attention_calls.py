@@ -19,7 +19,7 @@ NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
 # Options by which attention differs and that are built, and those that say nothing about it.
-BUILT = frozenset({"sliding_window", "softcap", "s_aux"})
+BUILT = frozenset({"alibi", "sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
     {
         "cache_position",
@@ -150,6 +150,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
         chunk=chunk,
         soft_cap=call.options.get("softcap"),
         has_sinks=sinks is not None,
+        has_slopes=call.options.get("alibi") is not None,
     )
 
 
@@ -169,6 +170,14 @@ def _span_of(call: AttentionCall) -> MaskSpan:
     return window, None
 
 
+def _slopes_of(call: AttentionCall) -> Tensor | None:
+    """Return the slope of what a recorded call adds to each head's scores, from token to token; None for none."""
+    if call.options.get("alibi") is None:
+        return None
+    bias: Tensor = call.options["alibi"].float().reshape(call.query.shape[1], -1)
+    return (bias[:, -1] - bias[:, -2]).contiguous()
+
+
 class PagedAttention:
     """Answers the calls of each forward pass in their recorded order. features: of all calls."""
 
@@ -177,12 +186,11 @@ class PagedAttention:
     ) -> None:
         """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention."""
         self._modules = [call.module for call in calls]
+        self._slopes = [_slopes_of(call) for call in calls]
         self._backend = backend
         self.features = [features_of(call, max_positions) for call in calls]
         for each in self.features:
             backend.check_features(each)
-        for module in self._modules:
-            module.__dict__[PLACE] = self
         self._dtype = dtype
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0
@@ -190,10 +198,14 @@ class PagedAttention:
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Answer calls from this batch and cache from now on."""
         self._pass, self._next = (batch, cache), 0
+        for module in self._modules:
+            module.__dict__[PLACE] = self
 
     def end(self) -> None:
         """Answer none."""
         self._pass = None
+        for module in self._modules:
+            module.__dict__.pop(PLACE, None)
 
     @property
     def positions(self) -> Tensor | None:
@@ -213,7 +225,7 @@ class PagedAttention:
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
-        attended = self._backend.forward(query, layer_cache, batch.attention, features, sinks)
+        attended = self._backend.forward(query, layer_cache, batch.attention, features, sinks, self._slopes[index])
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterable
 from os.path import commonprefix
 
-from engine.checkpoint.text_part import NATIVE as WITH_IMAGES
 from engine.errors import UnsupportedModel
 from engine.models.registry import ARCHITECTURES
 
@@ -13,26 +12,55 @@ from engine.models.registry import ARCHITECTURES
 TRANSFORMERS = tuple(
     """
     AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
-    BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM
-    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
-    DiffLlamaForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
-    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM
-    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
-    Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
-    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    BioGptForCausalLM BitNetForCausalLM BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM
+    Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FlexOlmoForCausalLM FlintForCausalLM
+    GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    HYV3ForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
     HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
     Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
     MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
-    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
-    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM
-    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
-    SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    VaultGemmaForCausalLM YoutuForCausalLM
+    MixtralForCausalLM ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM
+    Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM
+    Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM
+    Starcoder2ForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
 )
 
+
+#: Asked for text alone: `python -m ops.models` compares each with transformers. Some are native.
+WITH_IMAGES = tuple(
+    """
+    AriaForConditionalGeneration AyaVisionForConditionalGeneration ChameleonForConditionalGeneration
+    Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration
+    Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekVLForConditionalGeneration
+    DeepseekVLHybridForConditionalGeneration Emu3ForConditionalGeneration EvollaForProteinText2Text
+    Exaone4_5_ForConditionalGeneration FunAsrNanoForConditionalGeneration FuyuForCausalLM
+    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+    Glm46VForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
+    GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration GotOcr2ForConditionalGeneration
+    GraniteDoclingForConditionalGeneration GraniteSpeechForConditionalGeneration
+    GraniteSpeechPlusForConditionalGeneration HunYuanVLForConditionalGeneration
+    HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
+    Idefics3ForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
+    Kimi_K25ForConditionalGeneration LightOnOcrForConditionalGeneration Llama4ForConditionalGeneration
+    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
+    MllamaForConditionalGeneration Molmo2ForConditionalGeneration MuseGlimmerForConditionalGeneration
+    Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration Phi4MultimodalForCausalLM
+    QianfanOCRForConditionalGeneration Qwen2VLForConditionalGeneration
+    Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+    Qwen3ASRForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
+    UnlimitedOcrForConditionalGeneration VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration
+    VipLlavaForConditionalGeneration VoxtralForConditionalGeneration
+    """.split()  # noqa: SIM905
+)
 
 #: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
@@ -57,12 +85,9 @@ REFUSED = {
         "ZambaForCausalLM": "LlamaForCausalLM",
     },
     "an attention of its own, which no other can take the place of": {
-        "BloomForCausalLM": "GPTNeoXForCausalLM",
         "CodeGenForCausalLM": "Starcoder2ForCausalLM",
-        "FalconForCausalLM": "LlamaForCausalLM",
         "GPTJForCausalLM": "GPTNeoXForCausalLM",
         "GPTNeoForCausalLM": "GPTNeoXForCausalLM",
-        "MptForCausalLM": "OlmoForCausalLM",
         "OpenAIGPTLMHeadModel": "GPT2LMHeadModel",
         "XGLMForCausalLM": "OPTForCausalLM",
     },
@@ -112,7 +137,7 @@ def model_table() -> str:
     through = served_architectures() - frozenset(ARCHITECTURES)
     lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
     lines += ["Through transformers (others are tried, and probed when the engine starts):", *_wrapped(through)]
-    lines += ["", "For text alone, of models that read images too:", *_wrapped(WITH_IMAGES)]
+    lines += ["", "For text alone, of models that read images or sound too:", *_wrapped(WITH_IMAGES)]
     lines += ["", "Refused, each with the nearest that is served:"]
     for reason, nearest_ones in REFUSED.items():
         pairs = (f"{name} ({instead})" for name, instead in nearest_ones.items())

@@ -5,7 +5,7 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +32,13 @@ from engine.models.attention_calls import (
 )
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
+from engine.models.own_attention import plainest, put_in_place
 from engine.models.own_positions import FIRST_COUNTS, counting, tell_positions
 from engine.models.served import nearest
 
 PAGED = "tokenmill"  # our attention's name among transformers'
+UNMASKED = "tokenmill_unmasked"  # the same, for classes that want a mask: one of a number
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
-OWN = "eager"  # transformers' plainest
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
@@ -63,7 +64,8 @@ class TransformersModel(CausalModel):
         """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
-        output = self._body.compute(input_ids=ids, position_ids=positions, use_cache=False)
+        told = {"position_ids": positions} if self._body.takes_positions else {}
+        output = self._body.compute(input_ids=ids, use_cache=False, **told)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -75,9 +77,14 @@ class TransformersModel(CausalModel):
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache."""
         self._attention.end()
-        with _attending(self.model, OWN), _problems_named():
+        with _attending(self.model, plainest(self.model)), _problems_named():
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
+
+
+def no_mask(*, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """Make a mask that hides nothing, for code that wants one."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 class Body:
@@ -87,6 +94,7 @@ class Body:
         """output: one of the body's."""
         self._model, self.compute, self._output_type = model, body.forward, type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
+        self.takes_positions = takes_positions(body)
         self._given: Tensor | None = None
         body.forward = self._forward
 
@@ -119,6 +127,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
         if place.tp.size > 1:
             split_by_plan(model, place.tp)
         model.requires_grad_(False).eval().to(place.device)
+        put_in_place(model)
         return _with_paged_attention(config, model, place)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name} does not run through transformers: {error}; {nearest(name)}") from error
@@ -146,16 +155,17 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}")
-    for name in (PAGED, RECORDED):
+    for name in (PAGED, UNMASKED, RECORDED):
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(UNMASKED, no_mask)
     try:
         with _quiet_transformers():
             path, more = _source(kind, config, folder, dtype)
             model, report = kind.from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation=_attentions(kind),
+                attn_implementation="eager",
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -168,12 +178,11 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     except SafetensorError as error:
         raise MissingWeights(f"{folder} holds no complete safetensors files ({error}); fetch it again") from error
     except Exception as error:  # whatever transformers makes of what is in the files
-        if error.args == (PAGED,):  # a KeyError of a class that knows attentions by name
-            raise UnsupportedModel("its attention is its own, and no other can take the place of it") from error
         words = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
     _check_filled(folder, report)
+    _attend_by(model, PAGED)
     return model
 
 
@@ -202,12 +211,6 @@ def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) ->
             for name, tensor in unpacked(stored, config.quantization).items()
         }
     return None, {"config": values, "state_dict": state}
-
-
-def _attentions(kind: Any) -> dict[str, str]:
-    """Return our attention for the text, and transformers' own for other parts, which may take no other."""
-    parts: Mapping[str, Any] = kind.config_class.sub_configs
-    return {"": PAGED, **{name: PAGED if "text" in name else OWN for name in parts}}
 
 
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:
@@ -254,13 +257,18 @@ def _quiet_transformers() -> Iterator[None]:
 def _attending(model: Any, name: str) -> Iterator[None]:
     """Use another attention within the block."""
     before = model.config._attn_implementation
-    with _quiet_transformers():
-        model.set_attn_implementation(name)
+    _attend_by(model, name)
     try:
         yield
     finally:
-        with _quiet_transformers():
-            model.set_attn_implementation(before)
+        _attend_by(model, before)
+
+
+def _attend_by(model: Any, name: str) -> None:
+    with _quiet_transformers():
+        model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # a class without the interface
+        model.config._attn_implementation = UNMASKED if name == PAGED else name
 
 
 @contextmanager
@@ -323,12 +331,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
     body, output = recorded.bodies[-1]  # the outermost ends last
-    if "position_ids" not in inspect.signature(body.forward).parameters:
-        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    first = next((n for n in FIRST_COUNTS if recorded.equals(_record(body, place.device, n))), None)
-    if first is None:
-        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
-    counting_modules = _counting(body, recorded, place)
+    first, counting_modules = _positions(body, recorded, place)
     attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype)
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
@@ -339,23 +342,36 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     return TransformersModel(model, given, attention, first)
 
 
-def _counting(body: nn.Module, near: Recorded, place: ModelPlace) -> Collection[nn.Module]:
-    """Return the attending modules that count positions themselves. Raises UnsupportedModel for other counts.
+def takes_positions(body: nn.Module) -> bool:
+    """Whether the body is told positions."""
+    return "position_ids" in inspect.signature(body.forward).parameters
 
-    The body is run at its first positions, and at its last: a count may matter at these alone.
+
+def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int, Collection[nn.Module]]:
+    """Return the position of a sequence's first token, and the attending modules that count positions themselves.
+
+    Raises UnsupportedModel for other counts. The body is run at its first positions, and at its last: a count may
+    matter at these alone.
     """
+    if not takes_positions(body):
+        if all("alibi" in call.options for call in near.calls):
+            return 0, ()  # it has none
+        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+    begin = next((n for n in FIRST_COUNTS if near.equals(_record(body, place.device, n))), None)
+    if begin is None:
+        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
     first = place.max_positions - NUM_RECORDED_TOKENS
     if first <= max(FIRST_COUNTS):
-        return ()
+        return begin, ()
     attending = {call.module for call in near.calls}
     with counting(attending, NUM_RECORDED_TOKENS, shift=first) as found:
         shifted = _record(body, place.device, first)
     if not found or shifted.equals(_record(body, place.device, first)):
-        return ()
+        return begin, ()
     for module, functions in found.items():
         if functions - {torch.arange}:
             raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
-    return found
+    return begin, found
 
 
 def _record(part: Any, device: torch.device, first: int | None = None) -> Recorded:

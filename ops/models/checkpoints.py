@@ -47,6 +47,7 @@ HALVES = {
     for half in ("encoder", "decoder")
     for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
 }
+INDEXED = {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
 NO_ENCODER = {"is_decoder": True}
 
 #: Values beside COMMON and MORE, by model type; a part's by the part's name. None leaves the class its own.
@@ -68,10 +69,14 @@ VALUES: dict[str, dict[str, Any]] = {
     "glm4v_moe": mrope(1, 1, 1, partial_rotary_factor=0.5),
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
     "kimi_k25": {"text_config": LATENT},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": REFUSED["lfm2"],
+    "lfm2_vl": {"text_config": REFUSED["lfm2"]},
+    "minimax_m3_vl": {"text_config": INDEXED},
+    "minimax_m3_vl_text": INDEXED,
     "mistral4": LATENT,
     "molmo2": {"vision_config": {"image_size": [28, 28]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "prophetnet": {**HALVES, **NO_ENCODER, "num_decoder_layers": 2, "num_hidden_layers": None},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 509},
     "reformer": {**NO_ENCODER, "axial_pos_embds": False},
     "qwen3_asr": {"text_config": {"eos_token_id": 2}, "eos_token_id": 2},
     "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},

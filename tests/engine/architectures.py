@@ -62,11 +62,11 @@ def as_they_are(names: str) -> dict[str, dict[str, Any]]:
 
 SERVED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl diffllama ernie4_5
+    afmoe apertus arcee aria_text beam biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl diffllama ernie4_5
     ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode
     gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared hrm_text
     hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama mellum
-    mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe
+    mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe
     persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
     vaultgemma
     """),
@@ -76,6 +76,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "falcon": {"head_dim": None, "alibi": True},
     "gemma2": {"attn_logit_softcapping": 5.0},
     "gemma3n_text": {
         "num_hidden_layers": 5,
@@ -100,13 +101,12 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    bert bloom deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
-    mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+    bert deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
+    nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
     rwkv xglm zamba
     """),
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
-    "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gptj": {"rotary_dim": 8},

@@ -102,9 +102,10 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         metadata: AttentionMetadata,
         features: AttentionFeatures,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(metadata, StaticDecodes):
-            return super().forward(query, cache, metadata, features, sinks)
+            return super().forward(query, cache, metadata, features, sinks, slopes)
         in_order = metadata.context_lens[metadata.order.long()].tolist()
         assert sorted(metadata.order.tolist()) == list(range(len(in_order)))
         assert in_order == sorted(in_order, reverse=True), "the longest start first"
@@ -114,7 +115,7 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
             context_lens = metadata.context_lens[rows].long().numpy()
             tables = metadata.block_tables[rows].numpy()
             spans, _ = self.build_metadata(tables, context_lens, context_lens**0)
-            out[rows] = super().forward(query[rows], cache, spans, features, sinks)
+            out[rows] = super().forward(query[rows], cache, spans, features, sinks, slopes)
         return out
 
 

@@ -25,7 +25,7 @@ class PagedBatch:
     block_tables: [seqs, blocks] int32; entries past a context point to a block of NaN, as those of blocks do
     that none of a sequence's queries can see through window and chunk.
     context_lens, query_lens: [seqs].  A context of 0 is a padding row, with one query.
-    window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, None without.
+    window, chunk, soft_cap: as AttentionFeatures has them.  sinks, slopes: [heads] float32, None without.
     scales: of pools of FP8 numbers, as LayerKVCache has them.
     """
 
@@ -39,6 +39,7 @@ class PagedBatch:
     chunk: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
     scales: Scales | None = None
 
     def as_fp8(self) -> PagedBatch:
@@ -88,6 +89,7 @@ class PagedBatch:
                     chunk=self.chunk,
                     soft_cap=self.soft_cap,
                     sinks=None if self.sinks is None else self.sinks.cpu().double(),
+                    slopes=None if self.slopes is None else self.slopes.cpu().double(),
                 )
             start += query_len
         return out
@@ -121,6 +123,7 @@ def attend(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in float64, the queries at the end of the context; heads grouped over KV heads."""
     group = query.shape[1] // keys.shape[1]
@@ -128,6 +131,9 @@ def attend(
     scores = torch.einsum("qhd,chd->hqc", query, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if slopes is not None:
+        key = torch.arange(len(keys))
+        scores = scores - slopes.double()[:, None, None] * (key[len(keys) - len(query) :, None] - key)
     scores = scores.masked_fill(hidden(len(query), len(keys), window, chunk), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), -1)
@@ -167,6 +173,7 @@ def make_batch(
     chunk: int | None = None,
     soft_cap: float | None = None,
     has_sinks: bool = False,
+    has_slopes: bool = False,
 ) -> PagedBatch:
     """A batch with random numbers in random blocks; every query_len is 1 unless given."""
     generator = torch.Generator().manual_seed(seed)
@@ -201,10 +208,11 @@ def make_batch(
         chunk,
         soft_cap,
         None if sinks is None else sinks.to(DEVICE),
+        (0.5 ** torch.arange(2, heads + 2)).to(DEVICE) if has_slopes else None,
     )
 
 
 def attend_by(backend: KernelBackend, batch: PagedBatch, metadata: AttentionMetadata | None = None) -> Tensor:
     """A layer's attention over the batch, by metadata of its own unless given."""
     metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)[0]
-    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)
+    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes)

@@ -1,4 +1,4 @@
-"""Windows, chunks, soft caps and sinks equal float64 in every backend that runs here."""
+"""Windows, chunks, soft caps, sinks and slopes equal float64 in every backend that runs here."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,8 @@ from engine.attention.base import KernelBackend
 from engine.attention.torch_backend import ROWS_AT_ONCE, TorchBackend
 from tests.engine.paged import DEVICE, TOLERANCE, attend_by, make_batch
 
-ALL = {"window": 21, "chunk": 64, "soft_cap": 1.5, "has_sinks": True}  # each of them counts: scores are near 1
+#: Each of them counts: scores are near 1.
+ALL = {"window": 21, "chunk": 64, "soft_cap": 1.5, "has_sinks": True, "has_slopes": True}
 # decodes at the edges of blocks, windows and chunks; a whole prompt; chunks behind cached contexts
 CONTEXTS = [1, 16, 17, 64, 65, 300, 90, 130, 97]
 QUERIES = [1, 1, 1, 1, 1, 1, 90, 50, 2]
@@ -49,6 +50,7 @@ def load(name: str) -> KernelBackend:
         {"soft_cap": 0.5},
         {"soft_cap": 50.0},
         {"has_sinks": True},
+        {"has_slopes": True},
         ALL,
     ],
     ids=str,
@@ -77,7 +79,11 @@ padding = st.just((1, 0))
 sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=12)
 limits = st.one_of(st.none(), st.sampled_from([1, 3, 4, 5, 16, 17, 50]), st.integers(1, 320))
 drawn_features = st.fixed_dictionaries(
-    {"window": limits, "chunk": limits, "soft_cap": st.sampled_from([None, 1.5, 30.0]), "has_sinks": st.booleans()}
+    {
+        **dict.fromkeys(("window", "chunk"), limits),
+        **dict.fromkeys(("has_sinks", "has_slopes"), st.booleans()),
+        "soft_cap": st.sampled_from([None, 1.5, 30.0]),
+    }
 )
 
 

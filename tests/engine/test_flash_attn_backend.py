@@ -48,6 +48,7 @@ def varlen_func(
 def answer(
     q: Tensor, caches: tuple[Tensor, ...], query_lens: list[int], context_lens: Tensor, *,
     block_table: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """A query sees window_size[0] tokens before its own and [1] after it, -1 for all; softcap=0 is none."""
     assert causal
@@ -56,7 +57,7 @@ def answer(
     assert q.stride(-1) == block_table.stride(-1) == 1
     assert len(block_table) == len(query_lens) == len(context_lens)
     assert window_size == (-1, -1) or (window_size[0] >= 0 and window_size[1] == 0)
-    kind = {"window": window_size[0] + 1 or None, "soft_cap": softcap or None}
+    kind = {"window": window_size[0] + 1 or None, "soft_cap": softcap or None, "slopes": alibi_slopes}
     out = []
     for rows, table, length in zip(q.split(query_lens), block_table.long(), context_lens, strict=True):
         # zeros for the blocks that no query sees
@@ -82,13 +83,14 @@ steps = st.one_of(st.lists(decodes, min_size=1), st.lists(st.one_of(decodes, pro
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps, st.sampled_from([None, 1, 100, 300]), st.sampled_from([None, 1.5]), st.integers(0, 99))
+@given(steps, st.sampled_from([None, 1, 100, 300]), st.sampled_from([None, 1.5]), st.booleans(), st.integers(0, 99))
 def test_random_steps_equal_float64(
-    backend: FlashAttnBackend, lens: list[tuple[int, int]], window: int, cap: float, seed: int
+    backend: FlashAttnBackend, lens: list[tuple[int, int]], window: int, cap: float, sloped: bool, seed: int
 ) -> None:
     """Decodes, padding, prompts and chunks in any order; decodes alone also as they are recorded."""
     queries, contexts = ([each[side] for each in lens[:6]] for side in (0, 1))
     kind = {"block_size": 256, "dtype": torch.bfloat16, "seed": seed, "window": window, "soft_cap": cap}
+    kind["has_slopes"] = sloped
     batch = make_batch(contexts, queries, **kind)
     assert batch.error(attend_by(backend, batch)) < TOLERANCE[torch.bfloat16]
     if max(queries) == 1:

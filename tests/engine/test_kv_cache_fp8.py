@@ -76,7 +76,7 @@ def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype, bac
     ("shape", "features"),
     [
         ({"head_dim": 64, "group": 1, "kv_heads": 3}, {}),
-        ({"head_dim": 80, "group": 3, "block_size": 32}, {"window": 40, "has_sinks": True}),
+        ({"head_dim": 80, "group": 3, "block_size": 32}, {"window": 40, "has_sinks": True, "has_slopes": True}),
         ({"head_dim": 128, "group": 2, "block_size": 48}, {"soft_cap": 2.0, "chunk": 64}),
     ],
     ids=str,
@@ -88,7 +88,7 @@ def test_attention_equals_float64_over_what_is_stored(
     contexts, queries = [130, 1, 700, 90, 40], [1, 1, 1, 70, 40]
     batch = make_batch(contexts, queries, dtype=dtype, **shape, **features).as_fp8()
     metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    out = backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)
+    out = backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes)
     assert batch.error(out) < 1.5 * TOLERANCE[dtype]
 
 

@@ -33,7 +33,7 @@ def sharing(shared: list[int], own: list[int], queries: list[int], **options: An
 def attend(batch: PagedBatch) -> tuple[torch.Tensor, CpuMetadata]:
     backend = CpuBackend(torch.device("cpu"))
     metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks), metadata
+    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes), metadata
 
 
 members = st.tuples(
@@ -45,7 +45,7 @@ members = st.tuples(
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(members, min_size=8, max_size=20),
-    st.sampled_from([{}, {"has_sinks": True, "soft_cap": 1.5}, {"window": 150}, {"chunk": 64}]),
+    st.sampled_from([{}, {"has_sinks": True, "soft_cap": 1.5, "has_slopes": True}, {"window": 150}, {"chunk": 64}]),
     st.integers(0, 99),
 )
 def test_random_prefixes_equal_float64(

@@ -61,7 +61,7 @@ def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def decode_kernel(
     out_ptr, partial_ptr, logsum_ptr, arrived_ptr, query_ptr, keys_ptr, values_ptr,
-    key_scales_ptr, value_scales_ptr, sinks_ptr, order_ptr, rows_ptr, context_lens_ptr, tables_ptr,
+    key_scales_ptr, value_scales_ptr, sinks_ptr, slopes_ptr, order_ptr, rows_ptr, context_lens_ptr, tables_ptr,
     log2_scale, max_splits, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -98,6 +98,9 @@ def decode_kernel(
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
 
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + head, mask=group < GROUP, other=0.0) * LOG2_E
     for split in tl.range(first_split, num_splits, tl.num_programs(2), num_stages=1):
         start = first + split * length
         end = tl.minimum(start + length, context_len)
@@ -111,7 +114,7 @@ def decode_kernel(
             row_sum = tl.where(split == 0, 1.0, row_sum)
         acc, row_max, row_sum = fold_tiles(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            start, end, end, None, last_seen, log2_scale, block_stride, token_stride,
+            start, end, end, None, last_seen, log2_scale, slopes, block_stride, token_stride,
             HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
         )  # fmt: skip
         # no context gives zeros, not 0 / 0
@@ -196,13 +199,14 @@ def decode_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> None:
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
     arrived: at least decodes * kv_heads int32, zero before and after; no other running launch may have it.
-    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
+    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks, slopes: [heads] float32, contiguous.
     num_programs: of each sequence and KV head; the result is the same with any.  split_tokens: least of a split.
     The splits' results take decodes * splits * heads * head_dim * 4 bytes, in float32.
     """
@@ -223,7 +227,7 @@ def decode_attention(
     logsum = torch.empty(parts, dtype=torch.float32, device=query.device)
     # KV heads in the first place of the grid: neighbours in memory are read at the same time
     decode_kernel[(kv_heads, num_decodes, min(num_programs, max_splits))](
-        out, partial, logsum, arrived, query, key_cache, value_cache, *(scales or (None, None)), sinks,
+        out, partial, logsum, arrived, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
         batch.order, batch.rows, batch.context_lens, batch.block_tables,
         scale * LOG2_E.value, max_splits, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),

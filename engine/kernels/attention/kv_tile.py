@@ -65,7 +65,7 @@ def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def fold_tiles(
     queries, acc, row_max, row_sum,
-    keys_ptr, values_ptr, table_ptr, begin, stop, end, first, last, log2_scale,
+    keys_ptr, values_ptr, table_ptr, begin, stop, end, first, last, log2_scale, slopes,
     block_stride, token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr,
@@ -75,6 +75,7 @@ def fold_tiles(
     queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, not yet divided by row_sum.  row_max, row_sum:
     [rows] float32, of scores in base 2.  table_ptr: the sequence's blocks.  end: no token from here on is read.
     first, last: [rows], the first and the last token each row may see; first None: all before the last.
+    slopes: [rows] float32, what a score loses for each token before the last, in base 2; None without.
     Without MASKED every token is below `end` and seen by every row.  A row whose maximum is still infinite
     must see some token of a tile.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
     """
@@ -107,6 +108,8 @@ def fold_tiles(
         scores = tl.dot(left, tl.trans(keys), input_precision="ieee") * log2_scale
         if SOFT_CAP is not None:
             scores = cap_scores(scores, SOFT_CAP)
+        if slopes is not None:
+            scores -= slopes[:, None] * (last[:, None] - tokens[None, :])
         if MASKED:
             seen = (tokens[None, :] <= last[:, None]) & (tokens < end)[None, :]
             if first is not None:

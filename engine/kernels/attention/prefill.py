@@ -43,7 +43,7 @@ class PrefillTiles:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
-    out_ptr, query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr,
+    out_ptr, query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, slopes_ptr,
     tile_seqs_ptr, tile_starts_ptr, query_ranges_ptr, context_lens_ptr, tables_ptr,
     log2_scale, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -92,21 +92,24 @@ def prefill_kernel(
     if sinks_ptr is not None:  # a score without a value
         row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
         row_sum += 1.0
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.zeros([QUERY_TILE], tl.float32) + tl.load(slopes_ptr + head) * LOG2_E
     if first_seens is not None:
         acc, row_max, row_sum = fold_tiles(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            begin, begin_of_unmasked, end, first_seens, last_seen, log2_scale, block_stride, token_stride,
+            begin, begin_of_unmasked, end, first_seens, last_seen, log2_scale, slopes, block_stride, token_stride,
             HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
         )  # fmt: skip
         end_of_unmasked = tl.maximum(begin_of_unmasked, end_of_unmasked)
     acc, row_max, row_sum = fold_tiles(
         queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-        begin_of_unmasked, end_of_unmasked, end, None, last_seen, log2_scale, block_stride, token_stride,
+        begin_of_unmasked, end_of_unmasked, end, None, last_seen, log2_scale, slopes, block_stride, token_stride,
         HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, False,
     )  # fmt: skip
     acc, row_max, row_sum = fold_tiles(
         queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-        end_of_unmasked, end, end, None, last_seen, log2_scale, block_stride, token_stride,
+        end_of_unmasked, end, end, None, last_seen, log2_scale, slopes, block_stride, token_stride,
         HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
     )  # fmt: skip
     places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
@@ -127,11 +130,12 @@ def prefill_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Write the attention of the tiles' rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
+    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks, slopes: [heads] float32, contiguous.
     """
     key_cache, value_cache, scales = cache
     heads, head_dim = query.shape[1:]
@@ -144,7 +148,7 @@ def prefill_attention(
     num_warps = 16 if itemsize == 4 else (8 if dim_pad > 128 else 4)
     # heads in the first place of the grid: those of one group read the same keys at the same time
     prefill_kernel[(heads, len(batch.seqs))](
-        out, query, key_cache, value_cache, *(scales or (None, None)), sinks,
+        out, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
         batch.seqs, batch.starts, batch.query_ranges, batch.context_lens, batch.block_tables,
         scale * LOG2_E.value, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
