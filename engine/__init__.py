@@ -17,6 +17,7 @@ from engine.models.served import model_table as model_table
 from engine.run.check_up import check_up as check_up
 from engine.run.config import EngineConfig as EngineConfig
 from engine.run.config import model_identity as model_identity
+from engine.run.describe import describe_model as describe_model
 from engine.run.observation import Observation as Observation
 from engine.sampling.request_kinds import PoolingParams as PoolingParams
 from engine.sampling.request_kinds import RequestParams as RequestParams

@@ -55,6 +55,10 @@ class NotInstalled(JobsError, fault="server"):
     """no entry point {name!r} of the group 'tokenmill' is installed: install Tokenmill with pip"""
 
 
+class ModelRefused(JobsError):
+    """Raised for a model that is not served, with the engine's reason: (text)."""
+
+
 class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
 

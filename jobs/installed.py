@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from jobs.errors import InvalidJob, InvalidValue, NotInstalled
+from jobs.errors import InvalidJob, InvalidValue, ModelRefused, NotInstalled
 
 
 def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -35,6 +35,15 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
 def model_table() -> str:
     """Return which architectures are served, and how, as text for people. Loads no torch."""
     return _load("engine").model_table()  # type: ignore[no-any-return]
+
+
+def describe_model(model: str) -> str:
+    """Say in lines how a model's folder or hub id is served here, and what it takes. Raises ModelRefused."""
+    engine = _load("engine")
+    try:
+        return engine.describe_model(model)  # type: ignore[no-any-return]
+    except engine.ConfigError as error:
+        raise ModelRefused(f"{type(error).__name__}: {error}") from None
 
 
 @cache

@@ -12,7 +12,7 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.text_part import read_text_values, reads_more_than_text
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
-MAX_SIZE = 2**31
+MAX_SIZE, MAX_LAYERS = 2**31, 10_000
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
 UNNAMED = "none named"
 
@@ -141,8 +141,9 @@ def _check_values(read: ModelConfig, path: Path) -> None:
     """Raise ConfigError unless every value has its kind and every size is possible."""
     for field in fields(read):
         value = getattr(read, field.name)
-        if field.type is int and (type(value) is not int or not 0 < value < MAX_SIZE):
-            raise ConfigError(f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
+        most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE - 1
+        if field.type is int and (type(value) is not int or not 0 < value <= most):
+            raise ConfigError(f"{path}: {field.name} must be between 1 and {most}, got {brief(value)}")
         if field.type is str and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:

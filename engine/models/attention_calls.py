@@ -161,7 +161,7 @@ def _span_of(call: AttentionCall) -> MaskSpan:
     if span is not None:
         return span
     window = call.options.get("sliding_window")
-    if call.mask is not None:
+    if call.mask is not None and not call.mask.is_meta:
         seen = call.mask if call.mask.dtype == torch.bool else call.mask == 0
         ones = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device)
         expected = ones.tril() & ones.triu(1 - (window or len(ones)))

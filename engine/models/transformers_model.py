@@ -5,7 +5,7 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
@@ -29,6 +30,7 @@ from engine.models.attention_calls import (
     PagedAttention,
     answer,
     describe_mask,
+    features_of,
 )
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
@@ -40,6 +42,7 @@ PAGED = "tokenmill"  # our attention's name among transformers'
 UNMASKED = "tokenmill_unmasked"  # the same, for classes that want a mask: one of a number
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
+TRACED = torch.bfloat16  # in which all products are known for tensors without values
 ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 
@@ -138,7 +141,8 @@ def class_of(architecture: str) -> Any:
     import transformers
 
     kind = getattr(transformers, architecture, None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.GenerationMixin):
+    parents = kind.__mro__ if isinstance(kind, type) else ()
+    if not {transformers.PreTrainedModel, transformers.GenerationMixin} <= {*parents}:
         raise UnsupportedModel(
             f"{architecture} is no model of transformers {transformers.__version__} that generates text; "
             f"{nearest(architecture)}"
@@ -146,19 +150,36 @@ def class_of(architecture: str) -> Any:
     return kind
 
 
+@torch.inference_mode()
+def kept_by(
+    config: ModelConfig, folder: Path, dtype: torch.dtype
+) -> tuple[Sequence[AttentionFeatures], Sequence[Any]] | None:
+    """Find what a model keeps of a sequence by config.json alone: keys and values, states. None if it needs weights.
+
+    Raises UnsupportedModel if config.json is about another model.
+    """
+    kind = class_of(config.whole or config.architecture)
+    values = _values_for(kind, folder)
+    _register()
+    try:
+        with _quiet_transformers(), torch.device("meta"):
+            model: Any = kind._from_config(values, dtype=TRACED)
+            _drop_other_parts(model)
+            put_in_place(model)
+            calls = _record(model, torch.device("meta")).calls
+            return [features_of(call, config.max_position_embeddings) for call in calls], ()
+    except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
+        return None
+
+
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     """Read transformers' model with all weights, on the CPU. Raises the ConfigError that fits."""
     import transformers
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}")
-    for name in (PAGED, UNMASKED, RECORDED):
-        ALL_ATTENTION_FUNCTIONS.register(name, answer)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(UNMASKED, no_mask)
+    _register()
     try:
         with _quiet_transformers():
             path, more = _source(kind, config, folder, dtype)
@@ -186,21 +207,39 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     return model
 
 
-def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[str | None, dict[str, Any]]:
-    """Return the path to read, with options. Quantized weights are unpacked instead."""
+def _register() -> None:
+    """Make our attention known to transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in (PAGED, UNMASKED, RECORDED):
+        ALL_ATTENTION_FUNCTIONS.register(name, answer)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(UNMASKED, no_mask)
+
+
+def _values_for(kind: Any, folder: Path) -> Any:
+    """Return the configuration for a class of transformers. Raises UnsupportedModel unless config.json is its."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    text = values.get_text_config(decoder=True)
-    if isinstance(text, kind.config_class) and not isinstance(values, kind.config_class):
-        values = text  # of a whole model, for its text part's class
-    elif (
-        not isinstance(values, kind.config_class)
-        and AutoModelForCausalLM._model_mapping.get(type(values), None) is not kind
-    ):
-        raise UnsupportedModel(
-            f"its class takes a {kind.config_class.__name__}, config.json is a {type(values).__name__}"
-        )
+    try:
+        values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        text = values.get_text_config(decoder=True)
+    except Exception as error:  # whatever it makes of what is in the file
+        words = " ".join(str(error).split())
+        problem = f"transformers cannot read config.json of this {kind.__name__}: {words}"
+        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+    if isinstance(values, kind.config_class) or AutoModelForCausalLM._model_mapping.get(type(values), None) is kind:
+        return values
+    if isinstance(text, kind.config_class):
+        return text  # of a whole model, for its text part's class
+    expected, found = kind.config_class.__name__, type(values).__name__
+    raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {found}")
+
+
+def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[str | None, dict[str, Any]]:
+    """Return the path to read, with options. Quantized weights are unpacked instead."""
+    values = _values_for(kind, folder)
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
@@ -397,7 +436,7 @@ def _record(part: Any, device: torch.device, first: int | None = None) -> Record
         told["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with _attending(part, RECORDED), _problems_named():
+        with _attending(part, PAGED if tokens.is_meta else RECORDED), _problems_named():  # masks are made of values
             part(input_ids=tokens, use_cache=False, **told)
     finally:
         for hook in hooks:

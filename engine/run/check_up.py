@@ -109,7 +109,7 @@ def _check_memory(
     from engine.run.forward.memory import check_pool_bytes, default_cpu_kv_cache_bytes, fit_pool
 
     ranks = config.tensor_parallel_size
-    weights = _weight_bytes(config, model, entries, dtype_bytes) // ranks
+    weights = weight_bytes(config, model, entries, dtype_bytes) // ranks
     free_bytes, owner = free_memory(config)
     memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights
     if left <= 0:
@@ -132,7 +132,7 @@ def _check_memory(
         yield Observation("memory", "warning", found, mend)
 
 
-def _weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
+def weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
     """Return the least memory of the weights; those unpacked when read take more than their file."""
     if model.quantization is not None:
         return sum(entry.end - entry.start for entry in entries)

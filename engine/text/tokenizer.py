@@ -52,13 +52,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        try:
-            with _no_panic():
-                self._tokenizer: Any = load_tokenizer(folder)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever it makes of what is in the files
-            raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+        self._tokenizer: Any = open_tokenizer(folder)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             # In its first call transformers would change what other threads are using.
@@ -273,6 +267,17 @@ def _decodes_bytes(backend: Any) -> bool:
     from tokenizers.decoders import ByteLevel
 
     return backend is not None and isinstance(backend.decoder, ByteLevel)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """Load transformers' tokenizer of a folder. Raises ConfigError if it cannot be read."""
+    try:
+        with _no_panic():
+            return load_tokenizer(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever it makes of what is in the files
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from jobs.cli.run_options import check_options, input_options, output_options, p
 from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import runs, status, workers
-from jobs.installed import model_table
+from jobs.installed import describe_model, model_table
 from jobs.runs.control import submit_run
 
 
@@ -108,9 +108,15 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
 
 @main.command()
-def models() -> None:
-    """List which models are served, how, and which are not."""
-    click.echo(model_table())
+@click.argument("model", metavar="[FOLDER]", required=False)
+def models(model: str | None) -> None:
+    """List which models are served, how, and which are not.
+
+    With a model's FOLDER, or its hub id if it is on this machine, say how it is served and what memory it takes. No
+    weights are loaded and none of its code runs.
+    """
+    with errors_told():
+        click.echo(model_table() if model is None else describe_model(model))
 
 
 for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor):

@@ -174,7 +174,7 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"architectures": ["MllamaForConditionalGeneration"]}, UnsupportedModel, "Mllama.* its class takes a MllamaC"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, UnsupportedModel, "MllamaForC.* takes a MllamaC"),
         ({"architectures": ["Mistral3Model"]}, UnsupportedModel, "Mistral3Model has no LM head"),
         ({"text_config": {"model_type": "evil"}}, ConfigError, r"config\.json cannot be read"),
         ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.T"}}, ConfigError, "cannot be read"),

@@ -1,0 +1,123 @@
+"""What an engine makes of a checkpoint, said without loading its weights or running its code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoint.folder import find_here
+from engine.errors import ModelNotFound, WeightMismatch
+from engine.run.check_up import DTYPE_BYTES, weight_bytes, whole_weights
+from engine.run.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.attention.features import AttentionFeatures
+    from engine.checkpoint.model_config import ModelConfig
+    from engine.models.load import ModelPath
+
+MIB = 2**20
+
+#: Names of how many experts there are, and of how many a token goes through.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+
+
+def describe_model(name: str) -> str:
+    """Return lines about a folder, or a hub id that is on this machine: how it is served, and what it takes.
+
+    Raises UnsupportedModel for one that is not served, or another ConfigError for what is wrong with its files.
+    """
+    folder = find_here(name)
+    if folder is None:
+        raise ModelNotFound(f"{name!r} is not on this machine; fetch it: hf download {name}")
+    return "\n".join(f"{subject:10} {found}" for subject, found in _lines(folder))
+
+
+def _lines(folder: Path) -> Iterator[tuple[str, str]]:
+    import torch
+
+    from engine.attention.kv_cache import block_bytes
+    from engine.models.load import read_supported
+    from engine.models.transformers_model import class_of, kept_by
+    from engine.run.dtype import served_dtype
+    from engine.text.chat_templates import read_template
+    from engine.text.tokenizer import open_tokenizer
+
+    config = EngineConfig(str(folder))
+    model, path = read_supported(folder, config.model_path)
+    if path.decoder is None:
+        class_of(model.whole or model.architecture)
+    dtype = served_dtype(config.dtype, model.dtype, config.device).name
+    yield "model", f"{model.whole or model.architecture} {path}, in {dtype}{_not_compared(model, path)}"
+    open_tokenizer(folder)
+    yield "text", f"{model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
+    entries = whole_weights(folder)
+    if model.num_layers > len(entries):  # no model of so many layers is made then
+        raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
+    weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
+    yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
+    kept = _native(path) if path.decoder is not None else kept_by(model, folder, getattr(torch, dtype))
+    if kept is None:
+        yield "attention", "only its weights can tell, or it is refused at the start"
+        return
+    layers, states = kept
+    for each, number in Counter(layers).items():
+        yield "attention", f"{number} of {model.num_layers} layers: {_kind(each)}"
+    if experts := _experts(model):
+        yield "experts", experts
+    token = block_bytes(layers, 1, getattr(torch, dtype))
+    yield "KV cache", f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens"
+    state = sum(prod(each.shape) * each.dtype.itemsize for each in states)
+    yield "state", f"{state:,} bytes a sequence" if state else "none beside the KV cache"
+
+
+def _not_compared(model: ModelConfig, path: ModelPath) -> str:
+    from engine.models.served import WITH_IMAGES, served_architectures
+
+    known = {*served_architectures(), *WITH_IMAGES}
+    if path.decoder is not None or (model.whole or model.architecture) in known:
+        return ""
+    return "; nobody compared it with transformers yet: the start will probe it"
+
+
+def _template(source: str | None) -> str:
+    """Describe a chat template, which is parsed and not rendered."""
+    from engine.text.chat_templates import read_variables
+
+    if source is None:
+        return "no chat template: chats are refused"
+    return "a chat template" + (" that cannot be parsed: chats are refused" if read_variables(source) is None else "")
+
+
+def _native(path: ModelPath) -> tuple[Sequence[AttentionFeatures], Sequence[Any]]:
+    from engine.attention.features import AttentionFeatures
+
+    decoder = path.decoder
+    assert decoder is not None
+    sizes = decoder.sizes
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, decoder.attention_scale)
+    sinks, soft_cap = decoder.flags.sinks, decoder.attention_soft_cap
+    layers = decoder.within(sizes.max_position_embeddings).layers
+    return [AttentionFeatures(*heads, window=layer.window, soft_cap=soft_cap, has_sinks=sinks) for layer in layers], ()
+
+
+def _kind(layer: AttentionFeatures) -> str:
+    """Describe the attention of a layer."""
+    parts = {
+        f"a window of {layer.window} tokens": layer.window,
+        f"chunks of {layer.chunk} tokens": layer.chunk,
+        "a soft cap": layer.soft_cap,
+        "sinks": layer.has_sinks,
+        "slopes (ALiBi)": layer.has_slopes,
+    }
+    heads = f"{layer.num_heads} heads over {layer.num_kv_heads} of keys and values, of {layer.head_dim} numbers"
+    return ", ".join([heads, *(words for words, there in parts.items() if there)])
+
+
+def _experts(model: ModelConfig) -> str:
+    """Describe the experts, by the names of config.json; "" if it names none."""
+    chosen, experts = (next(filter(None, map(model.values.get, names)), None) for names in (CHOSEN, EXPERTS))
+    return f"{chosen} of {experts} for each token" if chosen and experts else ""
