@@ -23,23 +23,23 @@ class _EachResult(TorchFunctionMode):
 
 
 @contextmanager
-def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Iterator[dict[nn.Module, set[Any]]]:
-    """Find which of the modules count so many rows, and by which functions of torch, within the block.
+def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Iterator[dict[nn.Module, Any]]:
+    """Find which of the modules count so many rows, and by which function of torch, within the block.
 
-    shift: added to what they count. Positions that the model is given shall be far from such counts.
+    shift: added to what each counts first. Positions that the model is given shall be far from such counts.
     """
-    found: dict[nn.Module, set[Any]] = {}
+    found: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
 
     def note(function: Any, made: Any) -> Any:
-        if not running or not isinstance(made, Tensor) or made.shape[-1:] != (num_tokens,):
+        if not running or running[-1] in found or not isinstance(made, Tensor) or made.shape[-1:] != (num_tokens,):
             return made
         if made.numel() != num_tokens or made.dtype == torch.bool or made.is_meta:
             return made
         row = made.flatten().tolist()
         if row[0] not in FIRST_COUNTS or row != [row[0] + i for i in range(num_tokens)]:
             return made
-        found.setdefault(running[-1], set()).add(function)
+        found[running[-1]] = function
         return made + shift
 
     hooks = [
@@ -59,7 +59,7 @@ def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Ite
 
 
 def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> None:
-    """Give the module, where it counts rows by torch.arange, these positions, [rows]; None lets it count."""
+    """Give the module, where it first counts rows by torch.arange, these positions, [rows]; None lets it count."""
     compute = module.forward
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -67,8 +67,11 @@ def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
         if known is None:
             return compute(*args, **options)
 
+        left = [known]
+
         def told(function: Any, made: Any) -> Any:
-            return known.to(made.dtype) if function is torch.arange and made.shape == known.shape else made
+            counts = left and function is torch.arange and made.shape == known.shape
+            return left.pop().to(made.dtype) if counts else made
 
         with _EachResult(told):
             return compute(*args, **options)

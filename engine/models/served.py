@@ -11,24 +11,27 @@ from engine.models.registry import ARCHITECTURES
 #: native by now are served natively unless model_path says otherwise.
 TRANSFORMERS = tuple(
     """
-    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
-    BioGptForCausalLM BitNetForCausalLM BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BartForCausalLM
+    BeamForCausalLM BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM
+    BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM
     Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM
-    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
-    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FlexOlmoForCausalLM FlintForCausalLM
-    GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-    Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
-    HYV3ForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
-    Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
-    MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
-    MixtralForCausalLM ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM
-    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM
-    Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM
-    Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM
-    Starcoder2ForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
+    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM
+    Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM
+    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM
+    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM
+    LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MBartForCausalLM
+    MarianForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
+    Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
+    ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
+    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PLBartForCausalLM PegasusForCausalLM
+    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM WhisperForCausalLM
+    YoutuForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
 )
 
@@ -51,9 +54,9 @@ WITH_IMAGES = tuple(
     Kimi_K25ForConditionalGeneration LightOnOcrForConditionalGeneration Llama4ForConditionalGeneration
     LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
     LlavaOnevisionForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
-    MllamaForConditionalGeneration Molmo2ForConditionalGeneration MuseGlimmerForConditionalGeneration
-    Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration Phi4MultimodalForCausalLM
-    QianfanOCRForConditionalGeneration Qwen2VLForConditionalGeneration
+    MllamaForConditionalGeneration Molmo2ForConditionalGeneration MossTranscribeDiarizeForConditionalGeneration
+    MuseGlimmerForConditionalGeneration Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration
+    Phi4MultimodalForCausalLM QianfanOCRForConditionalGeneration Qwen2VLForConditionalGeneration
     Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
     Qwen3ASRForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration
     Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
@@ -98,7 +101,6 @@ REFUSED = {
         "HYV4ForCausalLM": "HYV3ForCausalLM",
         "InklingForCausalLM": "Qwen3MoeForCausalLM",
     },
-    "attention to tokens that come after (encoders)": {"BertLMHeadModel": "GPT2LMHeadModel"},
 }
 
 RELATED_CHARS = 3  # names that begin alike for so long are of one family

@@ -381,6 +381,18 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     return TransformersModel(model, given, attention, first)
 
 
+def _counting_parts(body: nn.Module, near: Recorded, place: ModelPlace) -> Collection[nn.Module]:
+    """Return the parts that count positions in a body that is not told any. Raises UnsupportedModel if none does."""
+    if all("alibi" in call.options for call in near.calls):
+        return ()  # it has no positions
+    shift = place.max_positions - NUM_RECORDED_TOKENS
+    with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as found:
+        shifted = _record(body, place.device)
+    if near.equals(shifted) or set(found.values()) != {torch.arange}:
+        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+    return found
+
+
 def takes_positions(body: nn.Module) -> bool:
     """Whether the body is told positions."""
     return "position_ids" in inspect.signature(body.forward).parameters
@@ -393,9 +405,7 @@ def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int,
     matter at these alone.
     """
     if not takes_positions(body):
-        if all("alibi" in call.options for call in near.calls):
-            return 0, ()  # it has none
-        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+        return 0, _counting_parts(body, near, place)
     begin = next((n for n in FIRST_COUNTS if near.equals(_record(body, place.device, n))), None)
     if begin is None:
         raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
@@ -407,8 +417,8 @@ def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int,
         shifted = _record(body, place.device, first)
     if not found or shifted.equals(_record(body, place.device, first)):
         return begin, ()
-    for module, functions in found.items():
-        if functions - {torch.arange}:
+    for module, function in found.items():
+        if function is not torch.arange:
             raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
     return begin, found
 

@@ -91,6 +91,8 @@ def compared(folder: Path, names: Mapping[str, str], model_type: str, *, six_mod
     except ConfigError as error:
         return f"{REFUSED}: {error}".replace(f"{folder}/", "")
     except Exception as error:  # noqa: BLE001 - it has no name, which is what is looked for
+        if "allocate memory" in str(error):
+            return f"{NOT_MADE}: {error}"
         return f"{WRONG}: {type(error).__name__}: {error}"
     return f"{WRONG}: {'; '.join(differences)[:300]}" if differences else f"{EXACT}: {way}"
 

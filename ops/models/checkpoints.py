@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from tests.engine.architectures import LATENT, MORE, REFUSED, ROPES, SERVED
+from tests.engine.architectures import HALVES, LATENT, MORE, NO_ENCODER, REFUSED, ROPES, SERVED
 from tests.engine.checkpoints import write_random
 from tests.engine.families import COMMON, rope
 
@@ -42,24 +42,19 @@ def mrope(*sections: int, **parameters: Any) -> dict[str, Any]:
 EMU3 = {"base_channels": 32, "codebook_size": 8, "hidden_size": 64}
 CHAMELEON = {"base_channels": 32, "num_embeddings": 8, "latent_channels": 32, "embed_dim": 32}
 A_PICTURE = {"vocabulary_map": {"<image>": 3}, "image_token_id": 3}
-HALVES = {
-    f"{half}_{name}": size
-    for half in ("encoder", "decoder")
-    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
-}
 INDEXED = {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
-NO_ENCODER = {"is_decoder": True}
+DECODING = """
+big_bird camembert data2vec-text megatron-bert rembert roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl
+xmod
+""".split()  # noqa: SIM905
 
 #: Values beside COMMON and MORE, by model type; a part's by the part's name. None leaves the class its own.
 VALUES: dict[str, dict[str, Any]] = {
     **REFUSED,
     **SERVED,
-    **dict.fromkeys(
-        ("bert", "camembert", "data2vec-text", "ernie", "roberta", "xlm-roberta", "xlm-roberta-xl"), NO_ENCODER
-    ),
+    **dict.fromkeys(DECODING, NO_ENCODER),
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), mrope(2, 2, 2)),
     **dict.fromkeys(("cosmos3_edge", "hunyuan_vl", "paddleocr_vl"), mrope(2, 3, 3)),
-    "blenderbot": HALVES,
     "chameleon": {**A_PICTURE, "vq_config": CHAMELEON},
     "cohere_compass": {"text_config": ROPES},
     "emu3": {**A_PICTURE, "vq_config": EMU3},

@@ -52,6 +52,12 @@ GEMMA4 = {
     "num_experts": None,
     "moe_intermediate_size": None,
 }
+HALVES = {
+    f"{half}_{name}": size
+    for half in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
+}
+NO_ENCODER = {"is_decoder": True}
 ROPES = {"rope_parameters": {"full_attention": rope(theta=2_000.0), "sliding_attention": rope(theta=100.0)}}
 
 
@@ -68,8 +74,10 @@ SERVED: dict[str, dict[str, Any]] = {
     hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama mellum
     mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe
     persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
-    vaultgemma
+    vaultgemma whisper
     """),
+    **dict.fromkeys(("bert", "bert-generation", "electra", "ernie", "roc_bert"), NO_ENCODER),
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), HALVES),
     "axk1": LATENT,
     "cohere_compass_text": ROPES,
     "cwm": {"bos_token_id": 1},
@@ -101,7 +109,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    bert deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
+    deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
     nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
     rwkv xglm zamba
     """),

@@ -49,7 +49,7 @@ class Reference:
         return [self._generate(prompt) for prompt in self.prompts]
 
     def _generate(self, prompt: list[int]) -> list[int]:
-        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.update(eos_token_id=None, forced_eos_token_id=None)
         output = self.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -144,7 +144,7 @@ def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypa
     ("changes", "error", "message"),
     [
         ({"architectures": None}, UnsupportedModel, "none named is no model of transformers .* that generates text"),
-        ({"model_type": "gpt9"}, UnsupportedModel, "GPT2LMHeadModel .* cannot load it: .*gpt9"),
+        ({"model_type": "gpt9"}, UnsupportedModel, "cannot read config.json of this GPT2LMHeadModel: .*gpt9"),
         ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
         ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
