@@ -43,6 +43,7 @@ UNMASKED = "tokenmill_unmasked"  # the same, for classes that want a mask: one o
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 TRACED = torch.bfloat16  # in which all products are known for tensors without values
+TEXT_PART = "model.language_model."  # how the names of its tensors begin
 ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 
@@ -183,17 +184,20 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     try:
         with _quiet_transformers():
             path, more = _source(kind, config, folder, dtype)
-            model, report = kind.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are reported, and refused below
-                output_loading_info=True,
+            options = {
+                "dtype": dtype,
+                "attn_implementation": "eager",
+                "local_files_only": True,
+                "trust_remote_code": False,
+                "use_safetensors": True,
+                "ignore_mismatched_sizes": True,  # they are reported, and refused below
+                "output_loading_info": True,
                 **more,
-            )
+            }
+            try:
+                model, report = kind.from_pretrained(path, **options)
+            except ImportError:  # of what a part for images or sound needs
+                model, report = _read_text(path, options)
     except ConfigError:  # of quantized weights
         raise
     except SafetensorError as error:
@@ -205,6 +209,21 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     _check_filled(folder, report)
     _attend_by(model, PAGED)
     return model
+
+
+def _read_text(path: str | None, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Read the text part alone by its own class. Raises the ImportError that is handled if it has none."""
+    from transformers import AutoModelForCausalLM
+
+    values = options["config"].get_text_config(decoder=True)
+    kind = AutoModelForCausalLM._model_mapping.get(type(values), None)
+    if kind is None:
+        raise
+    options |= {"config": values, "key_mapping": {f"^{TEXT_PART}": "model."}}
+    model, report = kind.from_pretrained(path, **options)
+    of_text = tuple(f"model.{name}." for name, _ in model.base_model.named_children())
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if name.startswith(of_text)]
+    return model, report
 
 
 def _register() -> None:

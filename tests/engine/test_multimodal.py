@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3nConfig, PreTrainedModel
 
 from engine import ConfigError, Engine, UnsupportedModel
 from engine.checkpoint.model_config import read_model_config
 from ops.models.__main__ import compared
 from ops.models.checkpoints import CAUSAL, WITH_IMAGES
-from tests.engine.architectures import small
+from tests.engine.architectures import ArchitectureRuns, small
 from tests.engine.checkpoints import write_random
 from tests.engine.families import COMMON, GEMMA3_LAYERS, rope
 from tests.engine.family_runs import NUM_NEW_TOKENS, prompts, run
@@ -188,6 +188,19 @@ def test_what_is_not_served_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=words):
         Engine(small(folder))
+
+
+def test_the_text_is_served_where_a_part_for_images_cannot_be_made(tmp_path: Path) -> None:
+    """Gemma 3n's wants a package."""
+    reference = ArchitectureRuns(tmp_path, "gemma3n_text").reference
+    assert reference.answers
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file({**named, "model.vision_tower.x": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = Gemma3nConfig(text_config=text, architectures=["Gemma3nForConditionalGeneration"], dtype="float32")
+    whole.save_pretrained(tmp_path)
+    assert run(reference, "whole", block_bytes=1 << 16)[0] == []
 
 
 @pytest.mark.parametrize(
