@@ -216,7 +216,7 @@ def _read_text(path: str | None, options: dict[str, Any]) -> tuple[Any, dict[str
     from transformers import AutoModelForCausalLM
 
     values = options["config"].get_text_config(decoder=True)
-    kind = AutoModelForCausalLM._model_mapping.get(type(values), None)
+    kind: Any = AutoModelForCausalLM._model_mapping.get(type(values), None)
     if kind is None:
         raise
     options |= {"config": values, "key_mapping": {f"^{TEXT_PART}": "model."}}

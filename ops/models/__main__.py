@@ -6,13 +6,11 @@ differ, or something fails without a name.
 """
 
 import logging
-import os
 import resource
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from ops.models.checkpoints import CAUSAL, WITH_IMAGES, make
 from tests.engine.family_runs import BLOCK_SIZE, MODES, NUM_NEW_TOKENS, config_of, prompts, run
 from tests.engine.reference import Reference
 
-MAX_BYTES = 10 << 30  # of memory: some classes cannot be made small
-NOT_MADE, EXACT, REFUSED, WRONG = "not made", "exact", "refused", "WRONG"
+MAX_BYTES = 12 << 30  # of memory: some classes cannot be made small
+NOT_MADE, WRONG = "not made", "WRONG"
 SIX: dict[str, Mapping[str, Any]] = {
     "whole": {},
     "uncached": {"enable_prefix_caching": False},
@@ -37,18 +35,6 @@ SIX: dict[str, Mapping[str, Any]] = {
 }
 
 
-class WholeReference(Reference):
-    """A class of transformers as it is, whichever it is."""
-
-    def __init__(self, folder: Path, kind: Any, asked: list[list[int]]) -> None:
-        super().__init__(folder, asked, num_new_tokens=NUM_NEW_TOKENS, use_cache=False)
-        self._kind = kind
-
-    @cached_property
-    def model(self) -> Any:
-        return self._kind.from_pretrained(self.folder, dtype=torch.float32).eval()
-
-
 def main() -> int:
     """Print a line for each model, and how many came to what."""
     arguments = sys.argv[1:]
@@ -56,7 +42,8 @@ def main() -> int:
     counts = Counter[tuple[str, str]]()
     for title, names in ("causal", CAUSAL), ("with images or sound", WITH_IMAGES):
         for model_type in sorted(chosen & set(names) or (set() if chosen else names)):
-            found = in_a_child(names, model_type, six_modes="--all" in arguments)
+            with tempfile.TemporaryDirectory() as folder:
+                found = compared(Path(folder), names, model_type, six_modes="--all" in arguments)
             counts[title, found.partition(":")[0]] += 1
             print(f"{model_type:26} {names[model_type]:44} {found}", flush=True)
     for (title, found), number in sorted(counts.items()):
@@ -64,62 +51,49 @@ def main() -> int:
     return int(any(found == WRONG for _, found in counts))
 
 
-def in_a_child(names: Mapping[str, str], model_type: str, *, six_modes: bool) -> str:
-    """Return what came of one model, whose memory ends with a process of its own."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-        with tempfile.TemporaryDirectory() as folder:
-            os.write(writer, compared(Path(folder), names, model_type, six_modes=six_modes).encode()[:4000])
-        os._exit(0)
-    os.close(writer)
-    with open(reader, encoding="utf-8") as answer:
-        found = answer.read()
-    os.waitpid(child, 0)
-    return found or f"{NOT_MADE}: its process died"
-
-
 def compared(folder: Path, names: Mapping[str, str], model_type: str, *, six_modes: bool) -> str:
-    """Say what comes of one model: EXACT or another of the words, and after a colon the reason."""
+    """Say what comes of one model: "exact" or another of the words, and after a colon the reason."""
     try:
         kind = make(folder, names, model_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the next model has its turn
         return f"{NOT_MADE}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     try:
-        way, differences = differences_of(WholeReference(folder, kind, prompts()), six_modes=six_modes)
+        way, differences = differences_of(reference_of(folder, kind), six_modes=six_modes)
     except ConfigError as error:
-        return f"{REFUSED}: {error}".replace(f"{folder}/", "")
+        return f"refused: {error}".replace(f"{folder}/", "")
     except Exception as error:  # noqa: BLE001 - it has no name, which is what is looked for
-        if "allocate memory" in str(error):
-            return f"{NOT_MADE}: {error}"
-        return f"{WRONG}: {type(error).__name__}: {error}"
-    return f"{WRONG}: {'; '.join(differences)[:300]}" if differences else f"{EXACT}: {way}"
+        found = NOT_MADE if "allocate memory" in str(error) else WRONG
+        return f"{found}: {type(error).__name__}: {error}"
+    return f"{WRONG}: {'; '.join(differences)[:300]}" if differences else f"exact: {way}"
 
 
-def differences_of(reference: WholeReference, *, six_modes: bool) -> tuple[str, list[str]]:
+def reference_of(folder: Path, kind: Any, asked: list[list[int]] | None = None) -> Reference:
+    """A class of transformers as it is, whichever it is."""
+    return Reference(folder, asked or prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False, kind=kind)
+
+
+def differences_of(reference: Reference, *, six_modes: bool) -> tuple[str, list[str]]:
     """Return how it is served, and the differences from transformers in each mode."""
     with Engine(config_of(reference.folder, "whole", block_bytes=1 << 16)) as built:
         runner = built._open_runner()
         assert isinstance(runner, ModelRunner)
-        model = runner.model
-        way = "natively" if type(model).__name__.startswith("Decoder") else "through transformers"
-        size = block_bytes(model.attention_layers, BLOCK_SIZE, torch.float32)
-    settings = SIX if six_modes else {"all": MODES["all"]}
+        way = "natively" if type(runner.model).__name__.startswith("Decoder") else "through transformers"
+        size = block_bytes(runner.model.attention_layers, BLOCK_SIZE, torch.float32)
     found = [
         f"{mode}: {difference}"
-        for mode, changes in settings.items()
+        for mode, changes in (SIX if six_modes else {"all": MODES["all"]}).items()
         for difference in run(reference, "whole", block_bytes=size, **changes)[0][:1]
     ]
     if six_modes:
         shorter = [prompt[: 1 + len(prompt) // (2 + i % 3)] for i, prompt in enumerate(prompts()[::-1])]
-        others = WholeReference(reference.folder, reference._kind, shorter)
+        others = reference_of(reference.folder, reference.kind, shorter)
         found += [f"other lengths: {each}" for each in run(others, "whole", block_bytes=size)[0][:1]]
     return way, found
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     torch.set_num_threads(1)
     hf_logging: Any = logging_of_transformers
     hf_logging.set_verbosity_error()

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.engine.architectures import HALVES, LATENT, MORE, NO_ENCODER, REFUSED, ROPES, SERVED
 from tests.engine.checkpoints import write_random
-from tests.engine.families import COMMON, rope
+from tests.engine.families import COMMON, GEMMA3_LAYERS, rope
 
 #: Model type -> class. Of those that read more than text, the text alone is asked for.
 CAUSAL: Mapping[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,10 +42,9 @@ def mrope(*sections: int, **parameters: Any) -> dict[str, Any]:
 EMU3 = {"base_channels": 32, "codebook_size": 8, "hidden_size": 64}
 CHAMELEON = {"base_channels": 32, "num_embeddings": 8, "latent_channels": 32, "embed_dim": 32}
 A_PICTURE = {"vocabulary_map": {"<image>": 3}, "image_token_id": 3}
-INDEXED = {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
+INDEXED = {"layer_types": ["minimax_m3_sparse"] * 3, "index_n_heads": 2}
 DECODING = """
 big_bird camembert data2vec-text megatron-bert rembert roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl
-xmod
 """.split()  # noqa: SIM905
 
 #: Values beside COMMON and MORE, by model type; a part's by the part's name. None leaves the class its own.
@@ -61,6 +60,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},
     "gemma4": {"text_config": SERVED["gemma4_text"]},
     "gemma4_unified": {"text_config": {**SERVED["gemma4_unified_text"], "use_bidirectional_attention": "vision"}},
+    "gemma3": {"text_config": {**GEMMA3_LAYERS, "query_pre_attn_scalar": 24}, "mm_tokens_per_image": 4},
     "glm4v_moe": mrope(1, 1, 1, partial_rotary_factor=0.5),
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
     "kimi_k25": {"text_config": LATENT},
@@ -68,6 +68,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"text_config": REFUSED["lfm2"]},
     "minimax_m3_vl": {"text_config": INDEXED},
     "minimax_m3_vl_text": INDEXED,
+    "llama4": {"text_config": SERVED["llama4_text"]},
     "mistral4": LATENT,
     "molmo2": {"vision_config": {"image_size": [28, 28]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "prophetnet": {**HALVES, **NO_ENCODER, "num_decoder_layers": 2, "num_hidden_layers": None},

@@ -3,6 +3,7 @@
 import random
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -34,14 +35,15 @@ class Reference:
         *,
         num_new_tokens: int = NUM_NEW_TOKENS,
         use_cache: bool = True,
+        kind: Any = AutoModelForCausalLM,
     ) -> None:
-        self.folder = folder
+        self.folder, self.kind = folder, kind
         self.prompts = prompts or mixed_prompts(seed=len(folder.name))
         self._num_new_tokens, self._use_cache = num_new_tokens, use_cache
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        return self.kind.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     @cached_property
     def answers(self) -> list[list[int]]:

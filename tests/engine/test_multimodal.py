@@ -2,86 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3nConfig, PreTrainedModel
+from transformers import Gemma3nConfig
 
 from engine import ConfigError, Engine, UnsupportedModel
 from engine.checkpoint.model_config import read_model_config
-from ops.models.__main__ import compared
-from ops.models.checkpoints import CAUSAL, WITH_IMAGES
+from ops.models.__main__ import compared, reference_of
+from ops.models.checkpoints import CAUSAL, WITH_IMAGES, make
 from tests.engine.architectures import ArchitectureRuns, small
-from tests.engine.checkpoints import write_random
-from tests.engine.families import COMMON, GEMMA3_LAYERS, rope
-from tests.engine.family_runs import NUM_NEW_TOKENS, prompts, run
+from tests.engine.family_runs import run
 from tests.engine.reference import Reference
-
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-PIXELS = {**VISION, "image_size": 28, "patch_size": 14}
-BLOCKS = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 48}
-TEXT = {key: COMMON[key] for key in COMMON if key not in ("dtype", "tie_word_embeddings")}
-NO_HEAD_DIM = {key: TEXT[key] for key in TEXT if key != "head_dim"}
-
-
-@dataclass(frozen=True)
-class Multimodal:
-    """A checkpoint of transformers' `model_type`. text, vision, outer: values of its configurations."""
-
-    name: str
-    model_type: str
-    text: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    outer: Mapping[str, Any] = field(default_factory=dict)
-
-
-MODELS = [
-    Multimodal(
-        "gemma3",
-        "gemma3",
-        {**TEXT, **GEMMA3_LAYERS, "sliding_window": 20, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
-        PIXELS,
-        {"mm_tokens_per_image": 4, "tie_word_embeddings": False},
-    ),
-    Multimodal(  # through transformers' own model; the others natively
-        "llama4",
-        "llama4",
-        {
-            **TEXT,
-            "num_hidden_layers": 4,
-            "rope_parameters": rope(),
-            "intermediate_size_mlp": 96,
-            "interleave_moe_layer_step": 2,
-            "num_local_experts": 4,
-            "attention_chunk_size": 24,
-        },
-        {**PIXELS, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
-    ),
-    Multimodal(
-        "mistral3",
-        "mistral3",
-        {**TEXT, "model_type": "mistral", "sliding_window": None},
-        {**PIXELS, "model_type": "pixtral"},
-        {"tie_word_embeddings": False},
-    ),
-    Multimodal("qwen2_5_vl", "qwen2_5_vl", {**NO_HEAD_DIM, "rope_parameters": rope(mrope_section=[2, 2, 2])}, BLOCKS),
-]
-BY_NAME = {model.name: model for model in MODELS}
-
-
-def make_multimodal(folder: Path, model: Multimodal) -> Path:
-    """Write a random float32 checkpoint with its tokenizer, as transformers 5 saves it; return its folder."""
-    torch.manual_seed(len(model.name))
-    config = AutoConfig.for_model(
-        model.model_type, text_config=dict(model.text), vision_config=dict(model.vision), **model.outer
-    )
-    return write_random(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), folder)
 
 
 def write_in_the_other_layout(folder: Path) -> None:
@@ -131,25 +67,19 @@ def write_as_the_hub_has_gemma3(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-class MultimodalReference(Reference):
+def make_reference(folder: Path, name: str) -> Reference:
     """transformers' whole model, given text alone."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False)
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
+    return reference_of(folder, make(folder, WITH_IMAGES, name))
 
 
 @pytest.fixture(
     params=["gemma3", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "mistral3"))]
 )
-def reference(request: pytest.FixtureRequest, tmp_path: Path) -> MultimodalReference:
-    return MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[request.param]))
+def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Reference:
+    return make_reference(tmp_path / "model", request.param)
 
 
-def test_greedy_tokens_equal_the_whole_models(reference: MultimodalReference) -> None:
+def test_greedy_tokens_equal_the_whole_models(reference: Reference) -> None:
     """As transformers 5 saves it, in the other layout, and read as one where the head is tied by mistake."""
     assert run(reference)[0] == []
     if not read_model_config(reference.folder).architecture.endswith("ForCausalLM"):
@@ -165,7 +95,7 @@ def test_greedy_tokens_equal_the_whole_models(reference: MultimodalReference) ->
     ("name", "rewrite"), [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)]
 )
 def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callable[[Path], None]) -> None:
-    reference = MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[name]))
+    reference = make_reference(tmp_path / "model", name)
     assert reference.answers
     rewrite(reference.folder)
     assert run(reference, "whole")[0] == []
@@ -183,7 +113,8 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
 def test_what_is_not_served_is_refused_by_name(
     tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
+    folder = tmp_path / "model"
+    make(folder, WITH_IMAGES, "mistral3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=words):
