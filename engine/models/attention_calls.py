@@ -131,14 +131,15 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
     max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
     """
-    said = {name for name, value in call.options.items() if value is not None and value is not False}
-    if unknown := said - BUILT - IDLE - {"is_causal"}:
-        raise UnsupportedModel(f"its attention takes {', '.join(sorted(unknown))}, which is not built")
+    _refuse_unbuilt(call)
     if call.options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
         raise UnsupportedModel("its attention is not causal")
     sinks = call.options.get("s_aux")
     if sinks is not None and sinks.shape != call.query.shape[1:2]:
         raise UnsupportedModel(f"its sinks are of shape {list(sinks.shape)}; one for each head is built")
+    bias = call.options.get("alibi")
+    if bias is not None and bias.numel() != call.query.shape[1] * bias.shape[-1]:
+        raise UnsupportedModel(f"its bias is of shape {list(bias.shape)}; a slope for each head is built")
     head_dim = call.query.shape[-1]
     window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
     return AttentionFeatures(
@@ -150,8 +151,14 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
         chunk=chunk,
         soft_cap=call.options.get("softcap"),
         has_sinks=sinks is not None,
-        has_slopes=call.options.get("alibi") is not None,
+        has_slopes=bias is not None,
     )
+
+
+def _refuse_unbuilt(call: AttentionCall) -> None:
+    said = {name for name, value in call.options.items() if value is not None and value is not False}
+    if unknown := said - BUILT - IDLE - {"is_causal"}:
+        raise UnsupportedModel(f"its attention takes {', '.join(sorted(unknown))}, which is not built")
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
@@ -216,6 +223,7 @@ class PagedAttention:
         index, self._next = self._next, self._next + 1
         if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:
             raise UnsupportedModel("its layers attend in another order than when the model was loaded")
+        _refuse_unbuilt(call)  # some options come with long sequences alone
         batch, cache = self._pass
         features, layer_cache = self.features[index], cache.layers[index]
         head_dim = features.head_dim

@@ -53,11 +53,14 @@ GEMMA4 = {
     "moe_intermediate_size": None,
 }
 HALVES = {
-    f"{half}_{name}": size
-    for half in ("encoder", "decoder")
-    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
+    "init_std": 1.5,
+    **{
+        f"{half}_{name}": size
+        for half in ("encoder", "decoder")
+        for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
+    },
 }
-NO_ENCODER = {"is_decoder": True}
+NO_ENCODER = {"is_decoder": True, "initializer_range": 1.5}
 ROPES = {"rope_parameters": {"full_attention": rope(theta=2_000.0), "sliding_attention": rope(theta=100.0)}}
 
 
@@ -74,10 +77,10 @@ SERVED: dict[str, dict[str, Any]] = {
     hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama mellum
     mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe
     persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
-    vaultgemma whisper
+    vaultgemma
     """),
-    **dict.fromkeys(("bert", "bert-generation", "electra", "ernie", "roc_bert"), NO_ENCODER),
-    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), HALVES),
+    **dict.fromkeys(("bert", "bert-generation", "ernie", "roc_bert"), NO_ENCODER),
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "whisper"), HALVES),
     "axk1": LATENT,
     "cohere_compass_text": ROPES,
     "cwm": {"bos_token_id": 1},
@@ -85,6 +88,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "falcon": {"head_dim": None, "alibi": True},
+    "electra": {**NO_ENCODER, "embedding_size": 48},
     "gemma2": {"attn_logit_softcapping": 5.0},
     "gemma3n_text": {
         "num_hidden_layers": 5,
@@ -103,6 +107,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
     "modernbert-decoder": {"bos_token_id": 1},
+    "plbart": {**HALVES, "scale_embedding": False},
     "opt": {"word_embed_proj_dim": 48, "init_std": 0.2},
     "stablelm": {"hidden_size": 64},
     "youtu": LATENT,
