@@ -5,11 +5,14 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from torch import Tensor
+from transformers.models.llama4 import modeling_llama4
 
 import engine.models.attention_calls
 import engine.models.transformers_model
@@ -31,8 +34,9 @@ from tests.engine.architectures import (
     small,
 )
 from tests.engine.families import COMMON, Family
-from tests.engine.family_runs import NUM_NEW_TOKENS
+from tests.engine.family_runs import NUM_NEW_TOKENS, run
 from tests.engine.graphs import simulate_graphs
+from tests.engine.reference import Reference
 
 #: Each for something that the others lack: slopes in place of positions, values narrower than keys, a soft cap with
 #: windows, other names in config.json, chunks, a window that the mask alone tells of.
@@ -122,6 +126,24 @@ def test_a_model_on_no_list_is_refused_by_name(
     folder = make_architecture(tmp_path / "model", name)
     with pytest.raises(UnsupportedModel, match=f"{class_name(name)} .*{reason}"):
         Engine(small(folder))
+
+
+def test_a_count_that_matters_only_far_from_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond any probe's length: one by torch.arange is told positions, another refuses the model."""
+    folder = make_architecture(tmp_path / "model", "llama4_text", floor_scale=200, attention_chunk_size=64)
+    asked = [[7 * i % 500 + 3 for i in range(length)] for length in (290, 12, 240)]
+    reference = Reference(folder, asked, num_new_tokens=NUM_NEW_TOKENS, use_cache=False)
+    assert run(reference, "chunks", max_model_len=400)[0] == []
+
+    def cumsum(*ends: int, **options: Any) -> Tensor:
+        return torch.arange(*ends, **options) if len(ends) > 1 else torch.ones(ends[0], dtype=torch.long).cumsum(0) - 1
+
+    counting = ModuleType("torch")
+    vars(counting).update(vars(torch), arange=cumsum)
+    monkeypatch.setattr(modeling_llama4, "torch", counting)
+    Engine(small(folder, max_model_len=170)).close()
+    with pytest.raises(UnsupportedModel, match="Llama4TextAttention counts tokens by itself"):
+        Engine(small(folder, max_model_len=400))
 
 
 def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
