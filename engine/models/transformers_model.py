@@ -239,7 +239,7 @@ def _register() -> None:
 
 def _values_for(kind: Any, folder: Path) -> Any:
     """Return the configuration for a class of transformers. Raises UnsupportedModel unless config.json is its."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     try:
         values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -248,7 +248,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
         words = " ".join(str(error).split())
         problem = f"transformers cannot read config.json of this {kind.__name__}: {words}"
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
-    if isinstance(values, kind.config_class) or AutoModelForCausalLM._model_mapping.get(type(values), None) is kind:
+    known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
+    if isinstance(values, kind.config_class) or any(each.get(type(values), None) is kind for each in known):
         return values
     if isinstance(text, kind.config_class):
         return text  # of a whole model, for its text part's class
@@ -291,7 +292,9 @@ def _drop_other_parts(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PreTrainedModel) and type(module.config) not in about_text:
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, nn.Module())
+            absent: Any = nn.Module()
+            absent.device, absent.dtype = module.device, module.dtype  # for which it is still asked
+            setattr(model.get_submodule(parent), last, absent)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ VALUES: dict[str, dict[str, Any]] = {
     **REFUSED,
     **SERVED,
     **dict.fromkeys(DECODING, NO_ENCODER),
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), mrope(2, 2, 2)),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "qwen2_5_vl", "qwen2_vl"), mrope(2, 2, 2)),
     **dict.fromkeys(("cosmos3_edge", "hunyuan_vl", "paddleocr_vl"), mrope(2, 3, 3)),
     "chameleon": {**A_PICTURE, "vq_config": CHAMELEON},
     "cohere_compass": {"text_config": ROPES},
@@ -74,12 +74,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "prophetnet": {**HALVES, **NO_ENCODER, "num_decoder_layers": 2, "num_hidden_layers": None},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 509},
     "reformer": {**NO_ENCODER, "axial_pos_embds": False},
+    "qwen2_5_omni_thinker": {**mrope(2, 2, 2), "vision_start_token_id": 509},
     "qwen3_asr": {"text_config": {"eos_token_id": 2}, "eos_token_id": 2},
     "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
     "xlnet": {"d_model": 48, "n_layer": 2, "n_head": 4, "d_inner": 96, "max_position_embeddings": None},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 3},
 }
-VALUES["qwen2_5_omni_thinker"] = {**VALUES["qwen2_5_omni_thinker"], "vision_start_token_id": 509}
 
 
 def make(folder: Path, names: Mapping[str, str], model_type: str) -> Any:
