@@ -51,7 +51,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     if path.decoder is None:
         class_of(model.whole or model.architecture)
     dtype = served_dtype(config.dtype, model.dtype, config.device).name
-    yield "model", f"{model.whole or model.architecture} {path}, in {dtype}{_not_compared(model, path)}"
+    way = "through transformers" if path.decoder is None else "natively"
+    yield "model", f"{model.whole or model.architecture} runs {way}, in {dtype}{_not_compared(model, path)}"
     open_tokenizer(folder)
     yield "text", f"{model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
     entries = whole_weights(folder)
