@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,6 +36,9 @@ from engine.models.linear_plan import pack_linears, split_by_plan
 from engine.models.own_positions import counting_modules, tell_positions
 from engine.models.served import nearest
 
+if TYPE_CHECKING:
+    from engine.models.mixers import Mixers
+
 PAGED = "tokenmill"  # our attention's name among transformers'
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 OWN = "eager"  # transformers' plainest
@@ -49,20 +52,24 @@ class TransformersModel(CausalModel):
     probe_lengths = (150, 40)  # some architectures compress what lies 128 tokens back
     may_wait = True
 
-    def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:
+    def __init__(
+        self, model: Any, body: nn.Module, attention: PagedAttention, mixers: "Mixers | None", hidden_size: int
+    ) -> None:
         """Keep the model, and the body that makes hidden states and gives back `inputs_embeds` unchanged."""
         super().__init__()
         self.model, self.hidden_size = model, hidden_size
         self.vocab_size = model.config.vocab_size
         self._body = [body]  # in a list, so that its weights are not counted twice
-        self._attention = attention
+        self._attention, self._mixers = attention, mixers
         self.attention_layers = attention.features
+        self.states = () if mixers is None else mixers.states
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
+        states = {} if self._mixers is None else self._mixers.begin(batch.states, cache.states)
         ids, positions = batch.token_ids[None], batch.positions[None]
-        output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False)
+        output = self._body[0](input_ids=ids, position_ids=positions, use_cache=False, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -74,6 +81,8 @@ class TransformersModel(CausalModel):
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache."""
         self._attention.end()
+        if self._mixers is not None:
+            self._mixers.end()
         with _attending(self.model, OWN):
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
@@ -239,7 +248,8 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     """Find the layers' attention by a forward pass, and take its place."""
     with counting_modules(model, NUM_RECORDED_TOKENS) as counting:
         calls, called, bodies = _record(model, place.device)
-    if len(calls) < config.num_layers:
+    mixers = _find_mixers(model, place)
+    if mixers is None and len(calls) < config.num_layers:
         raise UnsupportedModel(
             f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
             "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
@@ -248,7 +258,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if not bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
     body, output = bodies[-1]  # the outermost ends last
-    if "position_ids" not in inspect.signature(body.forward).parameters:
+    if calls and "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
     attention = PagedAttention(calls, place.backend, place.max_positions, place.dtype)
     for module in counting & {call.module for call in calls}:
@@ -264,13 +274,37 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     body.forward = forward
     if model(inputs_embeds=output.last_hidden_state, use_cache=False).logits is None:
         raise UnsupportedModel("it makes no logits of hidden states alone")
-    return TransformersModel(model, body, attention, output.last_hidden_state.shape[-1])
+    return TransformersModel(model, body, attention, mixers, output.last_hidden_state.shape[-1])
+
+
+def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
+    """Find the layers with a state of their own by a forward pass with a cache for them, and wrap them."""
+    from engine.models.mixers import ARGUMENTS, Mixers, StateCache
+
+    argument = next((name for name in ARGUMENTS if name in inspect.signature(model.forward).parameters), None)
+    cache = StateCache()
+    try:
+        with cache.recording(model):
+            _record(model, place.device, **({} if argument is None else {argument: cache}))
+    except UnsupportedModel:  # a model that takes no such cache
+        return None
+    if argument is None or not cache.mixers:
+        return None
+    if place.tp.size > 1:
+        raise UnsupportedModel(
+            f"tensor_parallel_size={place.tp.size}: it keeps states beside the KV cache, which no rank divides; "
+            "set tensor_parallel_size=1"
+        )
+    return Mixers(cache, argument)
 
 
 def _record(
-    model: Any, device: torch.device
+    model: Any, device: torch.device, **options: Any
 ) -> tuple[list[AttentionCall], set[nn.Module], list[tuple[nn.Module, Any]]]:
-    """Run the model once without attention; return its attention calls, called modules, and hidden states of these."""
+    """Run the model once without attention; return its attention calls, called modules, and hidden states of these.
+
+    options: of its forward pass.
+    """
     calls: list[AttentionCall] = []
     called: set[nn.Module] = set()
     bodies: list[tuple[nn.Module, Any]] = []
@@ -291,7 +325,7 @@ def _record(
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     try:
         with _attending(model, RECORDED):
-            model(input_ids=tokens, use_cache=False)
+            model(input_ids=tokens, use_cache=False, **options)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever the model makes of another attention

@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
+from engine.run.forward.runner import StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,23 @@ def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
             f"kv_cache_bytes={config.kv_cache_bytes} on each rank is more than the {most} bytes left of {owner}; "
             "lower it, or leave it out"
         )
+
+
+def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows:
+    """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
+
+    row_bytes: of one.  most, default: bytes that KV pool and states may take together, and take if nothing is said.
+    """
+    wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
+    kv_bytes = default // 2 if config.kv_cache_bytes is None else config.kv_cache_bytes
+    num_rows = min(wanted, min(default, most - kv_bytes) // row_bytes)
+    if num_rows < 1:
+        raise ConfigError(
+            f"the state of one sequence takes {row_bytes} bytes beside the KV pool, more than is left; lower "
+            "kv_cache_bytes, or raise memory_utilization (or free memory)"
+        )
+    num_seqs = min(config.max_num_seqs, -(-num_rows // 2) if config.enable_prefix_caching else num_rows)
+    return StateRows(num_seqs, num_rows - num_seqs)
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
