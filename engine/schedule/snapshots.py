@@ -23,7 +23,8 @@ class Snapshots:
     """Hands out the rows of snapshots, found by the content of the last block before them."""
 
     def __init__(self, first_row: int, num_rows: int) -> None:
-        self._free = list(range(first_row + num_rows - 1, first_row - 1, -1))
+        self.rows = range(first_row, first_row + num_rows)
+        self._free = list(reversed(self.rows))
         self._rows: OrderedDict[int, int] = OrderedDict()  # by content id, least recently used first
 
     def __contains__(self, content_id: int) -> bool:

@@ -10,6 +10,10 @@ from engine.schedule.sequence import Sequence
 
 def check_accounting(scheduler: Scheduler) -> None:
     check_blocks(scheduler.blocks, scheduler.running)
+    snapshots = scheduler.blocks.snapshots
+    if snapshots is not None:
+        rows = sorted([*snapshots._free, *snapshots._rows.values()])
+        assert rows == list(snapshots.rows), "a snapshot is lost, or has two owners"
 
 
 def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
