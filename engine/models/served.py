@@ -12,21 +12,26 @@ from engine.models.registry import ARCHITECTURES
 #: native by now are served natively unless model_path says otherwise.
 TRANSFORMERS = tuple(
     """
-    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
-    BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM
-    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM
-    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
-    Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
-    Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
-    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
-    Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
-    MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
-    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
-    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM
-    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
+    BailingHybridForCausalLM BambaForCausalLM BeamForCausalLM BioGptForCausalLM BitNetForCausalLM
+    CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FalconH1ForCausalLM FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel
+    GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM
+    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
+    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
+    HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+    Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM
+    LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM
+    LlamaForCausalLM LongcatFlashForCausalLM Mamba2ForCausalLM MambaForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
+    MinistralForCausalLM MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
+    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM OPTForCausalLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PersimmonForCausalLM
+    Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
     SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
     VaultGemmaForCausalLM YoutuForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
@@ -35,25 +40,11 @@ TRANSFORMERS = tuple(
 
 #: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
-    "layers with a state outside the KV cache (Mamba, linear attention, convolutions)": {
-        "BambaForCausalLM": "GraniteForCausalLM",
-        "FalconH1ForCausalLM": "LlamaForCausalLM",
-        "FalconMambaForCausalLM": "LlamaForCausalLM",
-        "GraniteMoeHybridForCausalLM": "GraniteMoeForCausalLM",
-        "JambaForCausalLM": "MixtralForCausalLM",
-        "KimiLinearForCausalLM": "DeepseekV3ForCausalLM",
-        "Lfm2ForCausalLM": "SmolLM3ForCausalLM",
-        "Mamba2ForCausalLM": "LlamaForCausalLM",
-        "MambaForCausalLM": "LlamaForCausalLM",
+    "a state that transformers keeps outside its cache, or a scan that begins at none": {
         "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
-        "NemotronHForCausalLM": "NemotronForCausalLM",
-        "OlmoHybridForCausalLM": "Olmo3ForCausalLM",
-        "Qwen3NextForCausalLM": "Qwen3MoeForCausalLM",
-        "Qwen3_5ForCausalLM": "Qwen3ForCausalLM",
-        "Qwen3_5MoeForCausalLM": "Qwen3MoeForCausalLM",
         "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
-        "RwkvForCausalLM": "LlamaForCausalLM",
-        "ZambaForCausalLM": "LlamaForCausalLM",
+        "RwkvForCausalLM": "Mamba2ForCausalLM",
+        "ZambaForCausalLM": "BambaForCausalLM",
     },
     "an attention of its own, which no other can take the place of": {
         "BloomForCausalLM": "GPTNeoXForCausalLM",

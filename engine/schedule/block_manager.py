@@ -215,10 +215,12 @@ class BlockManager:
         assert self.snapshots is not None
         while seq.state_cuts and seq.state_cuts[0] <= num_tokens:
             end = seq.state_cuts.pop(0)
-            if end > seq.num_published_blocks * self.block_size:
+            last = end // self.block_size - 1
+            if last >= seq.num_published_blocks:
                 continue  # nobody else may have these blocks
-            content_id = self._content_id(seq.block_table[end // self.block_size - 1])
-            if content_id in self.snapshots or (row := self.snapshots.take(content_id)) == NO_ROW:
+            content_id = self._content_id(seq.block_table[last])
+            is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
+            if not is_found or content_id in self.snapshots or (row := self.snapshots.take(content_id)) == NO_ROW:
                 continue
             moves.saves.setdefault(seq, []).append((end, row))
             moves.kept.append(content_id)
@@ -363,12 +365,17 @@ class BlockManager:
                 self._free.move_to_end(block.block_id, last=False)
 
     def _forget(self, block: Block) -> None:
-        if block.hash is not None:
-            del self._by_hash[block.hash]
-            if self.snapshots is not None:
-                self.snapshots.drop([self._content_id(block.block_id)])
+        self._hide(block)
         self._unlist(block)
         block.forget()
+
+    def _hide(self, block: Block) -> None:
+        """Let nobody find the block any more, nor the state behind it."""
+        if block.hash is not None:
+            del self._by_hash[block.hash]
+            block.hash = None
+            if self.snapshots is not None:
+                self.snapshots.drop([self._content_id(block.block_id)])
 
     def _unlist(self, block: Block) -> None:
         if block.is_listed:
@@ -384,7 +391,7 @@ class BlockManager:
             block.content_id = owner.content_id
         else:
             if owner is not None:
-                owner.hash = None
+                self._hide(owner)
             block.content_id, block.hash = next(self._content_ids), key.hash
             self._by_hash[key.hash] = block
         assert block.content_id is not None
