@@ -6,6 +6,7 @@ sequence by sequence, with transformers' own cache layer, filled from the pool o
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.errors import UnsupportedModel
 MAX_STATES = 4  # convolutions of one layer
 KINDS = ("conv_states", "recurrent_states")
 ARGUMENTS = ("past_key_values", "cache_params")  # a body's names of its cache
+WITH_HEADS = 4  # dimensions of a state of Mamba-1 with heads
 SCAN = "mamba_selective_scan"  # transformers' function, which begins at no state
 
 
@@ -62,6 +64,13 @@ class StateCache(Cache):
     def update_recurrent_state(self, *args: Any, **options: Any) -> Tensor:
         self._note()
         return super().update_recurrent_state(*args, **options)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # MiniMax asks so
+        self._note()
+        return self.layers[layer_idx].recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.layers[layer_idx].recurrent_states[0] = linear_cache
 
     def _note(self) -> None:
         if self._running:
@@ -195,7 +204,8 @@ class _Rows:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._whole: list[Any] = []
+        self._wholes: dict[int, Tensor] = {}  # by place in the output
+        self._last: list[Any] = []
         self._form: Any = None
 
     def cut(self, given: Any, start: int, end: int, *, by_row: bool = False) -> Any:
@@ -211,26 +221,24 @@ class _Rows:
 
     def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
         """Put the output of `cut` rows to their places."""
-        values, self._form = tree_flatten(output)
+        self._last, self._form = tree_flatten(output)
         shape = (end - start, 1) if by_row else (1, end - start)
-        if not self._whole:
-            self._whole = [
-                x.new_empty(1, self._num_rows, *x.shape[2:]) if isinstance(x, Tensor) and x.shape[:2] == shape else x
-                for x in values
-            ]
-        for whole, x in zip(self._whole, values, strict=True):
+        for place, x in enumerate(self._last):
             if isinstance(x, Tensor) and x.shape[:2] == shape:
-                whole[:, start:end] = x.transpose(0, 1) if by_row else x
+                whole = self._wholes.setdefault(place, x.new_empty(1, self._num_rows, *x.shape[2:]))
+                if whole.shape[2:] == x.shape[2:]:  # else it had that shape by chance
+                    whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output of all rows."""
-        return tree_unflatten(self._whole, self._form)
+        """Return the output of all rows, with what else the last part gave."""
+        return tree_unflatten([self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form)
 
 
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
     outer = mixer.forward
     own = getattr(type(mixer).forward, "__wrapped__", type(mixer).forward)
+    calls = count()  # one for each head
     scan_of_model = own.__globals__.get(SCAN)
     if scan_of_model is None:
         return outer
@@ -238,7 +246,11 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     def scan(*args: Any, **options: Any) -> Any:
         states = (layer.recurrent_states[0] for layer in cache.layers.values())
         before = next((state for state in states if state is not None), None)
-        return scan_of_model(*args, **options) if before is None else scan_from(before, *args, **options)
+        if before is None:
+            return scan_of_model(*args, **options)
+        if before.ndim == WITH_HEADS:
+            before = before[:, next(calls) % before.shape[1]]
+        return scan_from(before, *args, **options)
 
     changed = FunctionType(own.__code__, {**own.__globals__, SCAN: scan}, own.__name__, own.__defaults__)
     changed.__kwdefaults__ = own.__kwdefaults__

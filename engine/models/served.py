@@ -26,25 +26,24 @@ TRANSFORMERS = tuple(
     Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM
     LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM
     LlamaForCausalLM LongcatFlashForCausalLM Mamba2ForCausalLM MambaForCausalLM MellumForCausalLM
-    MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
-    MinistralForCausalLM MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
-    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM OPTForCausalLM Olmo2ForCausalLM
-    Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PersimmonForCausalLM
-    Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
-    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
-    SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    VaultGemmaForCausalLM YoutuForCausalLM
+    MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
+    Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
+    ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM
+    OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM
+    StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM YoutuForCausalLM Zamba2ForCausalLM
+    ZambaForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
 )
 
 
 #: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
-    "a state that transformers keeps outside its cache, or a scan that begins at none": {
-        "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
+    "a state that transformers keeps outside its cache": {
         "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
         "RwkvForCausalLM": "Mamba2ForCausalLM",
-        "ZambaForCausalLM": "BambaForCausalLM",
     },
     "an attention of its own, which no other can take the place of": {
         "BloomForCausalLM": "GPTNeoXForCausalLM",

@@ -108,16 +108,22 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 32,
     },
+    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 32},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,
+    "zamba": {"mamba_dt_rank": 4, "mamba_d_state": 16, "attn_layer_offset": 1, "attn_layer_period": 3},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "mamba_d_state": 16,
+        "chunk_size": 32,
+    },
 }
 SERVED |= WITH_STATES
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    bert bloom deepseek_v32 doge glm_moe_dsa hy_v4 inkling_text minimax mpt openai-gpt recurrent_gemma roberta
-    rwkv xglm zamba
+    bert bloom deepseek_v32 doge glm_moe_dsa hy_v4 inkling_text mpt openai-gpt recurrent_gemma roberta rwkv xglm
     """),
     "codegen": {"rotary_dim": 8},
     "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},

@@ -254,10 +254,12 @@ class ModelRunner:
         self.cache = self._make_cache(probe.num_blocks, NUM_PLACES)
         try:
             problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
-        except torch.OutOfMemoryError:
-            raise
-        except (UnsupportedModel, RuntimeError) as error:
+        except UnsupportedModel as error:
             problem = f"does not run through transformers: {error}"
+        except Exception as error:
+            if not self.model.may_wait or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
+                raise
+            problem = f"does not run through transformers: it raises {type(error).__name__}: {error}"
         del self.cache
         if not problem or self._tp.rank != 0:  # the others hold a part of the logits
             return
