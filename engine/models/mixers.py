@@ -43,6 +43,9 @@ class StateCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
+    def update_indexer(self, *_: Any, **__: Any) -> Tensor:
+        raise UnsupportedModel("its attention is to tokens that an index chooses, which is not built")
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 

@@ -61,6 +61,7 @@ REFUSED = {
         "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
         "HYV4ForCausalLM": "HYV3ForCausalLM",
         "InklingForCausalLM": "Qwen3MoeForCausalLM",
+        "Qwen4ExpForCausalLM": "Qwen3_5ForCausalLM",
     },
     "attention to tokens that come after (encoders)": {
         "BertLMHeadModel": "GPT2LMHeadModel",

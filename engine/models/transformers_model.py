@@ -252,8 +252,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if mixers is None and len(calls) < config.num_layers:
         raise UnsupportedModel(
             f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
-            "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
-            "or have an attention of their own"
+            "interface, the others have an attention of their own, or keep a state outside transformers' cache"
         )
     if not bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
@@ -287,6 +286,8 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
         with cache.recording(model):
             _record(model, place.device, **({} if argument is None else {argument: cache}))
     except UnsupportedModel:  # a model that takes no such cache
+        if cache.mixers:
+            raise
         return None
     if argument is None or not cache.mixers:
         return None

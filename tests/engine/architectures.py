@@ -82,11 +82,13 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16, "mamba_chunk_size": 32}
+NO_ATTENTION = {"max_position_embeddings": 512, "num_attention_heads": 4}
 #: Served with states beside the cache.
 WITH_STATES: dict[str, dict[str, Any]] = {
-    **as_they_are("falcon_mamba lfm3 mamba"),
+    **as_they_are("lfm3"),
     "bailing_hybrid": {},
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_mamba": NO_ATTENTION,
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"]},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
@@ -99,7 +101,15 @@ WITH_STATES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+    "mamba": NO_ATTENTION,
+    "mamba2": {
+        "max_position_embeddings": 512,
+        "num_heads": 8,
+        "head_dim": 12,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "mamba_num_heads": 8,
@@ -128,6 +138,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "qwen4_exp_text": {
+        **DELTA,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
     "gptj": {"rotary_dim": 8},
 }
 BY_NAME = {name: Family(name, name, values) for name, values in {**SERVED, **REFUSED}.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import engine.models.mixers
 import engine.run.forward.memory
@@ -55,7 +55,7 @@ def test_prompts_of_any_length_get_transformers_tokens(folder: Path) -> None:
 
 
 def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the last mixer, when those before it have changed the states of all; in its prompt, and at its fourth token."""
+    """In the last mixer, behind those that have changed all states; in its prompt, and at its fourth token."""
     clean = run(built)
     runner = built._open_runner()
     assert isinstance(runner, ModelRunner)
@@ -192,5 +192,5 @@ def test_a_state_that_no_cache_sees_is_refused(folder: Path, monkeypatch: pytest
             self.mixers.popitem()
 
     monkeypatch.setattr(engine.models.mixers.StateCache, "_note", forgetful)
-    with pytest.raises(UnsupportedModel, match="mixes the sequences|forgets what came before"):
+    with pytest.raises(UnsupportedModel, match=r"mixes the sequences|forgets what came before"):
         start(folder)
