@@ -21,7 +21,6 @@ from engine.errors import UnsupportedModel
 
 MAX_STATES = 4  # convolutions of one layer
 KINDS = ("conv_states", "recurrent_states")
-ARGUMENTS = ("past_key_values", "cache_params")  # a body's names of its cache
 WITH_HEADS = 4  # dimensions of a state of Mamba-1 with heads
 SCAN = "mamba_selective_scan"  # transformers' function, which begins at no state
 

@@ -6,7 +6,7 @@ batch and the cache: engine.run.forward.probe checks that.
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
+from engine.attention.state_pool import StateShape
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
@@ -30,6 +32,7 @@ from engine.models.attention_calls import (
     PagedAttention,
     answer,
     describe_mask,
+    features_of,
 )
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 PAGED = "tokenmill"  # our attention's name among transformers'
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
+TRACED = torch.bfloat16  # in which all products are known for tensors without values
+CACHES = ("past_key_values", "cache_params")  # how a model's argument for its cache is named
 OWN = "eager"  # transformers' plainest
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
@@ -115,18 +120,38 @@ def check_known(architecture: str) -> None:
         )
 
 
+@torch.inference_mode()
+def kept_by(
+    config: ModelConfig, folder: Path, dtype: torch.dtype
+) -> tuple[Sequence[AttentionFeatures], Sequence[StateShape]] | None:
+    """Find what a model keeps of a sequence by config.json alone: keys and values, states. None if it needs weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.models.mixers import StateCache
+
+    _register()
+    cache = StateCache()
+    try:
+        with _quiet_transformers(), torch.device("meta"):
+            values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            values = values.get_text_config(decoder=True) if config.is_text_part else values
+            model: Any = AutoModelForCausalLM.from_config(values, dtype=TRACED, attn_implementation=PAGED)
+            argument = _name_of_cache(model)
+            calls, _, _ = _record(model, torch.device("meta"), **({argument: cache} if argument else {}))
+            shapes = [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in cache.shapes()]
+            return [features_of(call, config.max_position_embeddings) for call in calls], shapes
+    except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
+        return None
+
+
 def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     """Read transformers' model with all weights, on the CPU. Raises the ConfigError that fits."""
     import transformers
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}")
-    for name in (PAGED, RECORDED):
-        ALL_ATTENTION_FUNCTIONS.register(name, answer)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
+    _register()
     try:
         with _quiet_transformers():
             loader, path, more = _source(config, folder, dtype)
@@ -157,6 +182,16 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
         )
     _check_filled(folder, report)
     return model
+
+
+def _register() -> None:
+    """Make our attention known to transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in (PAGED, RECORDED):
+        ALL_ATTENTION_FUNCTIONS.register(name, answer)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, describe_mask)
 
 
 def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
@@ -276,11 +311,15 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     return TransformersModel(model, body, attention, mixers, output.last_hidden_state.shape[-1])
 
 
+def _name_of_cache(model: Any) -> str | None:
+    return next((name for name in CACHES if name in inspect.signature(model.forward).parameters), None)
+
+
 def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
     """Find the layers with a state of their own by a forward pass with a cache for them, and wrap them."""
-    from engine.models.mixers import ARGUMENTS, Mixers, StateCache
+    from engine.models.mixers import Mixers, StateCache
 
-    argument = next((name for name in ARGUMENTS if name in inspect.signature(model.forward).parameters), None)
+    argument = _name_of_cache(model)
     cache = StateCache()
     try:
         with cache.recording(model):
@@ -325,7 +364,7 @@ def _record(
         module.__dict__[PLACE] = record
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     try:
-        with _attending(model, RECORDED):
+        with _attending(model, PAGED if tokens.is_meta else RECORDED):  # masks are made of values
             model(input_ids=tokens, use_cache=False, **options)
     except UnsupportedModel:
         raise

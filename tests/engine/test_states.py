@@ -1,6 +1,7 @@
 """Models with states beside the KV cache: whatever an engine does with a request, its tokens are transformers'."""
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import engine.models.mixers
 import engine.run.forward.memory
-from engine import ConfigError, Engine, SamplingParams, UnsupportedModel
+from engine import ConfigError, Engine, SamplingParams, UnsupportedModel, check_up
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.models.mixers import StateCache, scan_from
@@ -141,10 +142,13 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
     """The start says how many of each; too little for one sequence is an error."""
     caplog.set_level("INFO", logger="engine")
     with start(folder, max_num_seqs=5) as built:
-        assert "states beside the KV pool: 5 sequences and 5 snapshots" in caplog.text
+        assert "beside the KV pool states of 5 sequences and 5 snapshots" in caplog.text
         runner = built._open_runner()
         assert isinstance(runner, ModelRunner)
         row = runner.cache.states.num_bytes // 10
+        num_tokens = runner.pool_size.num_blocks * built.config.block_size
+        (foretold,) = (each.found for each in check_up(built.config) if each.subject == "memory")
+        assert re.search(f" {num_tokens} tokens in all, .*, states of 5 sequences and 5 snapshots of 0.0 MiB", foretold)
     with start(folder, max_num_seqs=5, enable_prefix_caching=False):
         assert "5 sequences and 0 snapshots" in caplog.text
     fit_states = engine.run.forward.memory.fit_states

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
@@ -74,6 +75,13 @@ def _headroom(group: Cgroup) -> int | None:
     return int(limit) - int(usage) + inactive_file
 
 
+class PoolSizes(NamedTuple):
+    """Bytes on each rank: of a block of keys and values, and of a sequence's states."""
+
+    block: int
+    state: int
+
+
 def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
     """Raise ConfigError for a kv_cache_bytes of more than the bytes left of the owner's."""
     if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
@@ -83,11 +91,27 @@ def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
         )
 
 
-def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows:
+def divide_pool(
+    sizes: PoolSizes, config: EngineConfig, most: int, default: int, longest: int
+) -> tuple[int, StateRows | None]:
+    """Return the blocks of the KV pool, and the states beside it. Raises ConfigError if no state fits.
+
+    most, default: bytes that both may take together, and take if nothing is said.  longest: tokens of a sequence.
+    """
+    states = fit_states(sizes.state, config, most, default)
+    if not sizes.block:  # it counts tokens alone
+        return -(-longest // config.block_size) * config.max_num_seqs, states
+    taken = 0 if states is None else sum(states) * sizes.state
+    return (config.kv_cache_bytes or default - taken) // sizes.block, states
+
+
+def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
     """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
 
-    row_bytes: of one.  most, default: bytes that KV pool and states may take together, and take if nothing is said.
+    row_bytes: of one, 0 of a model without.  most, default: as of `divide_pool`.
     """
+    if not row_bytes:
+        return None
     wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
     kv_bytes = default // 2 if config.kv_cache_bytes is None else config.kv_cache_bytes
     num_rows = min(wanted, min(default, most - kv_bytes) // row_bytes)

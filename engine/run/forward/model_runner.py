@@ -28,11 +28,12 @@ from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resol
 from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
+    PoolSizes,
     allowed_bytes,
     check_pool_bytes,
     default_cpu_kv_cache_bytes,
+    divide_pool,
     fit_pool,
-    fit_states,
     keep_freed_memory,
 )
 from engine.run.forward.probe import NUM_PLACES, Probe
@@ -281,23 +282,15 @@ class ModelRunner:
             most, default = allowed_bytes() // num_ranks, default_cpu_kv_cache_bytes(num_ranks)
             owner = "the memory this process may still take"
         check_pool_bytes(config, most, owner)
-        states, num_rows = None, 0
-        row_bytes = state_bytes(self.model.states)
-        if row_bytes:
-            states = fit_states(row_bytes, config, most, default)
-            num_rows = states.num_seqs + states.num_snapshots
-            logger.info(
-                "states beside the KV pool: %d sequences and %d snapshots, of %.1f MiB each",
-                states.num_seqs, states.num_snapshots, row_bytes / 2**20,
-            )  # fmt: skip
         size = block_bytes(self.model.attention_layers, config.block_size, self._kv_dtype)
-        if size:
-            num_blocks = self._tp.minimum((config.kv_cache_bytes or default - num_rows * row_bytes) // size)
-        else:  # they count tokens alone
-            num_blocks = -(-self._longest // config.block_size) * config.max_num_seqs
+        sizes = PoolSizes(size, state_bytes(self.model.states))
+        num_blocks, states = divide_pool(sizes, config, most, default, self._longest)
+        num_blocks = self._tp.minimum(num_blocks)
         max_model_len = fit_pool(num_blocks, config, self._model_config.max_position_embeddings)
         self.pool_size = PoolSize(num_blocks, num_blocks * size, max_model_len, states)
-        self.cache = self._make_cache(num_blocks, num_rows)
+        if states is not None:
+            logger.info("beside the KV pool %s, of %.1f MiB each", states, sizes.state / 2**20)
+        self.cache = self._make_cache(num_blocks, sum(states or ()))
         self._graphs = self._capture_graphs(max_model_len)
         if self._graphs is not None:
             logger.info("decode steps run from CUDA graphs")

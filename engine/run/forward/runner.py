@@ -77,6 +77,10 @@ class StateRows(NamedTuple):
     num_seqs: int
     num_snapshots: int
 
+    def __str__(self) -> str:
+        """Return the numbers in words."""
+        return f"states of {self.num_seqs} sequences and {self.num_snapshots} snapshots"
+
 
 @dataclass(frozen=True)
 class PoolSize:
