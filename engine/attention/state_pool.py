@@ -24,26 +24,30 @@ class StateShape(NamedTuple):
 
 
 class StatePool:
-    """Rows of states, one for each sequence that runs, then the snapshots: [rows, *shape] of each state."""
+    """Rows of states, one for each sequence that runs, then the snapshots.
+
+    layers: the states of each layer, with tensors [rows, *shape].
+    """
 
     def __init__(self, states: Sequence[StateShape], num_rows: int, device: torch.device) -> None:
-        self.tensors = {
-            state: zeros(num_rows * math.prod(state.shape), state.dtype, device).view(num_rows, *state.shape)
-            for state in states
-        }
+        self.layers: dict[int, list[tuple[StateShape, Tensor]]] = {}
+        for state in states:
+            tensor = zeros(num_rows * math.prod(state.shape), state.dtype, device).view(num_rows, *state.shape)
+            self.layers.setdefault(state.layer, []).append((state, tensor))
+        self._tensors = [tensor for layer in self.layers.values() for _, tensor in layer]
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all rows."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def read(self, rows: Tensor) -> list[Tensor]:
         """Copy rows, [rows] int64, of all states."""
-        return [tensor.index_select(0, rows) for tensor in self.tensors.values()]
+        return [tensor.index_select(0, rows) for tensor in self._tensors]
 
     def write(self, rows: Tensor, values: Sequence[Tensor]) -> None:
         """Put back what `read` returned."""
-        for tensor, value in zip(self.tensors.values(), values, strict=True):
+        for tensor, value in zip(self._tensors, values, strict=True):
             tensor.index_copy_(0, rows, value)
 
 

@@ -69,7 +69,8 @@ class StateCache(Cache):
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # MiniMax asks so
         self._note()
-        return self.layers[layer_idx].recurrent_states[0]
+        state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
+        return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         self.layers[layer_idx].recurrent_states[0] = linear_cache
@@ -174,9 +175,7 @@ class Mixers:
         """Let the cache's layers have copies of these rows of the pool; None for no states."""
 
         def fill(index: int, layer: Any) -> None:
-            for state, stored in pool.tensors.items():
-                if state.layer != index:
-                    continue
+            for state, stored in pool.layers.get(index, ()):
                 values = stored[rows]
                 values = values.clone() if isinstance(rows, slice) else values
                 getattr(layer, state.name)[state.place] = values
@@ -191,14 +190,14 @@ class Mixers:
 
     def _store(self, pool: StatePool, rows: Tensor | int) -> None:
         """Put the states of the cache's layers into these rows of the pool."""
-        for state, stored in pool.tensors.items():
-            layer = self._cache.layers.get(state.layer)
-            values = None if layer is None else getattr(layer, state.name)[state.place]
-            if values is None:
-                continue
-            if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
-                raise UnsupportedModel("the size of its states depends on the number of tokens")
-            stored[rows] = values[0] if isinstance(rows, int) else values
+        for index, layer in self._cache.layers.items():
+            for state, stored in pool.layers.get(index, ()):
+                values = getattr(layer, state.name)[state.place]
+                if values is None:
+                    continue
+                if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
+                    raise UnsupportedModel("the size of its states depends on the number of tokens")
+                stored[rows] = values[0] if isinstance(rows, int) else values
 
 
 class _Rows:

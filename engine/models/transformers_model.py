@@ -135,7 +135,8 @@ def kept_by(
         with _quiet_transformers(), torch.device("meta"):
             values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
             values = values.get_text_config(decoder=True) if config.is_text_part else values
-            model: Any = AutoModelForCausalLM.from_config(values, dtype=TRACED, attn_implementation=PAGED)
+            loader: Any = AutoModelForCausalLM
+            model = loader.from_config(values, dtype=TRACED, attn_implementation=PAGED)
             argument = _name_of_cache(model)
             calls, _, _ = _record(model, torch.device("meta"), **({argument: cache} if argument else {}))
             shapes = [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in cache.shapes()]

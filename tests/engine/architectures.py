@@ -86,7 +86,7 @@ NO_ATTENTION = {"max_position_embeddings": 512, "num_attention_heads": 4}
 #: Served with states beside the cache.
 WITH_STATES: dict[str, dict[str, Any]] = {
     **as_they_are("lfm3"),
-    "bailing_hybrid": {},
+    "bailing_hybrid": {**LATENT, "head_dim": 16, "layer_group_size": 2},
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "falcon_mamba": NO_ATTENTION,
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96},

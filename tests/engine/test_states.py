@@ -26,9 +26,9 @@ from tests.engine.test_isolation import PREFIX, Poisoned, prompts, run
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(params=["lfm2", "jamba"])
+@pytest.fixture(params=["lfm2", "jamba", "mamba2"])
 def folder(request: pytest.FixtureRequest, architecture: Architectures) -> Path:
-    """Of convolutions, and of Mamba-1 whose scan is ours; both with attention."""
+    """Of convolutions; of Mamba-1, whose scan is ours; both with attention; and of states alone."""
     found: Path = architecture(request.param).reference.folder
     return found
 
@@ -86,6 +86,22 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypat
     for key, completion in clean.items():
         assert key[0] == "6" or done[key].token_ids == completion.token_ids
     assert run(built) == run(built), "the engine is as good as new"
+
+
+def test_who_gives_way_to_urgent_requests_goes_on_with_its_own_tokens(folder: Path) -> None:
+    """Its state is computed anew, from a snapshot where one is left."""
+    with start(folder, max_num_seqs=2) as built:
+        wanted = [completion.token_ids for completion in built.generate([tokens for _, tokens, _ in prompts()], GREEDY)]
+    with start(folder, max_num_seqs=2) as built:
+        done: list[Any] = []
+        for lane, (request_id, tokens, _) in zip([2, 2, 1, 1, 0, 0] * 3, prompts(), strict=False):
+            built.add(request_id, tokens, GREEDY, lane=lane)
+            for _ in range(3):
+                done += built.step()
+        while built.has_unfinished:
+            done += built.step()
+        assert built.stats().num_preemptions > 1
+        assert [each.token_ids for each in sorted(done, key=lambda each: int(each.request_id))] == wanted
 
 
 def test_samples_share_their_prompt(built: Engine) -> None:
@@ -154,7 +170,7 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
     fit_states = engine.run.forward.memory.fit_states
     config = small(folder, max_num_seqs=40)
     kept = config.kv_cache_bytes
-    assert fit_states(row, config, kept + 9 * row, 1 << 30) == (5, 4)
+    assert fit_states(row, config, kept + 9 * row, 1 << 30) == (7, 2)
     with pytest.raises(ConfigError, match=f"the state of one sequence takes {row} bytes"):
         fit_states(row, config, kept + row - 1, 1 << 30)
 

@@ -120,7 +120,7 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
             f"the state of one sequence takes {row_bytes} bytes beside the KV pool, more than is left; lower "
             "kv_cache_bytes, or raise memory_utilization (or free memory)"
         )
-    num_seqs = min(config.max_num_seqs, -(-num_rows // 2) if config.enable_prefix_caching else num_rows)
+    num_seqs = min(config.max_num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows)
     return StateRows(num_seqs, num_rows - num_seqs)
 
 
