@@ -70,6 +70,7 @@ def num_equal(some: Iterable[BlockKey], others: Iterable[BlockKey]) -> int:
 
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
+LEAST_KEPT = 256  # tokens: a snapshot cuts a step's rows in two, and mixers may pad each part to 64 or more
 LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be computed else
 
 
@@ -199,16 +200,17 @@ class BlockManager:
     def begin_states(self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves) -> None:
         """Let a sequence that is to be admitted begin at the snapshot behind `cached`, and choose its own ones.
 
-        They are made behind the prompt's last full block, and behind what others share: blocks that are cached without
-        a snapshot, or those of the next one of `waiting`.
+        They are made behind what others share: blocks that are cached without a snapshot, those of the next one of
+        `waiting`, and a tree's prompt; and behind the last full block of much.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
-        prompt = seq.num_prompt_tokens if seq.tree is None else seq.tree.num_prompt_tokens
         shared = (num_equal(seq.block_keys, other.block_keys) for other in islice(waiting, 1, 2))
-        wanted = {len(self._find_blocks(seq)), *shared, *((n - 1) // self.block_size for n in (prompt, seq.num_tokens))}
-        ends = range(len(cached) + 1, (seq.num_tokens - 1) // self.block_size + 1)
-        seq.state_cuts = [n * self.block_size for n in sorted(wanted) if n in ends]
+        ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
+        ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
+        wanted = {len(self._find_blocks(seq)), *shared, *((n - 1) // self.block_size for n in ways)}
+        last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
+        seq.state_cuts = [n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
         """Make the snapshots of a sequence whose first num_tokens are computed by a step, and published."""

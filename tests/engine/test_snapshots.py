@@ -52,6 +52,14 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert Snapshots(10, 0).take(1) == NO_ROW
 
 
+def test_a_long_prompt_is_kept_in_any_case() -> None:
+    shadow = ShadowEngine(num_blocks=200, max_model_len=400, num_snapshots=1)
+    for cached in (0, 256):
+        seq = shadow.add([1, 2] * 129, max_tokens=2)
+        shadow.drain()
+        assert seq.num_cached_tokens == cached
+
+
 def hits(num_snapshots: int, prompts: list[list[int]], *, at_once: bool) -> list[int | None]:
     """The cached tokens of each prompt."""
     shadow = ShadowEngine(num_blocks=60, max_num_batched_tokens=80, num_snapshots=num_snapshots)
@@ -66,8 +74,8 @@ def hits(num_snapshots: int, prompts: list[list[int]], *, at_once: bool) -> list
 
 def test_a_prompt_is_found_up_to_its_last_full_block() -> None:
     """Its last token is computed in any case. Copies of one request share it in their own step."""
-    for at_once in (True, False):
-        assert hits(4, [[*PREFIX, 1]] * 3, at_once=at_once) == [0, 12, 12]
+    assert hits(4, [[*PREFIX, 1]] * 3, at_once=True) == [0, 12, 12]
+    assert hits(4, [[*PREFIX, 1]] * 3, at_once=False) == [0, 0, 12]
     assert hits(4, [PREFIX] * 2, at_once=True) == [0, 8]
     assert hits(0, [[*PREFIX, 1]] * 3, at_once=True) == [0, 0, 0]
 
