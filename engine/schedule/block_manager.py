@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from struct import Struct
 
 import xxhash
@@ -64,13 +64,15 @@ def num_shared(some: bytes, others: bytes) -> int:
     return shortest // TOKEN_BYTES
 
 
-def num_equal(some: Iterable[BlockKey], others: Iterable[BlockKey]) -> int:
-    """Count the first keys that both have."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
+def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
+    """Count the first keys that both have: each tells of all before it."""
+    shortest = min(len(some), len(others))
+    return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
 
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 LEAST_KEPT = 256  # tokens: a snapshot cuts a step's rows in two, and mixers may pad each part to 64 or more
+NUM_LOOKED_AT = 8  # of the sequences that wait
 LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be computed else
 
 
@@ -200,15 +202,16 @@ class BlockManager:
     def begin_states(self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves) -> None:
         """Let a sequence that is to be admitted begin at the snapshot behind `cached`, and choose its own ones.
 
-        They are made behind what others share: blocks that are cached without a snapshot, those of the next one of
+        They are made behind what others share: blocks that are cached without a snapshot, the most of the next ones of
         `waiting`, and a tree's prompt; and behind the last full block of much.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
-        shared = (num_equal(seq.block_keys, other.block_keys) for other in islice(waiting, 1, 2))
+        next_ones = islice(waiting, 1, 1 + NUM_LOOKED_AT)
+        shared = max((num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0)
         ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
         ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
-        wanted = {len(self._find_blocks(seq)), *shared, *((n - 1) // self.block_size for n in ways)}
+        wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
         last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
         seq.state_cuts = [n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)]
 
