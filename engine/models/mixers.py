@@ -127,6 +127,7 @@ class Mixers:
         self.states = cache.shapes()
         self._cache, self._argument = cache, argument
         self._step: tuple[StateParts, StatePool] | None = None
+        self.end()
         for mixer in cache.mixers:
             self._wrap(mixer)
 
@@ -247,7 +248,7 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     def scan(*args: Any, **options: Any) -> Any:
         states = (layer.recurrent_states[0] for layer in cache.layers.values())
         before = next((state for state in states if state is not None), None)
-        if before is None:
+        if before is None or not options.get("return_last_state"):  # no cache came
             return scan_of_model(*args, **options)
         if before.ndim == WITH_HEADS:
             before = before[:, next(calls) % before.shape[1]]
