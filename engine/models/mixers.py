@@ -4,6 +4,7 @@ They are the innermost modules that run when a state of the cache is asked for o
 sequence by sequence, with transformers' own cache layer, filled from the pool of states and put back behind it.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -239,7 +240,7 @@ class _Rows:
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
     outer = mixer.forward
-    own = getattr(type(mixer).forward, "__wrapped__", type(mixer).forward)
+    own: Any = inspect.unwrap(type(mixer).forward)
     calls = count()  # one for each head
     scan_of_model = own.__globals__.get(SCAN)
     if scan_of_model is None:
@@ -254,7 +255,8 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
             before = before[:, next(calls) % before.shape[1]]
         return scan_from(before, *args, **options)
 
-    changed = FunctionType(own.__code__, {**own.__globals__, SCAN: scan}, own.__name__, own.__defaults__)
+    known = {**own.__globals__, SCAN: scan}
+    changed = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     changed.__kwdefaults__ = own.__kwdefaults__
     return changed.__get__(mixer)
 

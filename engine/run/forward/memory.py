@@ -18,6 +18,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
 SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
+MOST_COUNTED = 1 << 16  # blocks that take no memory of the pool's
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 
@@ -99,8 +100,9 @@ def divide_pool(
     most, default: bytes that both may take together, and take if nothing is said.  longest: tokens of a sequence.
     """
     states = fit_states(sizes.state, config, most, default)
-    if not sizes.block:  # it counts tokens alone
-        return -(-longest // config.block_size) * config.max_num_seqs, states
+    if not sizes.block:  # they count tokens alone
+        num_blocks = -(-longest // config.block_size)
+        return max(num_blocks, min(num_blocks * config.max_num_seqs, MOST_COUNTED)), states
     taken = 0 if states is None else sum(states) * sizes.state
     return (config.kv_cache_bytes or default - taken) // sizes.block, states
 
