@@ -166,20 +166,19 @@ class Mixers:
         mixer.forward = forward
 
     def _compute_part(self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", given: Any) -> None:
-        self._fill(pool, slice(part.source, part.source + 1) if part.source >= 0 else None)
+        self._fill(pool, part.source)
         args, options = rows.cut(given, part.start, part.end)
         rows.take(compute(*args, **options), part.start, part.end)
         self._store(pool, part.target)
         if part.saved >= 0:
             self._store(pool, part.saved)
 
-    def _fill(self, pool: StatePool, rows: Tensor | slice | None) -> None:
-        """Let the cache's layers have copies of these rows of the pool; None for no states."""
+    def _fill(self, pool: StatePool, rows: Tensor | int) -> None:
+        """Let the cache's layers have copies of these rows of the pool; -1 for no states."""
 
         def fill(index: int, layer: Any) -> None:
             for state, stored in pool.layers.get(index, ()):
-                values = stored[rows]
-                values = values.clone() if isinstance(rows, slice) else values
+                values = stored[rows : rows + 1].clone() if isinstance(rows, int) else stored.index_select(0, rows)
                 getattr(layer, state.name)[state.place] = values
                 getattr(layer, f"is_{state.name}_initialized")[state.place] = True
                 layer.has_previous_state[state.place] = True
@@ -188,7 +187,7 @@ class Mixers:
                     layer.conv_kernel_size[state.place] = values.shape[-1]
 
         self._cache.layers.clear()
-        self._cache.layers.fill = None if rows is None else fill
+        self._cache.layers.fill = None if isinstance(rows, int) and rows < 0 else fill
 
     def _store(self, pool: StatePool, rows: Tensor | int) -> None:
         """Put the states of the cache's layers into these rows of the pool."""
