@@ -30,6 +30,7 @@ from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Requ
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
+from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoning import Reasoner
@@ -68,8 +69,13 @@ class Engine:
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
-            BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
-            max_num_seqs=config.max_num_seqs,
+            BlockManager(
+                pool.num_blocks,
+                config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+                snapshots=None if pool.states is None else Snapshots(*pool.states),
+            ),
+            max_num_seqs=config.max_num_seqs if pool.states is None else pool.states.num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,

@@ -13,6 +13,7 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.attention.state_pool import StateParts
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
@@ -141,6 +142,7 @@ class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
+    states: of a model that keeps states.
     """
 
     token_ids: Tensor
@@ -148,3 +150,4 @@ class ForwardBatch:
     slot_mapping: Tensor
     sample_rows: Tensor
     attention: AttentionMetadata
+    states: StateParts | None = None

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.features import AttentionFeatures
+from engine.attention.state_pool import StatePool, zeros
 from engine.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn
@@ -41,7 +41,10 @@ class LayerKVCache(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of all layers: [2, blocks, block_size, kv_heads, head_dim] of each layer."""
+    """Keys and values of all layers: [2, blocks, block_size, kv_heads, head_dim] of each layer.
+
+    states: beside them, of a model that keeps any.
+    """
 
     def __init__(
         self,
@@ -54,11 +57,17 @@ class KVCache:
         scales: Sequence[Scales] | None = None,
     ) -> None:
         shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
+        self.pool = zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
         both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self.layers = [LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)]
         self._groups = _alike(self.pool, shapes)
+        self.states: StatePool | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys, values and states."""
+        return self.pool.nbytes + (0 if self.states is None else self.states.num_bytes)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to others in all layers. sources, targets: [slots] int64; no slot is in both."""
@@ -105,13 +114,6 @@ def measure_scales(cache: KVCache) -> list[Scales]:
         return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
     return [(measure(layer.keys), measure(layer.values)) for layer in cache.layers]
-
-
-def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, since stale NaN would spoil masked scores; on a CPU numpy's, which take memory when written."""
-    if device.type != "cpu":
-        return torch.zeros(length * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
-    return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def block_bytes(layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype) -> int:

@@ -103,7 +103,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             vocab_size=config["vocab_size"],
             hidden_size=(hidden := _size(config, "hidden_size")),
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_size(config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None),
             num_heads=(heads := _size(config, "num_attention_heads", 1)),  # a model without attention has none
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_dim=config.get("head_dim") or hidden // heads,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
+from engine.attention.state_pool import StateShape
 from engine.layers.parallel import TensorParallel
 
 
@@ -29,12 +30,14 @@ class CausalModel(nn.Module, ABC):
     """A language model over flat batches and a paged KV cache, or one rank's share of it.
 
     attention_layers: its attention layers in the order of the cache's, which is made after them.
+    states: what it keeps of a sequence beside the cache, as its pool of states, which comes with it.
     hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
     probe_lengths: tokens of the two sequences by which a start checks it; see engine.run.forward.probe.
     may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
     """
 
     attention_layers: Sequence[AttentionFeatures]
+    states: Sequence[StateShape] = ()
     hidden_size: int
     vocab_size: int
     probe_lengths: ClassVar[tuple[int, int]] = (13, 9)

@@ -11,27 +11,32 @@ from engine.models.registry import ARCHITECTURES
 #: native by now are served natively unless model_path says otherwise.
 TRANSFORMERS = tuple(
     """
-    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BartForCausalLM
-    BeamForCausalLM BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM
-    BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM
-    Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM
-    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM
-    Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
+    BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BeamForCausalLM BertGenerationDecoder
+    BertLMHeadModel BioGptForCausalLM BitNetForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM
+    BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM
+    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM
+    Dots1ForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM
+    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
     FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
     Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM
-    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM
-    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
-    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM
-    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM
-    LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MBartForCausalLM
-    MarianForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
-    Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
-    ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
-    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PLBartForCausalLM PegasusForCausalLM
-    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
-    Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
-    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM WhisperForCausalLM
-    YoutuForCausalLM
+    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM
+    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
+    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
+    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM
+    Kolibri1ForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+    Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MBartForCausalLM Mamba2ForCausalLM
+    MambaForCausalLM MarianForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+    MiniMaxForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM MptForCausalLM
+    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM OPTForCausalLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PLBartForCausalLM
+    PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+    WhisperForCausalLM YoutuForCausalLM Zamba2ForCausalLM ZambaForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
 )
 
@@ -68,25 +73,9 @@ WITH_IMAGES = tuple(
 
 #: Refused architectures by the reason, each with the nearest served one.
 REFUSED = {
-    "layers with a state outside the KV cache (Mamba, linear attention, convolutions)": {
-        "BambaForCausalLM": "GraniteForCausalLM",
-        "FalconH1ForCausalLM": "LlamaForCausalLM",
-        "FalconMambaForCausalLM": "LlamaForCausalLM",
-        "GraniteMoeHybridForCausalLM": "GraniteMoeForCausalLM",
-        "JambaForCausalLM": "MixtralForCausalLM",
-        "KimiLinearForCausalLM": "DeepseekV3ForCausalLM",
-        "Lfm2ForCausalLM": "SmolLM3ForCausalLM",
-        "Mamba2ForCausalLM": "LlamaForCausalLM",
-        "MambaForCausalLM": "LlamaForCausalLM",
-        "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
-        "NemotronHForCausalLM": "NemotronForCausalLM",
-        "OlmoHybridForCausalLM": "Olmo3ForCausalLM",
-        "Qwen3NextForCausalLM": "Qwen3MoeForCausalLM",
-        "Qwen3_5ForCausalLM": "Qwen3ForCausalLM",
-        "Qwen3_5MoeForCausalLM": "Qwen3MoeForCausalLM",
+    "a state that transformers keeps outside its cache": {
         "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
-        "RwkvForCausalLM": "LlamaForCausalLM",
-        "ZambaForCausalLM": "LlamaForCausalLM",
+        "RwkvForCausalLM": "Mamba2ForCausalLM",
     },
     "an attention of its own, which no other can take the place of": {
         "CodeGenForCausalLM": "Starcoder2ForCausalLM",
@@ -101,6 +90,7 @@ REFUSED = {
         "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
         "HYV4ForCausalLM": "HYV3ForCausalLM",
         "InklingForCausalLM": "Qwen3MoeForCausalLM",
+        "Qwen4ExpForCausalLM": "Qwen3_5ForCausalLM",
     },
 }
 

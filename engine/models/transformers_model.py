@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.attention.base import ForwardBatch
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
+from engine.attention.state_pool import StateShape
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
@@ -38,9 +39,13 @@ from engine.models.own_attention import plainest, put_in_place
 from engine.models.own_positions import FIRST_COUNTS, counting, tell_positions
 from engine.models.served import nearest
 
+if TYPE_CHECKING:
+    from engine.models.mixers import Mixers
+
 PAGED = "tokenmill"  # our attention's name among transformers'
 UNMASKED = "tokenmill_unmasked"  # the same, for classes that want a mask: one of a number
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
+CACHES = ("past_key_values", "cache_params")  # how a model's argument for its cache is named
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 TRACED = torch.bfloat16  # in which all products are known for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
@@ -54,22 +59,26 @@ class TransformersModel(CausalModel):
     probe_lengths = (150, 40)  # some architectures compress what lies 128 tokens back
     may_wait = True
 
-    def __init__(self, model: Any, body: "Body", attention: PagedAttention, first_position: int) -> None:
-        """Keep the model, its body, and the attention that answers both."""
+    def __init__(
+        self, model: Any, body: "Body", attention: PagedAttention, mixers: "Mixers | None", first_position: int
+    ) -> None:
+        """Keep the model, its body, the attention that answers both, and the mixers that keep states."""
         super().__init__()
         self.model, self.hidden_size = model, body.hidden_size
         self._first_position = first_position
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._body = body
-        self._attention = attention
+        self._attention, self._mixers = attention, mixers
         self.attention_layers = attention.features
+        self.states = () if mixers is None else mixers.states
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
         told = {"position_ids": positions} if self._body.takes_positions else {}
-        output = self._body.compute(input_ids=ids, use_cache=False, **told)
+        states = {} if self._mixers is None else self._mixers.begin(batch.states, cache.states)
+        output = self._body.compute(input_ids=ids, use_cache=False, **told, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -81,6 +90,8 @@ class TransformersModel(CausalModel):
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache."""
         self._attention.end()
+        if self._mixers is not None:
+            self._mixers.end()
         with _attending(self.model, plainest(self.model)), _problems_named():
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()
@@ -154,11 +165,13 @@ def class_of(architecture: str) -> Any:
 @torch.inference_mode()
 def kept_by(
     config: ModelConfig, folder: Path, dtype: torch.dtype
-) -> tuple[Sequence[AttentionFeatures], Sequence[Any]] | None:
+) -> tuple[Sequence[AttentionFeatures], Sequence[StateShape]] | None:
     """Find what a model keeps of a sequence by config.json alone: keys and values, states. None if it needs weights.
 
     Raises UnsupportedModel if config.json is about another model.
     """
+    from engine.models.mixers import StateCache
+
     kind = class_of(config.whole or config.architecture)
     values = _values_for(kind, folder)
     _register()
@@ -167,8 +180,10 @@ def kept_by(
             model: Any = kind._from_config(values, dtype=TRACED)
             _drop_other_parts(model)
             put_in_place(model)
-            calls = _record(model, torch.device("meta")).calls
-            return [features_of(call, config.max_position_embeddings) for call in calls], ()
+            cache, argument = StateCache(), _name_of_cache(model)
+            calls = _record(model, torch.device("meta"), more={argument: cache} if argument else {}).calls
+            shapes = [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in cache.shapes()]
+            return [features_of(call, config.max_position_embeddings) for call in calls], shapes
     except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
         return None
 
@@ -383,11 +398,11 @@ class Recorded:
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and take its place."""
     recorded = _record(model, place.device)
-    if len(recorded.calls) < config.num_layers:
+    mixers = _find_mixers(model, place)
+    if mixers is None and len(recorded.calls) < config.num_layers:
         raise UnsupportedModel(
             f"{len(recorded.calls)} of its {config.num_layers} layers attend through transformers' attention "
-            "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
-            "or have an attention of their own"
+            "interface, the others have an attention of their own, or keep a state outside transformers' cache"
         )
     if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
@@ -400,7 +415,34 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     given = Body(model, body, output)
     if given.logits_of(output.last_hidden_state) is None:
         raise UnsupportedModel("it makes no logits of hidden states alone")
-    return TransformersModel(model, given, attention, first)
+    return TransformersModel(model, given, attention, mixers, first)
+
+
+def _name_of_cache(model: Any) -> str | None:
+    return next((name for name in CACHES if name in inspect.signature(model.forward).parameters), None)
+
+
+def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
+    """Find the layers with a state of their own by a forward pass with a cache for them, and wrap them."""
+    from engine.models.mixers import Mixers, StateCache
+
+    argument = _name_of_cache(model)
+    cache = StateCache()
+    try:
+        with cache.recording(model):
+            _record(model, place.device, more={} if argument is None else {argument: cache})
+    except UnsupportedModel:  # a model that takes no such cache
+        if cache.mixers:
+            raise
+        return None
+    if argument is None or not cache.mixers:
+        return None
+    if place.tp.size > 1:
+        raise UnsupportedModel(
+            f"tensor_parallel_size={place.tp.size}: it keeps states beside the KV cache, which no rank divides; "
+            "set tensor_parallel_size=1"
+        )
+    return Mixers(cache, argument)
 
 
 def _counting_parts(body: nn.Module, near: Recorded, place: ModelPlace) -> Collection[nn.Module]:
@@ -445,8 +487,13 @@ def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int,
     return begin, found
 
 
-def _record(part: Any, device: torch.device, first: int | None = None) -> Recorded:
-    """Run the model, or a part of it, once without attention. first: position of the first token, None to say none."""
+def _record(
+    part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None
+) -> Recorded:
+    """Run the model, or a part of it, once without attention.
+
+    first: position of the first token, None to say none.  more: arguments.
+    """
     recorded = Recorded()
 
     def record(call: AttentionCall) -> Tensor:
@@ -462,7 +509,7 @@ def _record(part: Any, device: torch.device, first: int | None = None) -> Record
     hooks = [module.register_forward_hook(keep) for module in part.modules()]
     for module in part.modules():
         module.__dict__[PLACE] = record
-    told = {}
+    told = dict(more or {})
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     if first is not None:
         told["position_ids"] = tokens - 1 + first

@@ -15,6 +15,7 @@ from engine.run.observation import Observation, fault_of
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_config import ModelConfig
+    from engine.run.forward.memory import PoolSizes
 
 
 GIB = 2**30
@@ -99,14 +100,32 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     else:
         yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
     if entries:
-        yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name])
+        sizes = None if path.decoder is not None else _pool_sizes(config, model, folder, dtype.name)
+        yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name], sizes)
+
+
+def _pool_sizes(config: EngineConfig, model: ModelConfig, folder: Path, dtype: str) -> PoolSizes | None:
+    """Return the bytes of a block and a state of a model of transformers; None where its weights alone tell."""
+    import torch
+
+    from engine.attention.kv_cache import FP8, block_bytes
+    from engine.attention.state_pool import state_bytes
+    from engine.models.transformers_model import kept_by
+    from engine.run.forward.memory import PoolSizes
+
+    found = kept_by(model, folder, getattr(torch, dtype))
+    if found is None:
+        return None
+    layers, states = found
+    kv_dtype = getattr(torch, dtype) if config.kv_cache_dtype == "auto" else FP8
+    return PoolSizes(block_bytes(layers, config.block_size, kv_dtype), state_bytes(states))
 
 
 def _check_memory(
-    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
+    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int, sizes: PoolSizes | None
 ) -> Iterator[Observation]:
     from engine.run.check_machine import free_memory
-    from engine.run.forward.memory import check_pool_bytes, default_cpu_kv_cache_bytes, fit_pool
+    from engine.run.forward.memory import PoolSizes, check_pool_bytes, default_cpu_kv_cache_bytes, divide_pool, fit_pool
 
     ranks = config.tensor_parallel_size
     weights = weight_bytes(config, model, entries, dtype_bytes) // ranks
@@ -118,12 +137,16 @@ def _check_memory(
         yield Observation("memory", "fault", found, mend)
         return
     check_pool_bytes(config, left, f"{memory} beside the weights")
-    pool = config.kv_cache_bytes or (left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks))
-    num_blocks = pool // _block_bytes(config, model, dtype_bytes)
+    default = left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks)
+    sizes = sizes or PoolSizes(_block_bytes(config, model, dtype_bytes), 0)
+    most_tokens = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    num_blocks, states = divide_pool(sizes, config, left, default, most_tokens)
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
+    beside = "" if states is None else f", {states} of {sizes.state / 2**20:.1f} MiB each"
+    pool = config.kv_cache_bytes or default
     found = (
         f"weights {weights / GIB:.2f} GiB and a KV pool of {pool / GIB:.2f} GiB on each rank, of {memory}; "
-        f"{num_blocks * config.block_size} tokens in all, sequences of up to {longest}"
+        f"{num_blocks * config.block_size} tokens in all, sequences of up to {longest}{beside}"
     )
     if pool <= left:
         yield Observation("memory", "ok", found)

@@ -30,7 +30,9 @@ class EngineConfig:
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
-        memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
+        memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused. A
+        model that keeps states has them beside it, or half of it: of max_num_seqs sequences and as many
+        snapshots, or of fewer.
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, half of bfloat16's memory
         and reading time, and answers change. Each head's scale is measured at start on a few hundred tokens;
         numbers eight times as large as theirs are cut. Backends: triton, torch.

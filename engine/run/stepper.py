@@ -193,7 +193,7 @@ class Stepper:
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
-                arrived = self._wait(self._launch(batch))
+                arrived = self._wait(self._launch(batch, repeatable=True))
             except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
                 if len(batch.seqs) > 1:
                     self._raise_engines_fault(error)
@@ -204,12 +204,12 @@ class Stepper:
                 self._scheduler.advance(batch)
                 self._receive(arrived)
 
-    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+    def _launch(self, batch: ScheduledBatch, *, repeatable: bool = False) -> PendingTokens:
         slots = self._scheduler.slots
         with self.stats.prepare:
             step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
         with self.stats.launch:
-            return self._runner.launch(step, sampling)
+            return self._runner.launch(step.repeatable() if repeatable else step, sampling)
 
     def _wait(self, pending: PendingTokens) -> Arrived:
         """Wait for a step's tokens, log probabilities and pooled states."""

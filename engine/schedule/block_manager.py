@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from struct import Struct
 
 import xxhash
@@ -23,6 +23,7 @@ import xxhash
 from engine.errors import OutOfBlocks
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.sequence import Sequence
+from engine.schedule.snapshots import NO_ROW, Snapshots, StateMoves
 
 TOKEN_BYTES = 4
 
@@ -63,7 +64,15 @@ def num_shared(some: bytes, others: bytes) -> int:
     return shortest // TOKEN_BYTES
 
 
+def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
+    """Count the first keys that both have: each tells of all before it."""
+    shortest = min(len(some), len(others))
+    return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
+
+
 ROOT = 0  # parent hash and parent content id of a sequence's first block
+LEAST_KEPT = 256  # tokens: a snapshot cuts a step's rows in two, and mixers may pad each part to 64 or more
+NUM_LOOKED_AT = 8  # of the sequences that wait
 LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be computed else
 
 
@@ -115,6 +124,7 @@ class Block:
 class BlockManager:
     """Hands out blocks and takes them back. Not thread-safe: but for `keys_of`, only the scheduler calls it.
 
+    snapshots: of a model with states, which finds cached only what ends at one.
     hash_block: (parent hash, token bytes) -> hash, replaceable so that tests can force collisions.
     """
 
@@ -125,10 +135,12 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         hash_block: Callable[[int, bytes], int] = hash_block,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.snapshots = snapshots
         self._hash_block = hash_block
         self._as_int32 = Struct(f"{block_size}i").pack
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -170,6 +182,12 @@ class BlockManager:
 
     def find_cached(self, seq: Sequence) -> list[int]:
         """Return the blocks of the longest cached prefix that need not be computed."""
+        found = self._find_blocks(seq)
+        while self.snapshots is not None and found and self._content_id(found[-1]) not in self.snapshots:
+            found.pop()
+        return found
+
+    def _find_blocks(self, seq: Sequence) -> list[int]:
         found: list[int] = []
         parent = ROOT
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
@@ -181,11 +199,47 @@ class BlockManager:
             found.append(block.block_id)
         return found
 
+    def begin_states(self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves) -> None:
+        """Let a sequence that is to be admitted begin at the snapshot behind `cached`, and choose its own ones.
+
+        They are made behind what others share: blocks that are cached without a snapshot, the most of the next ones of
+        `waiting`, and a tree's prompt; and behind the last full block of much.
+        """
+        assert self.snapshots is not None
+        moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
+        next_ones = islice(waiting, 1, 1 + NUM_LOOKED_AT)
+        shared = max((num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0)
+        ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
+        ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
+        wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
+        last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
+        seq.state_cuts = [n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)]
+
+    def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
+        """Make the snapshots of a sequence whose first num_tokens are computed by a step, and published."""
+        assert self.snapshots is not None
+        while seq.state_cuts and seq.state_cuts[0] <= num_tokens:
+            end = seq.state_cuts.pop(0)
+            last = end // self.block_size - 1
+            if last >= seq.num_published_blocks:
+                continue  # nobody else may have these blocks
+            content_id = self._content_id(seq.block_table[last])
+            is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
+            if not is_found or content_id in self.snapshots or (row := self.snapshots.take(content_id)) == NO_ROW:
+                continue
+            moves.saves.setdefault(seq, []).append((end, row))
+            moves.kept.append(content_id)
+
+    def _content_id(self, block_id: int) -> int:
+        content_id = self._blocks[block_id].content_id
+        assert content_id is not None
+        return content_id
+
     def find_tail(self, seq: Sequence, cached: list[int]) -> Tail | None:
         """Find the tail worth copying behind `cached`, of `find_cached`."""
         start = len(cached) * self.block_size
         end = min(seq.num_cacheable_tokens, start + self.block_size)
-        if not self.enable_prefix_caching or end <= start:
+        if not self.enable_prefix_caching or end <= start or self.snapshots is not None:
             return None
         parent = self._blocks[cached[-1]].content_id if cached else ROOT
         assert parent is not None
@@ -276,7 +330,7 @@ class BlockManager:
     def publish_tail(self, seq: Sequence) -> list[Block]:
         """Publish and return the last block of `seq`, which is not full, unless others have its tokens."""
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
-        if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens:
+        if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens or self.snapshots is not None:
             return []
         block = self._blocks[seq.block_table[num_full]]
         parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT
@@ -316,10 +370,17 @@ class BlockManager:
                 self._free.move_to_end(block.block_id, last=False)
 
     def _forget(self, block: Block) -> None:
-        if block.hash is not None:
-            del self._by_hash[block.hash]
+        self._hide(block)
         self._unlist(block)
         block.forget()
+
+    def _hide(self, block: Block) -> None:
+        """Let nobody find the block any more, nor the state behind it."""
+        if block.hash is not None:
+            del self._by_hash[block.hash]
+            block.hash = None
+            if self.snapshots is not None:
+                self.snapshots.drop([self._content_id(block.block_id)])
 
     def _unlist(self, block: Block) -> None:
         if block.is_listed:
@@ -335,7 +396,7 @@ class BlockManager:
             block.content_id = owner.content_id
         else:
             if owner is not None:
-                owner.hash = None
+                self._hide(owner)
             block.content_id, block.hash = next(self._content_ids), key.hash
             self._by_hash[key.hash] = block
         assert block.content_id is not None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from engine.schedule.block_manager import Block, BlockCopy
 from engine.schedule.lanes import SlotGroup
 from engine.schedule.sequence import Sequence
+from engine.schedule.snapshots import StateMoves
 
 
 @dataclass
@@ -22,6 +23,7 @@ class ScheduledBatch:
     if `prefill_samples[i]` says so. num_decode_tokens: generated ones of `decodes`, whose others end a prompt.
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed.
+    states: of a model that keeps states.
     scored, pooled: of a step that was built, sequences, and how many of their tokens score others, or are pooled.
     launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. ending: sequences
     that have nothing else to do.
@@ -37,6 +39,7 @@ class ScheduledBatch:
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    states: StateMoves | None = None
     ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -72,6 +75,7 @@ class ScheduledBatch:
                 self.prefill_samples[prefills],
                 decode_slots=self.decode_slots[decodes],
                 num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
+                states=self.states,
                 num_decode_tokens=sum(seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]),
             )
             for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))

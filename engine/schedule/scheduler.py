@@ -28,6 +28,7 @@ from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
+from engine.schedule.snapshots import StateMoves
 from engine.schedule.step_batch import give_logprobs, give_pooled, learn
 
 MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
@@ -87,7 +88,7 @@ class Scheduler:
 
         Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
         """
-        batch = ScheduledBatch()
+        batch = self._new_batch()
         self.in_flight.append(batch)
         self._gate.begin_step(len(self.running))
         for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
@@ -183,6 +184,8 @@ class Scheduler:
         """Withdraw all steps in flight, as one has failed: their sequences wait to compute again."""
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
+            if batch.states is not None and self.blocks.snapshots is not None:
+                self.blocks.snapshots.drop(batch.states.kept)
             if not batch.launched:
                 self.blocks.let_go_sources(batch.copies)
             for seq in batch.sampling + batch.ending:
@@ -205,9 +208,14 @@ class Scheduler:
         """Make a step of the engine's own short sequence, while none runs; `release_control` follows."""
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
-        batch = ScheduledBatch()
+        batch = self._new_batch()
+        if batch.states is not None:
+            self.blocks.begin_states(seq, [], (), batch.states)
         batch.add_prefill(seq, seq.num_tokens)
         return batch
+
+    def _new_batch(self) -> ScheduledBatch:
+        return ScheduledBatch(states=None if self.blocks.snapshots is None else StateMoves())
 
     def release_control(self, seq: Sequence) -> None:
         """Free the slot and blocks of `schedule_control`, also after it raised."""
@@ -244,6 +252,8 @@ class Scheduler:
         num_tokens = seq.num_computed_tokens + num_new_tokens
         batch.add_prefill(seq, num_new_tokens)
         self._publish(seq, num_tokens, batch)
+        if batch.states is not None:
+            self.blocks.save_states(seq, num_tokens, batch.states)
         if num_tokens == len(seq.token_ids):
             batch.published += self.blocks.publish_tail(seq)
 
@@ -279,6 +289,8 @@ class Scheduler:
                 tail = None  # its block is the last free one: the sequence needs it itself
             copy = self.blocks.allocate(seq, cached, tail)
             self.slots.assign(seq)
+            if batch.states is not None:
+                self.blocks.begin_states(seq, cached, queue, batch.states)
             queue.popleft()
             if copy is not None:
                 batch.copies.append(copy)
@@ -346,7 +358,13 @@ class Scheduler:
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
         """Hand a token to its sequence; return whether that ends it."""
+        num_computed = seq.num_computed_tokens
         ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
+        goes_back = seq.num_computed_tokens < num_computed and self.blocks.snapshots is not None
+        if goes_back and seq.status is SequenceStatus.RUNNING and not ends:  # a state has no way back
+            self.running.remove([seq])
+            self._release(seq)
+            self._wait_again(seq)
         if seq.status is SequenceStatus.ENDING and not ends and seq.num_tokens < seq.max_len:
             self._wait_again(seq)  # its last token is to be computed anew
         return ends

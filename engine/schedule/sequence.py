@@ -50,8 +50,9 @@ class Sequence:
     steps sample. The first `num_computed_tokens` have their keys and values in `block_table`, once the launched steps
     have run. It ends at `max_len` tokens, with `text` or `error`. `block_keys`: one key per full block, kept over
     preemption. `arrival` orders sequences of one lane. `forced` tokens come next, whatever was sampled; the first
-    `num_stale` pending samples are dropped. `slot`: its row in the slot table while it runs. The scheduler owns
-    status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+    `num_stale` pending samples are dropped. A snapshot of its state is made at each of `state_cuts` tokens. `slot`:
+    its row in the slot table while it runs. The scheduler owns status, lane, slot, num_tokens and max_len; the block
+    manager owns table, keys and cuts.
 
     `targets`: known tokens whose log probabilities are wanted, `scored` has what is known of them; `prompt_logprobs`
     is that of the first sample, `logprobs` has those of sampled tokens. `sample_top`: the number of likely tokens with
@@ -95,6 +96,7 @@ class Sequence:
     sample_top: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_stale: int = field(default=0, init=False)
+    state_cuts: list[int] = field(default_factory=list, init=False)
     num_continued: int = field(default=0, init=False)
     num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)

@@ -1,7 +1,7 @@
 """StepBatch: a step's tokens as numpy arrays, cut out of the slot table; a rank turns it into a ForwardBatch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -171,6 +171,9 @@ class StepBatch:
     pooled_rows: [pooled], rows whose hidden states are pooled, those of a sequence one after another.
     pooled_counts: [pooled seqs], how many of each.
     copy_from, copy_to: [copied], slots whose keys and values are copied first; none is in both.
+    state_parts: [parts, 5], of models with states, one part behind another: first row, end, and rows of the pool of
+    states: read, written, and written too; -1 for none.
+    kept_states: [rows], rows of that pool that are put back if the step raises.
     """
 
     token_ids: NDArray[np.int64]
@@ -192,6 +195,13 @@ class StepBatch:
     pooled_counts: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     copy_from: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     copy_to: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    state_parts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 5), np.int64))
+    kept_states: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+
+    def repeatable(self) -> "StepBatch":
+        """Return the step with all states that it changes put back if it raises."""
+        written = np.unique(self.state_parts[:, 3:])
+        return replace(self, kept_states=written[written >= 0])
 
     @property
     def wants_logprobs(self) -> bool:
@@ -216,6 +226,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
+    moves = batch.states
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
@@ -232,6 +243,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         sample_tops=_sample_tops(batch, slots),
         copy_from=copy_from,
         copy_to=copy_to,
+        **({} if moves is None else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}),
         **_find_wanted(batch),
     )
 

@@ -60,7 +60,7 @@ def of_architecture(name: str) -> Callable[[Path], None]:
     [
         (lambda folder: (folder / "model-2.safetensors").unlink(), "model", "model-2.safe", "fetch them again"),
         (cut_short, "model", "bytes, and its header names", "fetch it again"),
-        (of_architecture("JambaForCausalLM"), "model", "layers with a state outside", "MixtralForCausalLM"),
+        (of_architecture("RwkvForCausalLM"), "model", "a state that transformers keeps", "Mamba2ForCausalLM"),
         (lambda folder: (folder / "config.json").write_text("{"), "model", "cannot be read as JSON", ""),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer", "cannot be loaded", ""),
     ],

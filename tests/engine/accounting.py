@@ -10,6 +10,12 @@ from engine.schedule.sequence import Sequence
 
 def check_accounting(scheduler: Scheduler) -> None:
     check_blocks(scheduler.blocks, scheduler.running)
+    snapshots = scheduler.blocks.snapshots
+    if snapshots is not None:
+        rows = sorted([*snapshots._free, *snapshots._rows.values()])
+        assert rows == list(snapshots.rows), "a snapshot is lost, or has two owners"
+        found = {block.content_id for block in scheduler.blocks._by_hash.values()}
+        assert found.issuperset(snapshots._rows), "nobody can find it"
 
 
 def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:

@@ -112,20 +112,79 @@ SERVED: dict[str, dict[str, Any]] = {
     "stablelm": {"hidden_size": 64},
     "youtu": LATENT,
 }
+#: Short and wide enough to be quick: transformers computes the delta rule in chunks of 64.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16, "mamba_chunk_size": 32}
+NO_ATTENTION = {"max_position_embeddings": 512, "num_attention_heads": 4}
+#: Served with states beside the cache.
+WITH_STATES: dict[str, dict[str, Any]] = {
+    **as_they_are("lfm3"),
+    "bailing_hybrid": {**LATENT, "head_dim": 16, "layer_group_size": 2},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_mamba": NO_ATTENTION,
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96},
+    "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "kimi_linear": {
+        **LATENT,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "mamba": NO_ATTENTION,
+    "mamba2": {
+        "max_position_embeddings": 512,
+        "num_heads": 8,
+        "head_dim": 12,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
+    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 32},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+    "zamba": {"mamba_dt_rank": 4, "mamba_d_state": 16, "attn_layer_offset": 1, "attn_layer_period": 3},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "mamba_d_state": 16,
+        "chunk_size": 32,
+    },
+}
+SERVED |= WITH_STATES
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    deepseek_v32 doge falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear mamba minimax
-    nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
-    rwkv xglm zamba
+    deepseek_v32 doge glm_moe_dsa hy_v4 inkling_text openai-gpt recurrent_gemma rwkv xglm
     """),
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
-    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "qwen4_exp_text": {
+        **DELTA,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
     "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 12, "layer_types": ["mamba", "attention", "mamba"]},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mamba2": {"num_heads": 8, "head_dim": 12},
 }
 BY_NAME = {name: Family(name, name, values) for name, values in {**SERVED, **REFUSED}.items()}
 

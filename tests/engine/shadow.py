@@ -4,9 +4,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
+from engine.attention.state_pool import state_parts
 from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.schedule.block_manager import BlockManager, hash_block
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
@@ -14,9 +16,11 @@ from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.score_tree import Targets
 from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
+from engine.schedule.snapshots import Snapshots
 from engine.schedule.step_batch import StepBatch, build_step_batch, sampled_as
 from tests.engine.accounting import check_accounting
 
+CPU = torch.device("cpu")
 GARBAGE = -1
 NUM_TOKENS = 3  # so few that random prompts share prefixes all the time
 
@@ -32,7 +36,8 @@ class ShadowDevice:
     shows in the pool, where it is looked for, and in whatever is sampled from it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0) -> None:
+        self.states = np.full(num_states, GARBAGE)  # each the id of the prefix behind which it is
         self.pool = np.full((num_blocks, block_size), GARBAGE)
         self.sampled = np.zeros(0, np.int64)  # by the step computed last
         self.logprobs: RowLogprobs | None = None  # that it wanted: a rank for each prefix, for each token itself
@@ -68,11 +73,35 @@ class ShadowDevice:
             row += query_len
             if row - 1 in sample_rows:
                 samples.append(self.next_token(prefix))
+        self._compute_states(step, [0, *prefix_of_row])
         for place, token_id in enumerate(only):
             samples[place] = samples[place] if token_id is None else token_id
         self.sampled = np.array(samples, np.int64)
         self.logprobs = self._logprobs(step, np.array(prefix_of_row)) if step.wants_logprobs else None
         return self.sampled
+
+    def _compute_states(self, step: StepBatch, prefix_of_row: list[int]) -> None:
+        """Go through the parts as a mixer does: the first decodes at once, whatever is behind them in order."""
+        parts = state_parts(step.state_parts, CPU)
+        row = len(parts.decodes)
+        reads = [*range(row)], parts.decodes.tolist()
+        for part in parts.others:
+            assert part.start == row
+            assert part.end > part.start
+            row = part.end
+        assert row == (len(step.token_ids) if len(self.states) else 0)
+        for at, state in zip(*reads, strict=True):
+            self._advance(prefix_of_row, at, at + 1, state, [state])
+        for part in parts.others:
+            written = [part.target, *([part.saved] if part.saved >= 0 else [])]
+            self._advance(prefix_of_row, part.start, part.end, part.source, written)
+
+    def _advance(self, prefix_of_row: list[int], start: int, end: int, source: int, written: list[int]) -> None:
+        state = 0 if source < 0 else int(self.states[source])
+        for prefix_id in prefix_of_row[start + 1 : end + 1]:
+            assert self._prefixes[state] == self._prefixes[prefix_id][:-1], "its state is another prefix's"
+            state = prefix_id
+        self.states[written] = state
 
     def _logprobs(self, step: StepBatch, prefix_of_row: NDArray[np.int64]) -> RowLogprobs:
         """Of what is wanted: the token in place of a log probability, its prefix's id in place of a rank."""
@@ -117,6 +146,7 @@ class ShadowEngine:
     The next token is a function of all before it: a preempted sequence must find the same one.
 
     overlap: launch a step before the tokens of the one before it are received, as Engine does.
+    num_snapshots: of a model with states, None for one without.
     """
 
     def __init__(
@@ -132,9 +162,14 @@ class ShadowEngine:
         overlap: bool = False,
         batches_admissions: bool = False,
         make_forcing: Callable[[list[int]], Forcing | None] = lambda prompt: None,
+        num_snapshots: int | None = None,
     ) -> None:
         self.blocks = BlockManager(
-            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_block=hash_block
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            hash_block=hash_block,
+            snapshots=None if num_snapshots is None else Snapshots(max_num_seqs, num_snapshots),
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -145,7 +180,8 @@ class ShadowEngine:
         )
         self.overlap = overlap
         self.make_forcing = make_forcing
-        self.device = ShadowDevice(num_blocks, block_size)
+        num_states = 0 if num_snapshots is None else max_num_seqs + num_snapshots
+        self.device = ShadowDevice(num_blocks, block_size, num_states)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -203,6 +239,7 @@ class ShadowEngine:
         if fails:
             if batch.num_tokens:
                 self.device.pool.reshape(-1)[step.slot_mapping] = GARBAGE
+                self.device.states[step.repeatable().kept_states] = GARBAGE
             self._launched.clear()
             self.scheduler.withdraw()
         while len(self._launched) > (self.overlap and batch.num_tokens > 0):

@@ -133,7 +133,7 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM has layers with a state .* LlamaForCaus"),
+        ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM has a state .* Mamba2ForCaus"),
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not native; native are .*Qwen3"),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),

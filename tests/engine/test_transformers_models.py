@@ -27,6 +27,7 @@ from tests.engine.architectures import (
     BY_NAME,
     REFUSED,
     SERVED,
+    WITH_STATES,
     Architectures,
     add_sizes,
     class_name,
@@ -40,8 +41,8 @@ from tests.engine.reference import Reference
 
 #: Each for something that the others lack: slopes in place of positions, values narrower than keys, a soft cap with
 #: windows, other names in config.json, chunks, a window that the mask alone tells of.
-SAMPLE = ["bloom", "deepseek_v3", "gemma2", "gpt2", "llama4_text", "qwen2_moe"]
-MIXING = ["gptj", "jamba", *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "qwen3_next"))]
+SAMPLE = ["bloom", "deepseek_v3", "gemma2", "gpt2", "jamba", "llama4_text", "mamba2", "qwen2_moe", "qwen3_5_text"]
+MIXING = ["gptj", "recurrent_gemma", "qwen4_exp_text"]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_greedy_tokens_equal_transformers(name: str, architecture: Architectures
     differences, stats = architecture(name).run()
     assert differences == []
     assert stats.cached_tokens > 0
-    assert stats.num_preemptions > 0
+    assert stats.num_preemptions > 0 or "max_position_embeddings" in WITH_STATES.get(name, ())  # without KV
     answers = architecture(name).reference.answers
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 4 * len(answers)
 
@@ -103,7 +104,7 @@ def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> 
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UnsupportedModel, match=f"{class_name(name)} .*the nearest") as refused:
             Engine(small(folder, model_path="transformers", dtype=dtype))
-        assert re.search("layers attend|mixes the sequences|keeps a state outside", str(refused.value))
+        assert re.search("layers attend|mixes the sequences|an index chooses", str(refused.value))
 
 
 def test_a_mask_that_no_layer_takes_refuses_nothing(tmp_path: Path) -> None:

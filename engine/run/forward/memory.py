@@ -3,10 +3,12 @@
 import ctypes
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
+from engine.run.forward.runner import StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +18,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
 SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
+MOST_COUNTED = 1 << 16  # blocks that take no memory of the pool's
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 
@@ -73,6 +76,13 @@ def _headroom(group: Cgroup) -> int | None:
     return int(limit) - int(usage) + inactive_file
 
 
+class PoolSizes(NamedTuple):
+    """Bytes on each rank: of a block of keys and values, and of a sequence's states."""
+
+    block: int
+    state: int
+
+
 def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
     """Raise ConfigError for a kv_cache_bytes of more than the bytes left of the owner's."""
     if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
@@ -80,6 +90,40 @@ def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
             f"kv_cache_bytes={config.kv_cache_bytes} on each rank is more than the {most} bytes left of {owner}; "
             "lower it, or leave it out"
         )
+
+
+def divide_pool(
+    sizes: PoolSizes, config: EngineConfig, most: int, default: int, longest: int
+) -> tuple[int, StateRows | None]:
+    """Return the blocks of the KV pool, and the states beside it. Raises ConfigError if no state fits.
+
+    most, default: bytes that both may take together, and take if nothing is said.  longest: tokens of a sequence.
+    """
+    states = fit_states(sizes.state, config, most, default)
+    if not sizes.block:  # they count tokens alone
+        num_blocks = -(-longest // config.block_size)
+        return max(num_blocks, min(num_blocks * config.max_num_seqs, MOST_COUNTED)), states
+    taken = 0 if states is None else sum(states) * sizes.state
+    return (config.kv_cache_bytes or default - taken) // sizes.block, states
+
+
+def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
+    """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
+
+    row_bytes: of one, 0 of a model without.  most, default: as of `divide_pool`.
+    """
+    if not row_bytes:
+        return None
+    wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
+    kv_bytes = default // 2 if config.kv_cache_bytes is None else config.kv_cache_bytes
+    num_rows = min(wanted, min(default, most - kv_bytes) // row_bytes)
+    if num_rows < 1:
+        raise ConfigError(
+            f"the state of one sequence takes {row_bytes} bytes beside the KV pool, more than is left; lower "
+            "kv_cache_bytes, or raise memory_utilization (or free memory)"
+        )
+    num_seqs = min(config.max_num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows)
+    return StateRows(num_seqs, num_rows - num_seqs)
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:

@@ -1,6 +1,8 @@
 """ModelRunner: owns the model, the KV pool's tensors and their device."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from engine.attention import load_backend
 from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
+from engine.attention.state_pool import StatePool, state_bytes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
@@ -25,13 +28,15 @@ from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resol
 from engine.run.dtype import served_dtype
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
+    PoolSizes,
     allowed_bytes,
     check_pool_bytes,
     default_cpu_kv_cache_bytes,
+    divide_pool,
     fit_pool,
     keep_freed_memory,
 )
-from engine.run.forward.probe import Probe
+from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
@@ -101,8 +106,23 @@ class ModelRunner:
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
-        with on_device(self.device):
+        with on_device(self.device), self._keeping_states(step):
             return self._launch(step, sampling)
+
+    @contextmanager
+    def _keeping_states(self, step: StepBatch) -> Iterator[None]:
+        """Put back the states of a repeatable step if it raises within the block."""
+        states = self.cache.states
+        if states is None or not len(step.kept_states):
+            yield
+            return
+        (rows,) = upload([step.kept_states], self.device)
+        values = states.read(rows)
+        try:
+            yield
+        except Exception:
+            states.write(rows, values)
+            raise
 
     def _launch(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         if len(step.copy_from):
@@ -200,8 +220,9 @@ class ModelRunner:
     def _kv_dtype(self) -> torch.dtype:
         return self.dtype if self._kv_scales is None else FP8
 
-    def _make_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(
+    def _make_cache(self, num_blocks: int, num_states: int = 1) -> KVCache:
+        """Make a cache of so many blocks, and of states for so many sequences if the model keeps any."""
+        cache = KVCache(
             self.model.attention_layers,
             num_blocks=num_blocks,
             block_size=self._config.block_size,
@@ -209,6 +230,9 @@ class ModelRunner:
             device=self.device,
             scales=self._kv_scales,
         )
+        if self.model.states:
+            cache.states = StatePool(self.model.states, num_states, self.device)
+        return cache
 
     @torch.inference_mode()
     def _measure_kv_scales(self) -> list[Scales]:
@@ -228,11 +252,15 @@ class ModelRunner:
         """Raise UnsupportedModel if the model mixes sequences, ConfigError if FP8 alone breaks it."""
         lengths = [min(length, self._longest) for length in self.model.probe_lengths]
         probe = Probe(self._model_config.vocab_size, self._config.block_size, lengths)
-        self.cache = self._make_cache(probe.num_blocks)
+        self.cache = self._make_cache(probe.num_blocks, NUM_PLACES)
         try:
             problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
         except UnsupportedModel as error:
             problem = f"does not run through transformers: {error}"
+        except Exception as error:
+            if not self.model.may_wait or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
+                raise
+            problem = f"does not run through transformers: it raises {type(error).__name__}: {error}"
         del self.cache
         if not problem or self._tp.rank != 0:  # the others hold a part of the logits
             return
@@ -255,10 +283,14 @@ class ModelRunner:
             owner = "the memory this process may still take"
         check_pool_bytes(config, most, owner)
         size = block_bytes(self.model.attention_layers, config.block_size, self._kv_dtype)
-        num_blocks = self._tp.minimum((config.kv_cache_bytes or default) // size)
+        sizes = PoolSizes(size, state_bytes(self.model.states))
+        num_blocks, states = divide_pool(sizes, config, most, default, self._longest)
+        num_blocks = self._tp.minimum(num_blocks)
         max_model_len = fit_pool(num_blocks, config, self._model_config.max_position_embeddings)
-        self.pool_size = PoolSize(num_blocks, num_blocks * size, max_model_len)
-        self.cache = self._make_cache(num_blocks)
+        self.pool_size = PoolSize(num_blocks, num_blocks * size, max_model_len, states)
+        if states is not None:
+            logger.info("beside the KV pool %s, of %.1f MiB each", states, sizes.state / 2**20)
+        self.cache = self._make_cache(num_blocks, sum(states or ()))
         self._graphs = self._capture_graphs(max_model_len)
         if self._graphs is not None:
             logger.info("decode steps run from CUDA graphs")
@@ -267,7 +299,7 @@ class ModelRunner:
         """Run the largest steps and capture the graphs over a small pool; return the bytes that they leave."""
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
-        scratch_bytes = self.cache.pool.nbytes
+        scratch_bytes = self.cache.num_bytes
         step_bytes = memory.peak_bytes(lambda: self.warm_up(num_blocks))
         before = memory.used_bytes()
         graphs = self._capture_graphs(self._longest)
@@ -292,7 +324,7 @@ class ModelRunner:
         # not self: the graphs shall go with this object
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed:
+        if capture is None or self._graphs_failed or model.states:
             return None
         assert isinstance(backend, CapturableBackend)
         try:

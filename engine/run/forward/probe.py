@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.kv_cache import FP8
+from engine.run.forward.warm_up import whole_parts
 from engine.schedule.step_batch import StepBatch
 
-NUM_PLACES = 5  # one for each sequence of each run, so that none finds what another has stored
+NUM_PLACES = 5  # one for each sequence of each run, so that none finds what another has stored; of states too
 
 #: Rows differ when their differences (root mean square, over the spread of its logits) are above this.
 #: Measured on 80 tiny models: rounding up to 4e-5 in float32 and 0.2 in bfloat16, the first rows after a
@@ -65,14 +66,16 @@ class Probe:
         lens = np.array([len(tokens) for tokens, _, _ in parts], np.int64)
         positions = [np.arange(start, start + len(tokens)) for tokens, start, _ in parts]
         first_slots = [place * width * self._block_size for _, _, place in parts]
+        context_lens = lens + np.array([start for _, start, _ in parts])
         return StepBatch(
             token_ids=np.concatenate([tokens for tokens, _, _ in parts]),
             positions=np.concatenate(positions),
             slot_mapping=np.concatenate([p + slot for p, slot in zip(positions, first_slots, strict=True)]),
             sample_rows=np.arange(lens.sum()),
             block_tables=np.array([np.arange(width) + place * width for _, _, place in parts], np.int32),
-            context_lens=lens + np.array([start for _, start, _ in parts]),
+            context_lens=context_lens,
             query_lens=lens,
+            state_parts=whole_parts(lens, context_lens, np.array([place for _, _, place in parts])),
         )
 
 

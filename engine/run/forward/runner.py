@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -71,13 +71,28 @@ class DeviceTokens(PendingTokens):
         return token_ids
 
 
+class StateRows(NamedTuple):
+    """Rows of the pool of states: for sequences that run, and for snapshots behind those."""
+
+    num_seqs: int
+    num_snapshots: int
+
+    def __str__(self) -> str:
+        """Return the numbers in words."""
+        return f"states of {self.num_seqs} sequences and {self.num_snapshots} snapshots"
+
+
 @dataclass(frozen=True)
 class PoolSize:
-    """Blocks of the KV pool, their bytes on each rank, and the longest sequence model and pool allow."""
+    """Blocks of the KV pool, their bytes on each rank, and the longest sequence model and pool allow.
+
+    states: of a model that keeps states.
+    """
 
     num_blocks: int
     num_bytes: int
     max_model_len: int
+    states: StateRows | None = None
 
 
 class Runner(Protocol):

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import ForwardBatch, KernelBackend
+from engine.attention.state_pool import state_parts
 from engine.kernels.upload import upload
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import SamplingBatch
@@ -32,7 +33,8 @@ def to_device(
     token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):
         backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
-    batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention)
+    states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
+    batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
     return batch, SamplingRows(*values) if values else None
 
 

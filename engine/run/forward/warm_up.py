@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.run.config import EngineConfig
 from engine.sampling.logit_edits import EditParts, token_mask
@@ -50,7 +51,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
-    """Make a step of the last query_lens[i] of context_lens[i] tokens, all sampling; blocks are shared."""
+    """Make a step of the last query_lens[i] of context_lens[i] tokens, all sampling; blocks and a state are shared."""
     lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
     ends, tokens = np.cumsum(lens), np.arange(lens.sum())
     shape = len(lens), -(-int(contexts.max()) // block_size)
@@ -62,7 +63,17 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
         block_tables=(np.arange(shape[0] * shape[1], dtype=np.int32) % num_blocks).reshape(shape),
         context_lens=contexts,
         query_lens=lens,
+        state_parts=whole_parts(lens, contexts, np.zeros_like(lens)),
     )
+
+
+def whole_parts(
+    query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return StepBatch.state_parts of sequences that keep their states in these rows of the pool."""
+    ends = np.cumsum(query_lens)
+    sources = np.where(query_lens < context_lens, rows, -1)
+    return np.stack((ends - query_lens, ends, sources, rows, np.full_like(rows, -1)), axis=1)
 
 
 def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:

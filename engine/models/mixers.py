@@ -1,0 +1,285 @@
+"""The mixers of a transformers model: layers that keep a state of each sequence beside the KV cache.
+
+They are the innermost modules that run when a state of the cache is asked for or set. Each gets the batch's rows
+sequence by sequence, with transformers' own cache layer, filled from the pool of states and put back behind it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from engine.attention.state_pool import StatePart, StateParts, StatePool, StateShape
+from engine.errors import UnsupportedModel
+
+MAX_STATES = 4  # convolutions of one layer
+KINDS = ("conv_states", "recurrent_states")
+WITH_HEADS = 4  # dimensions of a state of Mamba-1 with heads
+SCAN = "mamba_selective_scan"  # transformers' function, which begins at no state
+
+
+class StateCache(Cache):
+    """The cache of the mixers alone: its layers hold the states of the part that is computed now.
+
+    Keys and values pass through it to the attention unchanged. mixers: found by `recording`.
+    """
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layers: Any = _Layers()
+        self._running: list[nn.Module] = []
+        self.mixers: dict[nn.Module, None] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def update_indexer(self, *_: Any, **__: Any) -> Tensor:
+        raise UnsupportedModel("its attention is to tokens that an index chooses, which is not built")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_conv_state(self, *args: Any, **options: Any) -> Tensor | None:
+        self._note()
+        return super().get_conv_state(*args, **options)
+
+    def get_recurrent_state(self, *args: Any, **options: Any) -> Tensor | None:
+        self._note()
+        return super().get_recurrent_state(*args, **options)
+
+    def update_conv_state(self, *args: Any, **options: Any) -> Tensor:
+        self._note()
+        return super().update_conv_state(*args, **options)
+
+    def update_recurrent_state(self, *args: Any, **options: Any) -> Tensor:
+        self._note()
+        return super().update_recurrent_state(*args, **options)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # MiniMax asks so
+        self._note()
+        state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.layers[layer_idx].recurrent_states[0] = linear_cache
+
+    def _note(self) -> None:
+        if self._running:
+            self.mixers[self._running[-1]] = None
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Note the mixers of a model that runs within the block."""
+        hooks = [
+            hook
+            for module in model.modules()
+            for hook in (
+                module.register_forward_pre_hook(lambda module, _: self._running.append(module)),
+                module.register_forward_hook(lambda *_: self._running.pop() and None),
+            )
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def shapes(self) -> list[StateShape]:
+        """Return the states that are there, without their batch."""
+        return [
+            StateShape(index, kind, i, tuple(state.shape[1:]), state.dtype)
+            for index, layer in self.layers.items()
+            for kind in KINDS
+            for i, state in getattr(layer, kind).items()
+            if state is not None
+        ]
+
+
+class _Layers(dict[int, LinearAttentionLayer]):
+    """A cache's layers, made when they are asked for. fill: gives a new one its states."""
+
+    fill: Callable[[int, LinearAttentionLayer], None] | None = None
+
+    def __missing__(self, index: int) -> LinearAttentionLayer:
+        layer = self[index] = LinearAttentionLayer(MAX_STATES)
+        if self.fill is not None:
+            self.fill(index, layer)
+        return layer
+
+
+class Mixers:
+    """The wrapped mixers of a model. states: of one sequence, in all layers."""
+
+    def __init__(self, cache: StateCache, argument: str) -> None:
+        """cache: with which the model was run. argument: the body's name of it."""
+        self.states = cache.shapes()
+        self._cache, self._argument = cache, argument
+        self._step: tuple[StateParts, StatePool] | None = None
+        self.end()
+        for mixer in cache.mixers:
+            self._wrap(mixer)
+
+    def begin(self, parts: StateParts | None, pool: StatePool | None) -> dict[str, Any]:
+        """Compute these parts from now on; return the body's arguments for that."""
+        assert parts is not None, "a model with states has parts in each step"
+        assert pool is not None, "and a pool"
+        self._step = parts, pool
+        return {self._argument: self._cache}
+
+    def end(self) -> None:
+        """Compute whole rows without a cache."""
+        self._step = None
+        self._cache.layers.clear()
+
+    def _wrap(self, mixer: nn.Module) -> None:
+        compute = _with_scan(mixer, self._cache)
+
+        def forward(*args: Any, **options: Any) -> Any:
+            if self._step is None:
+                return compute(*args, **options)
+            parts, pool = self._step
+            num_rows = next(len(x[0]) for x in tree_flatten((args, options))[0] if isinstance(x, Tensor))
+            rows = _Rows(num_rows)
+            num_decodes = len(parts.decodes)
+            if num_decodes:
+                self._fill(pool, parts.decodes)
+                given, more = rows.cut((args, options), 0, num_decodes, by_row=True)
+                rows.take(compute(*given, **more), 0, num_decodes, by_row=True)
+                self._store(pool, parts.decodes)
+            for part in parts.others:
+                self._compute_part(compute, pool, part, rows, (args, options))
+            return rows.joined()
+
+        mixer.forward = forward
+
+    def _compute_part(self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", given: Any) -> None:
+        self._fill(pool, part.source)
+        args, options = rows.cut(given, part.start, part.end)
+        rows.take(compute(*args, **options), part.start, part.end)
+        self._store(pool, part.target)
+        if part.saved >= 0:
+            self._store(pool, part.saved)
+
+    def _fill(self, pool: StatePool, rows: Tensor | int) -> None:
+        """Let the cache's layers have copies of these rows of the pool; -1 for no states."""
+
+        def fill(index: int, layer: Any) -> None:
+            for state, stored in pool.layers.get(index, ()):
+                values = stored[rows : rows + 1].clone() if isinstance(rows, int) else stored.index_select(0, rows)
+                getattr(layer, state.name)[state.place] = values
+                getattr(layer, f"is_{state.name}_initialized")[state.place] = True
+                layer.has_previous_state[state.place] = True
+                layer.dtype, layer.device = values.dtype, values.device
+                if state.name == "conv_states":
+                    layer.conv_kernel_size[state.place] = values.shape[-1]
+
+        self._cache.layers.clear()
+        self._cache.layers.fill = None if isinstance(rows, int) and rows < 0 else fill
+
+    def _store(self, pool: StatePool, rows: Tensor | int) -> None:
+        """Put the states of the cache's layers into these rows of the pool."""
+        for index, layer in self._cache.layers.items():
+            for state, stored in pool.layers.get(index, ()):
+                values = getattr(layer, state.name)[state.place]
+                if values is None:
+                    continue
+                if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
+                    raise UnsupportedModel("the size of its states depends on the number of tokens")
+                stored[rows] = values[0] if isinstance(rows, int) else values
+
+
+class _Rows:
+    """A mixer's output, put together part by part."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._wholes: dict[int, Tensor] = {}  # by place in the output
+        self._last: list[Any] = []
+        self._form: Any = None
+
+    def cut(self, given: Any, start: int, end: int, *, by_row: bool = False) -> Any:
+        """Cut rows out of each tensor that has one for each token: [1, rows, ...], or [rows, 1, ...] by row."""
+
+        def part(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.shape[:2] != (1, self._num_rows):
+                return x
+            rows = x[:, start:end]
+            return rows.transpose(0, 1) if by_row else rows
+
+        return tree_map(part, given)
+
+    def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
+        """Put the output of `cut` rows to their places."""
+        self._last, self._form = tree_flatten(output)
+        shape = (end - start, 1) if by_row else (1, end - start)
+        for place, x in enumerate(self._last):
+            if isinstance(x, Tensor) and x.shape[:2] == shape:
+                whole = self._wholes.setdefault(place, x.new_empty(1, self._num_rows, *x.shape[2:]))
+                if whole.shape[2:] == x.shape[2:]:  # else it had that shape by chance
+                    whole[:, start:end] = x.transpose(0, 1) if by_row else x
+
+    def joined(self) -> Any:
+        """Return the output of all rows, with what else the last part gave."""
+        return tree_unflatten([self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form)
+
+
+def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
+    """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
+    outer = mixer.forward
+    own: Any = inspect.unwrap(type(mixer).forward)
+    calls = count()  # one for each head
+    scan_of_model = own.__globals__.get(SCAN)
+    if scan_of_model is None:
+        return outer
+
+    def scan(*args: Any, **options: Any) -> Any:
+        states = (layer.recurrent_states[0] for layer in cache.layers.values())
+        before = next((state for state in states if state is not None), None)
+        if before is None or not options.get("return_last_state"):  # no cache came
+            return scan_of_model(*args, **options)
+        if before.ndim == WITH_HEADS:
+            before = before[:, next(calls) % before.shape[1]]
+        return scan_from(before, *args, **options)
+
+    known = {**own.__globals__, SCAN: scan}
+    changed = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+    changed.__kwdefaults__ = own.__kwdefaults__
+    return changed.__get__(mixer)
+
+
+def scan_from(
+    state: Tensor, hidden: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute Mamba-1's selective scan from a state, [1, channels, size], as transformers does from none.
+
+    hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].  options: of transformers'.
+    """
+    if options.get("delta_bias") is not None:
+        dt = dt + options["delta_bias"].to(dt.dtype)[..., None]
+    if options.get("delta_softplus"):
+        dt = F.softplus(dt)
+    decay = torch.exp(a[None, :, None] * dt[..., None])
+    added = dt[..., None] * b.transpose(1, 2)[:, None].float() * hidden[..., None].float()
+    outputs = []
+    for i in range(hidden.shape[-1]):
+        state = decay[:, :, i] * state + added[:, :, i]
+        outputs.append((state.to(hidden.dtype) @ c[:, :, i, None])[..., 0])
+    output = torch.stack(outputs, dim=-1)
+    if options.get("D") is not None:
+        output = output + hidden * options["D"][None, :, None]
+    if options.get("z") is not None:
+        output = output * F.silu(options["z"])
+    return output, state

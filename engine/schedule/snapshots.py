@@ -1,0 +1,82 @@
+"""Snapshots: states that were kept behind full blocks, and where the states of a step come from and go.
+
+A model with states continues a cached prefix only where the state behind it was kept. The pool of states has a row
+for each sequence that runs, by its slot, and behind those one for each snapshot. Parts of a step are computed in
+the order in which they were scheduled, so a row may be read, given away and written in one step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.sequence import Sequence
+
+NO_ROW = -1
+#: A sequence's state at a count of its tokens, saved in a row.
+Save = tuple[int, int]
+
+
+class Snapshots:
+    """Hands out the rows of snapshots, found by the content of the last block before them."""
+
+    def __init__(self, first_row: int, num_rows: int) -> None:
+        self.rows = range(first_row, first_row + num_rows)
+        self._free = list(reversed(self.rows))
+        self._rows: OrderedDict[int, int] = OrderedDict()  # by content id, least recently used first
+
+    def __contains__(self, content_id: int) -> bool:
+        return content_id in self._rows
+
+    def use(self, content_id: int) -> int:
+        """Return the row of a snapshot, which is then the last to go."""
+        self._rows.move_to_end(content_id)
+        return self._rows[content_id]
+
+    def take(self, content_id: int) -> int:
+        """Return a row for a new snapshot, that of the least recently used if none is free; NO_ROW without any."""
+        if not self._free and not self._rows:
+            return NO_ROW
+        row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
+        self._rows[content_id] = row
+        return row
+
+    def drop(self, content_ids: Iterable[int]) -> None:
+        """Forget these, as far as they are there."""
+        self._free += [self._rows.pop(content_id) for content_id in content_ids if content_id in self._rows]
+
+
+@dataclass
+class StateMoves:
+    """Where a step's states come from and go. sources: rows read by sequences just admitted, NO_ROW for none.
+
+    saves: snapshots made for a sequence.  kept: the content ids of all.
+    """
+
+    sources: dict[Sequence, int] = field(default_factory=dict)
+    saves: dict[Sequence, list[Save]] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
+
+    def parts(
+        self, decode_slots: NDArray[np.int64], prefills: Iterable[tuple[Sequence, int, bool]]
+    ) -> NDArray[np.int64]:
+        """Return StepBatch.state_parts: a part of each sequence, cut where a snapshot is made."""
+        first = len(decode_slots)
+        rows = np.arange(first)
+        none = np.full(first, NO_ROW)
+        decodes = np.stack((rows, rows + 1, decode_slots, decode_slots, none), axis=1)
+        others = list(self._cut(first, prefills))
+        return np.concatenate((decodes, np.array(others, np.int64).reshape(-1, 5)))
+
+    def _cut(self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]) -> Iterator[tuple[int, ...]]:
+        for seq, num_new, _ in prefills:
+            source, begin, end = self.sources.get(seq, seq.slot), seq.num_computed_tokens, row + num_new
+            for num_tokens, saved in self.saves.get(seq, ()):
+                middle = row + num_tokens - begin
+                yield row, middle, source, seq.slot, saved
+                row, begin, source = middle, num_tokens, seq.slot
+            if row < end:
+                yield row, end, source, seq.slot, NO_ROW
+            row = end
