@@ -18,6 +18,7 @@ from engine.run.check_up import check_up as check_up
 from engine.run.config import EngineConfig as EngineConfig
 from engine.run.config import model_identity as model_identity
 from engine.run.observation import Observation as Observation
+from engine.sampling.request_kinds import ClassParams as ClassParams
 from engine.sampling.request_kinds import PoolingParams as PoolingParams
 from engine.sampling.request_kinds import RequestParams as RequestParams
 from engine.sampling.request_kinds import ScoringParams as ScoringParams

@@ -53,7 +53,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued + seq.num_resumed,
         metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-        embedding=None if seq.pooled is None or seq.error is not None else seq.pooled.embedding(),
+        **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
     )
 
 
