@@ -71,7 +71,6 @@ class SinglePass:
 
     A token of a second text has the vocabulary's size added to its id.
     max_positions: tokens of a text at most, None if the model has no table of positions.
-    is_packed: the texts of a step are one row.
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
@@ -82,6 +81,8 @@ class SinglePass:
         #: Whether it tells a second text's tokens from the first's. GPT-2 takes types, and has none.
         self.has_types = "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
         self.max_positions: int | None = None
+        self._body = model
+        self._known: Tensor | None = None  # states, padded, that the body is to give back
         self._first_position = 0
         self._look_at_positions()
         self._attention: PackedAttention | None = None
@@ -92,6 +93,7 @@ class SinglePass:
 
     @property
     def is_packed(self) -> bool:
+        """Whether the texts of a step are one row."""
         return self._attention is not None
 
     def pad(self) -> None:
@@ -113,7 +115,7 @@ class SinglePass:
         hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
         if not self.classifies:
             return hidden
-        states = hidden.split(self._attention.lengths)
+        states = torch.tensor_split(hidden, list(accumulate(self._attention.lengths))[:-1])
         together = len(texts) if self._pad is not None else 1  # a head may look for the last token before padding
         return torch.cat(
             [self._classify(texts[i : i + together], states[i : i + together]) for i in range(0, len(texts), together)]
@@ -231,13 +233,12 @@ class SinglePass:
         attention = PackedAttention(calls)
         self._attend_by(PACKED)
         pack_linears(self.model, called)
-        self._known: Tensor | None = None
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
             self._replace(*next(each for each in bodies if torch.equal(each[1].last_hidden_state, states)))
         return attention
 
-    def _replace(self, body: nn.Module, output: Any) -> None:
+    def _replace(self, body: Any, output: Any) -> None:
         """Have the body give back the states that are known."""
         compute, kind = body.forward, type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
@@ -248,7 +249,7 @@ class SinglePass:
                 return kind(last_hidden_state=self._known, **pooled)
             return compute(*args, **options)
 
-        body.forward = forward  # type: ignore[method-assign]
+        body.forward = forward
 
 
 class PackedAttention:

@@ -80,11 +80,10 @@ class _DenseLayer:
         with open_tensors(list_weight_files(dense.folder)) as tensors:
             if "linear.weight" not in tensors:
                 raise MissingWeights(f"{dense.folder} has no linear.weight; fetch it again")
-            self._weight, bias = (
-                tensors[name].whole().float().numpy() if name in tensors else None
-                for name in ("linear.weight", "linear.bias")
-            )
-        self._bias, self._activation = 0.0 if bias is None else bias, dense.activation
+            self._weight: Vector = tensors["linear.weight"].whole().float().numpy()
+            has_bias = "linear.bias" in tensors
+            self._bias: Vector | float = tensors["linear.bias"].whole().float().numpy() if has_bias else 0.0
+        self._activation = dense.activation
         if self._weight.shape[0] != dense.out_features:
             raise WeightMismatch(f"{dense.folder}: {len(self._weight)} features, {dense.out_features} by config.json")
 

@@ -74,7 +74,7 @@ class SinglePassRunner:
             self._cpu_threads.adapt()
         with on_device(self.device):
             row = torch.from_numpy(step.token_ids).to(self.device)
-            computed = self.model(row.split(step.query_lens.tolist()))
+            computed = self.model(torch.tensor_split(row, np.cumsum(step.query_lens)[:-1].tolist()))
             if self.model.classifies:
                 return ComputedTexts(len(step.sample_rows), computed)
             rows = torch.from_numpy(step.pooled_rows).to(self.device)
