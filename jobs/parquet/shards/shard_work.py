@@ -74,7 +74,7 @@ class ShardWork(RowsTask):
             check_model(folder.plan, context.model, self._is_second)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
-            self._files.enter(self._file.path)
+            self._files.enter()
             self._entered = True
             try:
                 self._requests = self._read_requests()
@@ -132,7 +132,7 @@ class ShardWork(RowsTask):
     def close(self) -> None:
         if self._entered:
             self._entered = False
-            self._files.leave(self._file.path)
+            self._files.leave()
         super().close()
 
     def _escalate(self) -> int:
@@ -265,9 +265,8 @@ class ShardWork(RowsTask):
         key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
         def open_reader() -> RowReader:
-            held, make_room = self._context.shard_bytes, self._files.close_idle
             with unchanged(storage, plan, file):  # else that is why it cannot be read
-                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
+                return RowReader(storage, plan.rows_path(file), shard, columns, self._context.shard_bytes.limit)
 
         # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
         with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):
