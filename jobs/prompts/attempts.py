@@ -122,7 +122,7 @@ class Attempts:
         assert self.reason is not None
         request, is_chat = self._request, self._request.messages is not None
         behind = self._options.text_behind(self.reason, is_chat)
-        seed = {} if self._seed is None else {"seed": attempt_seed(self._seed, self._number)}
+        seed = {} if self._seed is None else {"seed": hashed_seed(f"{self._seed}:attempt {self._number}")}
         asked = replace(request, sampling=self._sampling(seed))
         if request.messages is not None:
             answer = {"role": "assistant", "content": text}
@@ -175,10 +175,9 @@ def check_prompts(options: RepairOptions, prompts: Sequence[object]) -> None:
         raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
 
 
-def attempt_seed(seed: int, attempt: int) -> int:
-    """Return the seed of a further attempt, which follows from the row's; 0 to 2**63 - 1."""
-    digest = blake2b(f"{seed}:attempt {attempt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def hashed_seed(text: str) -> int:
+    """Return a seed that follows from a text; 0 to 2**63 - 1."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def num_generated(sample: Completion) -> int:

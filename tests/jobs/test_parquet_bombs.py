@@ -55,7 +55,7 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
     pq.write_table(pa.table({"text": values}), path, store_schema=False, **options)
     assert path.stat().st_size < MIB
     reading = TableReading(Storage([str(tmp_path)]), str(path))
-    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches()]
+    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches]
     reading.close()
     assert sum(count for count, _ in batches) == rows
     assert sum(size for _, size in batches) > rows * MIB
@@ -96,7 +96,7 @@ def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path, kill_ch
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
-    batches = reading.batches()
+    batches = reading.batches
     found = next(batches)["n"].to_pylist()
     kill_child()
     found += [n for batch in batches for n in batch["n"].to_pylist()]
@@ -111,7 +111,7 @@ def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
     pq.write_table(pa.table({"n": range(20_000)}), path)
     reading = TableReading(Storage([str(tmp_path)]), str(path))
     kill_child()
-    batches = reading.batches()
+    batches = reading.batches
     next(batches)
     kill_child()
     with pytest.raises(errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"):
@@ -182,8 +182,7 @@ def test_a_shard_waits_while_the_open_ones_hold_half_of_what_one_may(
     context.shard_bytes.hold(context.shard_bytes.limit // 2 - held)
     with pytest.raises(NoRoomYet):
         ShardWork.open(context, run, plan, second)
-    for _ in works[0].requests():  # which the engine holds from here on
-        pass
+    works[0].close()
     works.append(ShardWork.open(context, run, plan, second))
     for work in works:
         work.close()

@@ -55,7 +55,7 @@ def input_rows(
             start += file.rows
             continue
         with closing(TableReading(storage, plan.rows_path(file))) as reading:
-            for batch in reading.batches():
+            for batch in reading.batches:
                 storage.check_interrupted()
                 batch = with_added_values(batch, plan.added_columns, file.values).slice(0, plan.rows - start)
                 if batch.num_rows == 0:

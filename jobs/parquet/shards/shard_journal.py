@@ -1,8 +1,8 @@
 """The journal of an open shard: its answers, and how far its other rows are, for whoever takes it up next.
 
 A file of answers for each interval of an execution, with those of that interval; and one that tells how far the rows
-are that were under way in the last one. They lie in a folder that planning makes and the run's end removes: who thaws
-afterwards finds none.
+are that were under way in the last one. They lie, beside the answers that planning has taken from earlier runs, in a
+folder that planning makes and the run's end removes: who thaws afterwards finds none.
 """
 
 import json
@@ -21,20 +21,15 @@ from jobs.context.served_model import ServedModel
 from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import SIZE, Keys
+from jobs.parquet.asks.row_keys import Keys, model_mark
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import KEY, KEY_FIELD, ROW, answers_table, read_answers
+from jobs.parquet.reuse.taken_answers import ROW, WHOSE, answers_table, read_answers, whose
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 
-#: What stands beside an answer too: the tokens generated for it and equal rows, with the first.
-_TOKENS = "_tokens"
-
 #: What stands beside a row that is under way, as JSON.
 _UNDER_WAY = "_under_way"
-
-_WHOSE = b"whose"
 
 _log = logging.getLogger("rq.worker")
 
@@ -52,10 +47,10 @@ class ShardJournal:
     """The journal of one shard, as one execution reads and goes on with it."""
 
     def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys) -> None:
-        """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
+        """asked: RowKeys.name. keys: of the rows, without a model."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
-        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.fingerprint} {asked}".encode()
+        self._whose, self._mark = whose(plan, shard, model.fingerprint, asked), model_mark(model.fingerprint).tobytes()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._keys, self._names = keys, set[str]()
@@ -78,15 +73,15 @@ class ShardJournal:
         return found
 
     def _add(self, found: Journalled, path: str, file: TableReading) -> None:
-        if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
+        if (file.schema.metadata or {}).get(WHOSE) != self._whose:
             _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
-            for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
+            for row, text in (each.values() for batch in file.batches for each in batch.to_pylist()):
                 was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
                     found.under_way[row] = was
         else:
-            for (row, num_tokens, _), answer in read_answers(file, (ROW, _TOKENS, KEY)):
+            for row, num_tokens, answer in read_answers(file, self._mark):
                 found.num_tokens += 0 if row in found.answers else num_tokens
                 found.answers[row] = answer
 
@@ -108,10 +103,7 @@ class ShardJournal:
     def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
-            own = [pa.field(ROW, pa.int64()), pa.field(_TOKENS, pa.int64()), KEY_FIELD]
-            keys = (bytes(SIZE) if each.error else self._keys[row].tobytes() for row, _, each in answered)
-            beside = [(row, tokens, key) for (row, tokens, _), key in zip(answered, keys, strict=True)]
-            self._put("answers", answers_table(own, beside, [each for *_, each in answered], self._fields))
+            self._put("answers", answers_table(answered, self._keys, self._mark, self._fields))
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]
@@ -122,7 +114,7 @@ class ShardJournal:
     def _put(self, what: str, table: pa.Table) -> str:
         name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
-            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink)
+            pq.write_table(table.replace_schema_metadata({WHOSE: self._whose}), sink)
         self._num_files += 1
         self._names.add(name)
         return name

@@ -16,21 +16,18 @@ from jobs.runs.plans.plan import Shard
 SHARD_TIMES = 16
 
 
-class RowReader:
+class RowReader(TableReading):
     """One pass over a file, from the row group of some shard to the end.
 
     Parquet cannot be entered in the middle of a row group: a reader that goes on where the last shard ended
-    decodes each row once. limit, and what it raises: as of TableReading.
+    decodes each row once.
     """
 
     def __init__(
         self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS, limit: int = DEFAULT_BYTES
     ) -> None:
+        super().__init__(storage, path, columns, first.first_group, limit)
         self._path, self._limit = path, SHARD_TIMES * limit
-        self._table = TableReading(storage, path, columns, first.first_group, limit)
-        #: The schema of the whole file.
-        self.schema: pa.Schema = self._table.schema
-        self._batches = self._table.batches()
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
@@ -44,7 +41,7 @@ class RowReader:
         end, shard_bytes = shard.start + shard.rows, 0
         while self.next_row < end:
             check_interrupted()
-            batch = next(self._batches, None) if self._left is None else self._left
+            batch = next(self.batches, None) if self._left is None else self._left
             if batch is None:
                 raise CorruptParquet(self._path, f"{end - self.next_row} rows fewer than its footer says")
             taken = min(batch.num_rows, end - self.next_row)
@@ -60,8 +57,3 @@ class RowReader:
                     remedy = "submit with a smaller rows_per_shard"
                     raise ShardTooLarge(self._path, what, self._limit, f"{SHARD_TIMES} times ", remedy)
                 yield batch
-
-    def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._left = None
-        self._table.close()
