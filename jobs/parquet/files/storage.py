@@ -137,11 +137,6 @@ class Storage:
         self._of(path).remove(path)
 
 
-def glob_chars(pattern: str) -> set[str]:
-    """Return the characters that make a path a glob; empty for a plain path."""
-    return set("*?[") & set(pattern)
-
-
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a

@@ -31,7 +31,8 @@ def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
-            return Plan.from_text(source.read(min(source.size(), MAX_PLAN_BYTES)).decode())
+            written = source.read(min(source.size(), MAX_PLAN_BYTES))
+        return Plan.from_text(written.decode())
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
     except ValueError as error:
