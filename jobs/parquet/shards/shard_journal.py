@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,17 +33,11 @@ _UNDER_WAY = "_under_way"
 _log = logging.getLogger("rq.worker")
 
 
-@dataclass
-class Journalled:
-    """What a journal holds: the answers of rows, the tokens generated for them, and how far others are."""
-
-    answers: dict[int, Answer] = field(default_factory=dict)
-    num_tokens: int = 0
-    under_way: dict[int, UnderWay] = field(default_factory=dict)
-
-
 class ShardJournal:
-    """The journal of one shard, as one execution reads and goes on with it."""
+    """The journal of one shard, as one execution reads and goes on with it.
+
+    answers: of rows, when it was read. num_tokens: generated for them. under_way: how far other rows were.
+    """
 
     def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys) -> None:
         """asked: RowKeys.name. keys: of the rows, without a model."""
@@ -55,35 +48,37 @@ class ShardJournal:
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._keys, self._names = keys, set[str]()
         self._writing, self._is_closed = threading.Lock(), False
+        self.answers: dict[int, Answer] = {}
+        self.under_way: dict[int, UnderWay] = {}
+        self.num_tokens = 0
+        self._read()
 
-    def read(self) -> Journalled:
-        """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
-        found = Journalled()
+    def _read(self) -> None:
+        """Take what earlier executions have left; pass over what is damaged, or of another plan or model."""
         with suppress(FileNotFoundError):
             self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             try:
                 with closing(TableReading(self._storage, path)) as file:
-                    self._add(found, path, file)
+                    self._add(path, file)
             except (RunError, OSError, ValueError, TypeError, KeyError) as error:  # it only saves time
                 _log.warning("the journal %s is passed over: %s", path, error)
-        for row in found.answers:
-            found.under_way.pop(row, None)
-        return found
+        for row in self.answers:
+            self.under_way.pop(row, None)
 
-    def _add(self, found: Journalled, path: str, file: TableReading) -> None:
+    def _add(self, path: str, file: TableReading) -> None:
         if (file.schema.metadata or {}).get(WHOSE) != self._whose:
             _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
             for row, text in (each.values() for batch in file.batches for each in batch.to_pylist()):
-                was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
+                was, known = UnderWay.from_json(json.loads(text)), self.under_way.get(row)
                 if known is None or was.length > known.length:
-                    found.under_way[row] = was
+                    self.under_way[row] = was
         else:
             for row, num_tokens, answer in read_answers(file, self._mark):
-                found.num_tokens += 0 if row in found.answers else num_tokens
-                found.answers[row] = answer
+                self.num_tokens += 0 if row in self.answers else num_tokens
+                self.answers[row] = answer
 
     def keep(
         self, requests: ShardRequests, so_far: Mapping[int, Mapping[int, Sequence[int]]]

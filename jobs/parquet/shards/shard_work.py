@@ -226,8 +226,7 @@ class ShardWork(RowsTask):
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
         self._mark = model_mark(context.model.fingerprint).tobytes()
-        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys)
-        left = self._journal.read()
+        self._journal = left = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys)
         found = left.answers
         if self._is_second:
             kept = kept_answers(self._folder.storage, plan, self._number, self._mark)
