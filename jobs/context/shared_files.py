@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
@@ -12,25 +12,8 @@ MAX_PLANS = 4
 MAX_READERS = 4
 
 
-class ReaderKey(NamedTuple):
-    """What makes readers alike: the file's path and its state, and the columns they read."""
-
-    path: str
-    state: Hashable
-    columns: Hashable = None
-
-
-class Reader(Protocol):
-    """What this module uses of RowReader (jobs/parquet/tables). shard: a Shard of jobs/runs/plans/plan.py."""
-
-    next_row: int
-
-    def reaches(self, shard: Any) -> bool: ...
-    def close(self) -> None: ...
-
-
 P = TypeVar("P")
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R")
 
 
 class NoRoomYet(Exception):
@@ -43,8 +26,8 @@ class SharedFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, _Once] = {}
-        self._turns: dict[ReaderKey, threading.Lock] = {}
-        self._idle: list[tuple[ReaderKey, Reader]] = []  # the one used last comes last
+        self._turns: dict[Hashable, threading.Lock] = {}
+        self._idle: list[tuple[Hashable, Any]] = []  # the one used last comes last
         self._users = self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
@@ -77,16 +60,16 @@ class SharedFiles:
             self._close(reader)
 
     @contextmanager
-    def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
+    def reader(self, key: Hashable, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
+        """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest one, or a new one.
 
-        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader. Raises
-        NoRoomYet where MAX_READERS are lent.
+        key: names a state of a file, and columns. One of a kind at a time: a shard waits for the one before it. What
+        the body raises closes the reader. Raises NoRoomYet where MAX_READERS are lent.
         """
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
         with turn:
-            reader = cast("R | None", self._nearest(key, shard)) or self._opened(open_reader)
+            reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
             except BaseException:  # it may have read what is not the planned file
@@ -95,7 +78,7 @@ class SharedFiles:
             with self._lock:
                 self._idle.append((key, reader))
 
-    def _nearest(self, key: ReaderKey, shard: Any) -> Reader | None:
+    def _nearest(self, key: Hashable, shard: Any) -> Any:
         with self._lock:
             alike = [each for each in self._idle if each[0] == key and each[1].reaches(shard)]
             found = max(alike, key=lambda each: each[1].next_row, default=None)
@@ -107,9 +90,9 @@ class SharedFiles:
     def _opened(self, open_reader: Callable[[], R]) -> R:
         """Open a reader, in the place of the one that was not used for longest if there are many."""
         with self._lock:
-            if self.num_readers == MAX_READERS and not self._idle:
+            if self.num_readers >= MAX_READERS and not self._idle:
                 raise NoRoomYet
-            unused = self._idle.pop(0)[1] if self.num_readers == MAX_READERS else None
+            unused = self._idle.pop(0)[1] if self.num_readers >= MAX_READERS else None
             self.num_readers += 1
         try:
             if unused is not None:
@@ -120,7 +103,7 @@ class SharedFiles:
                 self.num_readers -= 1
             raise
 
-    def _close(self, reader: Reader) -> None:
+    def _close(self, reader: Any) -> None:
         with self._lock:
             self.num_readers -= 1
         reader.close()

@@ -17,7 +17,7 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.children import CHILDREN
-from jobs.context.shared_files import MAX_READERS, NoRoomYet, ReaderKey, ShardBytes
+from jobs.context.shared_files import MAX_READERS, NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.parquet.tables.row_groups import GROUP_BYTES
@@ -210,8 +210,7 @@ def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context
     run, plan, shard = queued_jobs(redis)[0].args
     with ExitStack() as others:
         for number in range(MAX_READERS):
-            key = ReaderKey(f"{number}", ())
-            others.enter_context(context.files.reader(key, None, Unread))
+            others.enter_context(context.files.reader(number, None, Unread))
         with pytest.raises(NoRoomYet):
             ShardWork.open(context, run, plan, shard)
         assert context.files.num_readers == MAX_READERS

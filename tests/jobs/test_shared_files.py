@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
+from jobs.context.shared_files import MAX_READERS, SharedFiles
 from jobs.errors import InputChanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.row_reader import RowReader
@@ -134,7 +134,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
             start += rows
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
-    files, key = SharedFiles(), ReaderKey(str(path), ())
+    files, key = SharedFiles(), str(path)
     files.enter()
     for shard in data.draw(st.permutations(list(shards))):
 
@@ -154,7 +154,7 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"n": range(20)}), path)
     first, second = cut_shards([[20]], 10)
-    files, key = SharedFiles(), ReaderKey(str(path), ())
+    files, key = SharedFiles(), str(path)
     opened: SimpleQueue[RowReader] = SimpleQueue()
     found: SimpleQueue[list[int]] = SimpleQueue()
 

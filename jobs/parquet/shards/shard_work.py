@@ -13,7 +13,6 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
-from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
@@ -251,7 +250,7 @@ class ShardWork(RowsTask):
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
         plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
-        key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
+        key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
             with unchanged(storage, plan, file):  # else that is why it cannot be read
