@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
@@ -25,18 +25,20 @@ class SharedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[Hashable, _Once] = {}
+        self._plans: dict[Hashable, Any] = {}
         self._turns: dict[Hashable, threading.Lock] = {}
         self._idle: list[tuple[Hashable, Any]] = []  # the one used last comes last
         self._users = self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._lock:
-            kept = self._plans.setdefault(key, _Once())
-            while len(self._plans) > MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return cast("P", kept.get(load))
+        with self._turn(key):  # no two threads read the same file for it
+            plan: P = self._plans.get(key) or load()
+            with self._lock:
+                self._plans[key] = plan
+                while len(self._plans) > MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+            return plan
 
     def enter(self) -> None:
         """Note that a shard is open: it may read until it leaves."""
@@ -66,9 +68,7 @@ class SharedFiles:
         key: names a state of a file, and columns. One of a kind at a time: a shard waits for the one before it. What
         the body raises closes the reader. Raises NoRoomYet where MAX_READERS are lent.
         """
-        with self._lock:
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
+        with self._turn(key):
             reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
@@ -77,6 +77,10 @@ class SharedFiles:
                 raise
             with self._lock:
                 self._idle.append((key, reader))
+
+    def _turn(self, key: Hashable) -> threading.Lock:
+        with self._lock:
+            return self._turns.setdefault(key, threading.Lock())
 
     def _nearest(self, key: Hashable, shard: Any) -> Any:
         with self._lock:
@@ -107,20 +111,6 @@ class SharedFiles:
         with self._lock:
             self.num_readers -= 1
         reader.close()
-
-
-class _Once:
-    """What is loaded once: no two threads read the same file for it."""
-
-    def __init__(self) -> None:
-        self._loading = threading.Lock()
-        self._found: Any = None
-
-    def get(self, load: Callable[[], Any]) -> Any:
-        with self._loading:
-            if self._found is None:
-                self._found = load()
-            return self._found
 
 
 #: Room for 250,000 prompts of 1 KB in a shard.
