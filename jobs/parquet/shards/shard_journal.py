@@ -21,6 +21,7 @@ from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import Keys, model_mark
+from jobs.parquet.files.filesystem import StoreError
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.taken_answers import ROW, WHOSE, answers_table, read_answers, whose
@@ -62,6 +63,8 @@ class ShardJournal:
             try:
                 with closing(TableReading(self._storage, path)) as file:
                     self._add(path, file)
+            except StoreError:  # where another try may go better
+                raise
             except (RunError, OSError, ValueError, TypeError, KeyError) as error:  # it only saves time
                 _log.warning("the journal %s is passed over: %s", path, error)
         for row in self.answers:
