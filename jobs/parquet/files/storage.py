@@ -94,8 +94,9 @@ class Storage:
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and what is missing above it."""
-        self._of(path).make_folder(path)
+        """Make a folder, and what is missing above it. Raises as `writing` does."""
+        with writing(path):
+            self._of(path).make_folder(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder, if nothing is in it."""

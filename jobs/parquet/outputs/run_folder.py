@@ -50,8 +50,7 @@ class RunFolder:
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
         """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
-            with writing(self._parts_path):
-                self.storage.make_folder(self._parts_path)
+            self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:

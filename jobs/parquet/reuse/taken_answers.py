@@ -63,8 +63,7 @@ def write_taken(storage: Storage, plan: Plan, fingerprint: str, asked: str, buck
     """Write the files of all shards that have answers. buckets: TAKEN, with rows of the run, and answers' columns."""
     firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     folder = os.path.dirname(taken_path(plan, 0))
-    with writing(folder):
-        storage.make_folder(folder)
+    storage.make_folder(folder)
     for shard, answers in _by_shard(buckets, firsts):
         storage.check_interrupted()
         own = pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
