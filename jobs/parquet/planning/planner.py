@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.context.served_model import model_text
+from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
@@ -26,7 +26,7 @@ from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import PinnedModel, Plan
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -172,5 +172,5 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
-        raise errors.NoSecondModel(queue, found, model_text(first.name, first.dtype, first.fingerprint))
+        raise errors.NoSecondModel(queue, found, str(first))
     return others.pop()
