@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +73,9 @@ DEFAULT_BYTES = 16 << 20
 #: What an answer takes besides its text: key, object, numbers, and its places in two tables.
 ENTRY_BYTES = 400
 
+#: What a label and its probability take; the label's text is the run's.
+PAIR_BYTES = 96
+
 
 class AnswerMemo:
     """Keeps the answers used last, in at most `max_bytes`, by a key that names a prompt within its run. Thread-safe."""
@@ -82,6 +85,7 @@ class AnswerMemo:
         self._lock = threading.Lock()
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
         self.num_bytes = 0  # which the answers take, as estimated
+        self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Answer | None:
         """Return a prompt's answer, if it is kept."""
@@ -101,9 +105,25 @@ class AnswerMemo:
             while self.num_bytes > self._max_bytes:
                 self.num_bytes -= _size(self._answers.popitem(last=False)[1])
 
+    def begin(self, key: bytes) -> bool:
+        """Say that a prompt is being computed; return False when it is already."""
+        with self._lock:
+            if key in self._begun:
+                return False
+            self._begun.add(key)
+            return True
+
+    def end(self, key: bytes) -> None:
+        """Say that a prompt is computed no longer, whether it has an answer or not."""
+        with self._lock:
+            self._begun.discard(key)
+
 
 def _size(answer: Answer) -> int:
-    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.check_error, *answer.columns.values())
-    values = [each for column in columns for each in (column if isinstance(column, tuple) else (column,))]
+    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.check_error)
+    all_columns = (*columns, *answer.columns.values())
+    texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
+    pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    return ENTRY_BYTES * num_completions + sum(map(sys.getsizeof, values))
+    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, Sized) and not isinstance(text, tuple))
+    return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes

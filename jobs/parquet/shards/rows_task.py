@@ -49,6 +49,8 @@ class RowsTask(OpenTask):
         return self._requests
 
     def close(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
         if self._texts is not None:
             self._texts.close()
 

@@ -38,8 +38,9 @@ class ShardRequests:
     the shard. memo: where the answers of other shards are.
 
     Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
-    and not at all where another shard on the same worker has it. What a row asks next comes before other rows. Made in
-    any thread; then all methods belong to one, but `inspect`.
+    and not at all where another shard on the same worker has it. A row that another shard is at comes
+    last; if it has no answer then, it is computed here too, so that no shard waits for another. What a row asks next
+    comes before other rows. Made in any thread; then all methods belong to one, but `inspect` and the last, `close`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ShardRequests:
         self._following: deque[tuple[_Group, int, Request]] = deque()
         self._open: dict[int, _Group] = {}  # groups under way, by their first rows
         self.answered: list[tuple[int, int, Answer]] = []  # row, tokens generated for it and equal ones, answer
+        self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
         self.rows_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self.rows_open = 0
@@ -83,7 +85,8 @@ class ShardRequests:
         return not self._awaits_before and bool(self._following or self._unsent)
 
     def requests(self) -> Iterator[Request]:
-        while self._following or self._unsent:
+        postponed: deque[_Group] = deque()
+        while self._following or self._unsent or postponed:
             if self._following:
                 group, place, request = self._following.popleft()
                 if place in group.delivered or (group.rows and group.asked is None):
@@ -93,7 +96,15 @@ class ShardRequests:
                 yield replace(request, resumed=group.so_far[place]) if place in group.so_far else request
                 if self._awaits_before:
                     return
-            elif not self._take_known(group := self._unsent.pop()):
+            elif self._unsent:
+                group = self._unsent.pop()
+                if self._take_known(group):
+                    continue
+                if self._take_on(group):
+                    self._begin(group)
+                else:
+                    postponed.append(group)
+            elif not self._take_known(group := postponed.popleft()):
                 self._begin(group)
 
     @property
@@ -138,8 +149,10 @@ class ShardRequests:
         del self._open[group.rows[0]]
         self.rows_open -= len(group.rows)
         self._answer(group, found)
-        if group.key is not None and found.error is None:
-            self._memo.put(group.key, found)
+        if group.key is not None:
+            if found.error is None:
+                self._memo.put(group.key, found)
+            self._end(group.key)
 
     def answers(self) -> list[Answer]:
         """Return the answers in row order, once every request was delivered."""
@@ -156,6 +169,7 @@ class ShardRequests:
         self._unsent = [group for group in self._unsent if group.rows[0] not in under_way]
         for group in groups:
             was = under_way[group.rows[0]]
+            self._take_on(group)
             self._begin(group)
             if group.asked is None:
                 continue
@@ -179,6 +193,11 @@ class ShardRequests:
             for row, group in self._open.items()
         )
         return {row: each for row, each in found if each.can_be_kept}
+
+    def close(self) -> None:
+        """Leave to others what was sent and not delivered; may be called more than once."""
+        for key in list(self._begun):
+            self._end(key)
 
     def _begin(self, group: _Group) -> None:
         """Have a group's requests sent next."""
@@ -212,6 +231,19 @@ class ShardRequests:
             self._answers[row] = answer
             self.answered.append((row, 0 if place else group.num_tokens, answer))
         self.rows_done += len(group.rows)
+
+    def _take_on(self, group: _Group) -> bool:
+        """Take a group on; return False where another shard is at its prompt."""
+        if group.key is not None:
+            if not self._memo.begin(group.key):
+                return False
+            self._begun.add(group.key)
+        return True
+
+    def _end(self, key: bytes) -> None:
+        if key in self._begun:
+            self._begun.discard(key)
+            self._memo.end(key)
 
 
 def _answer_of(row: Row | RowProblem | Answer, ask: Ask) -> Answer | None:

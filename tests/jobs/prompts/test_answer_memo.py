@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.tasks import Request
-from tests.jobs.answering import refuse, shard_of, shout
+from tests.jobs.answering import FakeCompletion, refuse, shard_of, shout
 
 GREEDY = {"temperature": 0}
 
@@ -63,6 +63,20 @@ def test_a_prompt_that_failed_is_asked_again(memo: AnswerMemo) -> None:
     list(first.requests())
     first.deliver(0, [refuse("too long")])
     assert work(open_shard(memo, "a")) == "a"
+
+
+def test_a_prompt_that_another_shard_is_at_comes_last_and_may_have_its_answer_then(memo: AnswerMemo) -> None:
+    first, second = open_shard(memo, "ab"), open_shard(memo, "abc")
+    firsts = list(first.requests())
+    seconds = second.requests()
+    assert next(seconds).prompt == "c"
+    first.deliver(0, [shout(firsts[0])])
+    assert next(seconds).prompt == "b", "still not answered: no shard waits for another"
+    assert next(seconds, None) is None, "of the other prompt the answer has come"
+    first.deliver(1, [shout(firsts[1])])
+    second.deliver(0, [FakeCompletion("C")])
+    second.deliver(1, [FakeCompletion("B")])
+    assert completions(second) == "ABC"
 
 
 def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
