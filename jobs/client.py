@@ -119,7 +119,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), Display(), nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]

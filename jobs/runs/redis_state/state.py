@@ -118,12 +118,6 @@ class SeenParts:
     latest: Mapping[int, PartStats]
     counts: Mapping[str, int]
 
-    @classmethod
-    def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        """Return what is seen where these are all of them."""
-        counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
-        return cls(parts.keys(), parts, counts)
-
 
 class RunState:
     """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
@@ -397,20 +391,10 @@ class RunState:
             counts.update({f"total_{name}": getattr(part, name) for name in COUNTED})
         self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
 
-    def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
-
-        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
-        """
-        if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
-            return SeenParts.of(self.parts())
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hkeys(self._parts_key)
-            pipe.hmget(self._key, TOTALS)
-            fields, totals = pipe.execute()
-        shards = set(_shards(fields))
-        latest = self.parts_of(_latest(shards, running))
-        return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
+    def look(self, running: Collection[int], counts: Mapping[str, int]) -> SeenParts:
+        """Return what the recorded parts tell, read up to MAX_LOOKED. running: shards under way. counts: see above."""
+        shards = set(_shards(cast("list[bytes]", self._redis.hkeys(self._parts_key))))
+        return SeenParts(shards, self.parts_of(_latest(shards, running)), counts)
 
     # Who may write
 
