@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from redis import Redis
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
+from jobs.errors import InvalidJob, InvalidValue, RunError, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
@@ -84,7 +84,10 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
     found, output = named_run(client, os.fspath(name))
-    return Run(found, client, read_planned(client, found).output if output is None else output.folder)
+    if output is not None:
+        return Run(found, client, output.folder)
+    snapshot = read_planned(client, found)
+    return Run(snapshot.run, client, snapshot.output)
 
 
 class Run:
@@ -129,9 +132,9 @@ class Run:
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
 
-        Raises RunNotHere where it has not finished, or its folder is not on this machine; StoreError; ImportError.
+        Raises RunNotHere where it has not finished, or its folder cannot be read from here; PlanDamaged; ImportError.
         """
-        reader = self._reader("table")
+        reader = self.reader()
         if not reader.has_ended:
             raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
         return reader.table()
@@ -146,27 +149,35 @@ class Run:
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
-        return self._reader("errors").errors(limit)[1]
+        return self.reader().errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
         """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
         target = os.fspath(output)
-        run = retry_run(self._connection, self._reader("retry").plan, target)
+        run = retry_run(self._connection, self.reader().plan, target)
         return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
         return cancel_run(self._connection, self.status().run)
 
-    def _reader(self, call: str) -> FolderReader:
-        """Return what reads its folder; its id may be another one where a worker's real paths differ."""
-        with _needs_pyarrow(f"{call}()"):
+    def reader(self) -> FolderReader:
+        """Return what reads its folder from here. Raises RunNotHere, PlanDamaged, or ImportError without pyarrow."""
+        with _needs_pyarrow("reading the rows of a run"):
             from jobs.parquet.outputs.read_back import FolderReader
-        if is_stored(self.output):
-            return FolderReader(self.output)
-        if not os.path.isdir(self.output):
+        is_here = not is_stored(self.output)
+        if is_here and not os.path.isdir(self.output):
             raise RunNotHere(self.id, "there is no such folder", self.output)
-        return FolderReader(os.path.realpath(self.output))
+        try:
+            found = FolderReader(os.path.realpath(self.output) if is_here else self.output)
+        except RunError as error:
+            if is_here:
+                raise
+            raise RunNotHere(self.id, f"nothing can be read ({error})", self.output) from error
+        # Where a worker's real paths differ its id is another one.
+        if found.run != self.id and read_planned(self._connection, self.id).run != found.run:
+            raise RunNotHere(self.id, f"another run, {found.run}, is", self.output)
+        return found
 
 
 def check_here(spec: RunSpec) -> None:
