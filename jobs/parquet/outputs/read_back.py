@@ -128,10 +128,7 @@ class FolderReader:
 
     def bad_answers(self) -> tuple[int, int]:
         """Return how many rows failed their check, and how many were cut at their limit of tokens."""
-        found = [
-            read_part_stats(self._storage, self.plan.part_path(shard), self.run, shard)
-            for shard in self.shards()
-        ]
+        found = [read_part_stats(self._storage, self.plan.part_path(shard), self.run, shard) for shard in self.shards()]
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
