@@ -131,23 +131,11 @@ def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[st
     return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
 
 
-def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether fewer jobs stand behind these than before them, judged by one: Redis goes through those."""
-    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
-        place: Any = connection.lpos(queue_key, job_id)
-        if place is not None:
-            return 2 * int(place) > connection.llen(queue_key)
-    return False
-
-
 def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
     """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
     queue_key, removed = QueueKeys(queue_name).waiting, 0
-    if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
-        job_ids = job_ids[::-1]
-    for start in range(0, len(job_ids), CHUNK):
-        chunk = job_ids[start : start + CHUNK]
-        taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
+    for end in range(len(job_ids), 0, -CHUNK):  # the last ones first: Redis looks for each from the queue's end
+        taken = state.as_of(submission, partial(_take, queue_key, job_ids[max(0, end - CHUNK) : end][::-1]))
         state.as_of(submission, partial(_delete, taken))
         removed += len(taken)
     return removed
@@ -193,11 +181,11 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     return json.dumps((PLANNING, None, (), arguments)).encode()
 
 
-def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
+def _take(queue_key: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
     """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
     pipe.multi()
     for job_id in job_ids:
-        pipe.lrem(queue_key, -1 if from_end else 1, job_id)
+        pipe.lrem(queue_key, -1, job_id)
     return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
 
 

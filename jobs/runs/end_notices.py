@@ -22,7 +22,7 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
-from jobs.runs.redis_state.state import PartCount, RunState, Verdict
+from jobs.runs.redis_state.state import PartCount, RunState
 from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 
@@ -34,14 +34,6 @@ TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
 
 #: Tries of a job that failed, each at the end of its queue.
 RETRIES = 3
-
-
-def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
-    """Enqueue what the last submission asks for, unless told. verdict: why the run is stopped; None for finished."""
-    if verdict is None:
-        tell_of(state, state.submission(), "finished")
-    else:
-        tell_of(state, verdict.submission, "stopped", verdict.reason)
 
 
 def tells_of(job_id: str) -> bool:

@@ -35,9 +35,9 @@ class JobSeen:
     """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
 
     queue: its own. function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and
-    readable. progress: counts in its meta. dependents, depends_on: ids of some; the second of one job alone. is_failed: whether it can be put back.
-    is_stopped: whether a cancel stopped it: RQ lists it among the failed ones. is_under_way: whether it waits or runs.
-    error: the end of its text. error_line: its last line; "" for none.
+    readable. progress: counts in its meta. dependents, depends_on: ids of some; the second of one job alone. is_failed:
+    whether it can be put back. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
+    is_under_way: whether it waits or runs. error: the end of its text. error_line: its last line; "" for none.
     """
 
     job_id: str

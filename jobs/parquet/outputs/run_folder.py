@@ -20,7 +20,7 @@ from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import tell_end, tell_shards_failed
+from jobs.runs.end_notices import tell_of, tell_shards_failed
 from jobs.runs.plans.names import (
     JOURNAL,
     KEYS,
@@ -148,7 +148,9 @@ class RunFolder:
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
+            tell_of(
+                self.state, verdict.submission, "stopped", verdict.reason
+            )  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
@@ -185,7 +187,7 @@ class RunFolder:
             self._write_end()
         self.state.mark_finished()
         self.state.count_anew()
-        tell_end(self.state)
+        tell_of(self.state, self.state.submission(), "finished")
         return True
 
     def _write_end(self) -> None:

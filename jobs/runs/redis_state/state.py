@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -47,8 +47,6 @@ OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
 
 #: The last: for how long workers had shards of the run, whatever the submission, at the last count of all parts.
 OF_TIME = (*OF_SUBMISSION[-2:], "worked_s")
-
-_TOTAL = b"total"
 
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
@@ -336,7 +334,7 @@ class RunState:
     def _count(self, pipe: Pipeline) -> None:
         """Ask for what `part_count` takes."""
         pipe.hlen(self._parts_key)
-        pipe.hget(self._parts_key, _TOTAL)
+        pipe.hget(self._key, "shards")
         pipe.scard(self._failed_key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
@@ -352,18 +350,17 @@ class RunState:
                 pipe.hdel(self._parts_key, *names)
             for name, record in fields.items():
                 pipe.hsetnx(self._parts_key, name, record)
-            pipe.hset(self._parts_key, mapping={_TOTAL: total})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
-            return PartCount(length - 1, total)
+            return PartCount(length, total)
 
         return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items() if field != _TOTAL}
+        return {int(field): record for field, record in found.items()}
 
     def parts(self) -> dict[int, PartStats]:
         """Return the recorded parts by shard."""
@@ -376,10 +373,12 @@ class RunState:
         found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
+    def _shards(self) -> list[int]:
+        return list(map(int, cast("list[bytes]", self._redis.hkeys(self._parts_key))))
+
     def each_part(self) -> Iterator[PartStats]:
         """Yield the recorded parts, read a thousand at a time; one that is recorded meanwhile may not be among them."""
-        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
-        shards = _shards(fields)
+        shards = self._shards()
         for start in range(0, len(shards), MAX_LOOKED):
             yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
 
@@ -393,7 +392,7 @@ class RunState:
 
     def look(self, running: Collection[int], counts: Mapping[str, int]) -> SeenParts:
         """Return what the recorded parts tell, read up to MAX_LOOKED. running: shards under way. counts: see above."""
-        shards = set(_shards(cast("list[bytes]", self._redis.hkeys(self._parts_key))))
+        shards = set(self._shards())
         return SeenParts(shards, self.parts_of(_latest(shards, running)), counts)
 
     # Who may write
@@ -420,16 +419,9 @@ class RunState:
         return transact(self._redis, checked, lease.key, *watched)
 
 
-def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
+def part_count(length: int, shards: bytes | None, failed: int) -> PartCount:
     """Return what the replies to `RunState._count` say."""
-    if raw_total is None:
-        return PartCount(length, None, failed)
-    return PartCount(length - 1, int(raw_total), failed)
-
-
-def _shards(fields: Iterable[bytes]) -> list[int]:
-    """Return the shards among the fields of a record."""
-    return [int(field) for field in fields if field != _TOTAL]
+    return PartCount(length, None if shards is None else int(shards), failed)
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:

@@ -227,14 +227,13 @@ def look_at(connection: Redis, runs: Sequence[str]) -> list[Look]:
         for run in runs:
             pipe.hmget(run_key(run), _FACTS)
             pipe.hlen(run_key(run, "parts"))
-            pipe.hexists(run_key(run, "parts"), "total")
         replies = pipe.execute()
     known = {}
-    for run, values, length, has_total in zip(runs, *(replies[i::3] for i in range(3)), strict=True):
+    for run, values, length in zip(runs, replies[::2], replies[1::2], strict=True):
         told = zip(_FACTS, values, strict=True)
         facts = {name: stored.text(value) for name, value in told if value is not None}
         if facts.keys() >= {"output", "queue"}:
-            known[run] = facts, length - has_total
+            known[run] = facts, length
     with connection.pipeline(transaction=False) as pipe:
         for facts, _ in known.values():
             pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
