@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from jobs import client
 from jobs.common.display import brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
 from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
@@ -91,7 +90,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
             given.setdefault("template_format", "jinja")
     if (prompts := given.pop("prompt", None)) is not None:
         given["prompts"] = [{"name": name, "template": template} for name, template in prompts.items()]
-    return client.run_arguments(given)
+    return given
 
 
 def _read(option: str, path: str) -> str:
