@@ -58,7 +58,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
             failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running.keys())),
             plan_error=safe_name(look.facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in look.facts else None,
         )
-        if snapshot.state == "running" and not running and snapshot.queued > look.queue.length:
+        if snapshot.state == "running" and not running and snapshot.queued > look.queue_length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = snapshots.read_snapshot(connection, look.run)
         found.append(snapshot)

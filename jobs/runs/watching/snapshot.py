@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from itertools import chain
 from typing import Any, cast
 
 from redis import Redis
@@ -20,7 +20,7 @@ from jobs.runs.redis_state.run_jobs import num_held
 from jobs.runs.redis_state.state import OF_SUBMISSION, OF_TIME, PLAN_ERROR, TOTALS, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
-from jobs.runs.watching.run_queues import Listener, RunQueue, living_workers, read_queue, run_queues, served_on
+from jobs.runs.watching.listeners import Listener, living_workers, served_on
 from jobs.runs.watching.time_left import Progress, time_left
 
 #: States of a job that has not ended.
@@ -194,23 +194,20 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class Look:
-    """What Redis tells of a run, its queues and all workers. facts: of its hash. shards_done: how many parts it has."""
+    """What Redis tells of a run, its queues and all workers.
+
+    facts: of its hash. shards_done: how many parts it has. started, failed: jobs of its shards, none once it has
+    finished. queue_length: jobs of any run.
+    """
 
     run: str
     facts: Mapping[str, str]
     shards_done: int
     plan_status: JobStatus | None
-    queue: RunQueue
+    started: Mapping[int, str]
+    failed: Mapping[int, str]
+    queue_length: int
     workers: Sequence[Listener]
-
-    @property
-    def started(self) -> dict[int, str]:
-        """Return the jobs of shards that have begun, but of a finished run."""
-        return {} if "finished" in self.facts else shards_of(self.run, self.queue.started)
-
-    @property
-    def failed(self) -> dict[int, str]:
-        return {} if "finished" in self.facts else shards_of(self.run, self.queue.failed)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -228,24 +225,37 @@ def look_at(connection: Redis, runs: Sequence[str]) -> list[Look]:
             pipe.hmget(run_key(run), _FACTS)
             pipe.hlen(run_key(run, "parts"))
         replies = pipe.execute()
-    known = {}
-    for run, values, length in zip(runs, replies[::2], replies[1::2], strict=True):
-        told = zip(_FACTS, values, strict=True)
-        facts = {name: stored.text(value) for name, value in told if value is not None}
-        if facts.keys() >= {"output", "queue"}:
-            known[run] = facts, length
-    with connection.pipeline(transaction=False) as pipe:
-        for facts, _ in known.values():
+        known = list[tuple[str, dict[str, str], int]]()
+        most = dict[str, int]()  # entries of each queue's registries
+        for run, values, length in zip(runs, replies[::2], replies[1::2], strict=True):
+            facts = {name: stored.text(each) for name, each in zip(_FACTS, values, strict=True) if each is not None}
+            if facts.keys() >= {"output", "queue"}:
+                known.append((run, facts, length))
+                for name in _queues_of(facts):
+                    most[name] = max(most.get(name, 1), 1 if "finished" in facts else MAX_ENTRIES)
+        for _, facts, _ in known:
             pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
-        statuses = list(map(rq_jobs.job_status, pipe.execute()))
-    workers = living_workers(connection)
-    busy = {name for facts, _ in known.values() if "finished" not in facts for name in run_queues(facts)}
-    names = {name for facts, _ in known.values() for name in run_queues(facts)}
-    queues = {name: read_queue(connection, name, workers, MAX_ENTRIES if name in busy else 1) for name in names}
-    return [
-        Look(run, facts, done, status, reduce(RunQueue.joined, map(queues.__getitem__, run_queues(facts))), workers)
-        for (run, (facts, done)), status in zip(known.items(), statuses, strict=True)
-    ]
+        for name, entries in most.items():  # in the order in which jobs move on, so none is missed
+            keys = rq_jobs.QueueKeys(name)
+            pipe.llen(keys.waiting)
+            pipe.llen(keys.popped)
+            pipe.zrange(keys.started, 0, entries - 1)
+            pipe.zrevrange(keys.failed, 0, entries - 1)
+        replies = pipe.execute()
+    statuses, replies = replies[: len(known)], replies[len(known) :]
+    queues = {name: replies[4 * place : 4 * place + 4] for place, name in enumerate(most)}
+    workers, found = living_workers(connection), []
+    for (run, facts, parts), status in zip(known, statuses, strict=True):
+        waiting, popped, started, failed = zip(*(queues[name] for name in _queues_of(facts)), strict=True)
+        begun, lost = ({} if "finished" in facts else shards_of(run, chain(*each)) for each in (started, failed))
+        length = sum(waiting + popped)
+        found.append(Look(run, facts, parts, rq_jobs.job_status(status), begun, lost, length, workers))
+    return found
+
+
+def _queues_of(facts: Mapping[str, str]) -> list[str]:
+    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
+    return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
 def look_at_one(connection: Redis, run: str) -> Look:
@@ -272,7 +282,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
         rest = [shard for shard in range(shards) if shard not in parts.shards]
-        if not look.queue.length:
+        if not look.queue_length:
             kinds = (False, True) if "second_queue" in facts else (False,)
             jobs = (shard_job_id(run, shard, is_second) for shard in rest or range(shards) for is_second in kinds)
             claimed = num_held(connection, jobs)
@@ -300,7 +310,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 
 def snapshot_of(look: Look, progress: Sequence[Progress], **known: Any) -> RunSnapshot:
     """Return a run as it was seen. progress: of its running shards. known: what else is known of it."""
-    facts, counts, queue, rows = look.facts, look.counts, look.queue, look.number("rows")
+    facts, counts, rows = look.facts, look.counts, look.number("rows")
+    workers, models = served_on(look.workers, facts["queue"])
     began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in OF_TIME)
     more_rows, more_tokens = sum(each.rows for each in progress), sum(each.tokens for each in progress)
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
@@ -328,9 +339,9 @@ def snapshot_of(look: Look, progress: Sequence[Progress], **known: Any) -> RunSn
         shards_started=len(progress),
         rows_done=rows_done if rows is None else min(rows_done, rows),  # totals may have a part twice
         tokens=counts["generated_tokens"] + more_tokens,
-        workers=queue.workers,
-        queue_length=queue.length,
-        awaited_model=_awaited_model(look),
+        workers=workers,
+        queue_length=look.queue_length,
+        awaited_model=_awaited_model(look, models),
         stopped=shown.get("stopped"),
         too_many_errors=limit.told(counts["rows"], counts["errors"], is_whole=is_finished),
         model=shown.get("model_text"),
@@ -381,9 +392,9 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> s
     return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
 
 
-def _awaited_model(look: Look) -> str | None:
+def _awaited_model(look: Look, models: Collection[str] | None) -> str | None:
     """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
-    facts, models = look.facts, look.queue.models
+    facts = look.facts
     needed, name = ("plan_model", "plan_model") if look.plan_status in WAITING else ("model", "model_text")
     if needed not in facts or models is None or facts[needed] in models:
         return None

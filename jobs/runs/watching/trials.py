@@ -12,8 +12,8 @@ from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
+from jobs.runs.watching.listeners import living_workers
 from jobs.runs.watching.obstacles import no_worker_text
-from jobs.runs.watching.run_queues import living_workers
 from jobs.runs.watching.snapshot import failure_text
 
 #: Between two looks, and before it is said that nobody listens.

@@ -1,9 +1,6 @@
-"""The queues of runs, and the workers that listen there."""
+"""The workers that listen on queues."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -13,42 +10,6 @@ from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 
 #: For how long what a worker told lately is kept at least.
 TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
-
-
-@dataclass(frozen=True)
-class RunQueue:
-    """What RQ's keys say of a queue: entries of its registries, how many jobs wait, how many workers live.
-
-    models: names of the models that those serve, silent ones aside; None where one does not say, as RQ's own do not.
-    """
-
-    started: Sequence[bytes]
-    failed: Sequence[bytes]
-    length: int
-    workers: int
-    models: set[str] | None
-
-    def joined(self, second: RunQueue) -> RunQueue:
-        """Return it with the jobs of another one, whose workers do not count."""
-        started, failed = [*self.started, *second.started], [*self.failed, *second.failed]
-        return replace(self, started=started, failed=failed, length=self.length + second.length)
-
-
-def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int) -> RunQueue:
-    """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry."""
-    keys = rq_jobs.QueueKeys(name)
-    with connection.pipeline(transaction=False) as pipe:
-        pipe.llen(keys.waiting)
-        pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, most - 1)
-        pipe.zrevrange(keys.failed, 0, most - 1)
-        waiting, popped, started, failed = pipe.execute()
-    return RunQueue(started, failed, waiting + popped, *served_on(workers, name))
-
-
-def run_queues(facts: Mapping[str, str]) -> list[str]:
-    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
-    return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
 class Listener(NamedTuple):
