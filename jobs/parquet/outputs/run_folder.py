@@ -147,15 +147,14 @@ class RunFolder:
         verdict = self.state.judge()
         if verdict is None:
             return
+        submission, reason = verdict
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_of(
-                self.state, verdict.submission, "stopped", verdict.reason
-            )  # first: a run that is stopped tells nothing
-            self.state.stop(verdict)
+            tell_of(self.state, submission, "stopped", reason)  # first: a run that is stopped tells nothing
+            self.state.cancel(submission, stopped=reason)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
                 ids = [shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, verdict.submission, name, ids)
+                remove_waiting(self.state, submission, name, ids)
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""

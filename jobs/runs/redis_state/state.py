@@ -97,14 +97,6 @@ class PartCount:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a run is to be stopped, and the submission whose limit says so."""
-
-    reason: str
-    submission: int
-
-
-@dataclass(frozen=True)
 class SeenParts:
     """The recorded parts at one look.
 
@@ -213,7 +205,7 @@ class RunState:
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
+        """Mark a submission cancelled, and all before it. reason: `stopped`. Raises RunResubmitted."""
 
         def mark(pipe: Pipeline) -> None:
             # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
@@ -224,10 +216,6 @@ class RunState:
             pipe.execute()
 
         self.as_of(submission, mark)
-
-    def stop(self, verdict: Verdict) -> None:
-        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
-        self.cancel(verdict.submission, stopped=verdict.reason)
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -256,15 +244,15 @@ class RunState:
     def is_cancelled(self) -> bool:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self) -> Verdict | None:
-        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
+    def judge(self) -> tuple[int, str] | None:
+        """Return the submission that is to be stopped, and why, by the parts recorded since it; None for none."""
         fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
-        return Verdict(reason, _number(submission))
+        return _number(submission), reason
 
     # The end
 
