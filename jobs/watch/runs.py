@@ -14,7 +14,7 @@ from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import RUNS_KEY
 from jobs.errors import UnknownRun
-from jobs.runs.redis_state.state import PLAN_ERROR, RunState, recorded_reasons
+from jobs.runs.redis_state.state import RunState, recorded_reasons
 from jobs.runs.statistics.reasons import Reason
 from jobs.runs.watching import snapshot as snapshots
 
@@ -51,13 +51,9 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
     found = []
     for look in snapshots.look_at(connection, list(map(stored.text, newest))):
         running, failed = look.started, look.failed
-        snapshot = snapshots.snapshot_of(
-            look,
-            snapshots.read_progress(connection, list(running.values())),
-            shards_done=look.shards_done,
-            failed_jobs=tuple(failed[shard] for shard in sorted(failed.keys() - running.keys())),
-            plan_error=safe_name(look.facts[PLAN_ERROR], MAX_TEXT_CHARS) if PLAN_ERROR in look.facts else None,
-        )
+        progress = snapshots.read_progress(connection, list(running.values()))
+        failed_jobs = tuple(failed[shard] for shard in sorted(failed.keys() - running.keys()))
+        snapshot = snapshots.snapshot_of(look, progress, failed_jobs=failed_jobs)
         if snapshot.state == "running" and not running and snapshot.queued > look.queue_length:
             with suppress(UnknownRun):  # jobs of it are held by a worker, or gone
                 snapshot = snapshots.read_snapshot(connection, look.run)

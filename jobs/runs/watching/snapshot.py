@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -37,14 +37,6 @@ _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
     *("cancelled_submission", PLAN_ERROR, *dict.fromkeys((*TOTALS, *OF_SUBMISSION, *OF_TIME))),
-)
-
-#: What of a snapshot is told as JSON as it is there.
-_TOLD = (
-    *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
-    *("failed_checks", "cut", "rows_reused", "shards", "shards_done", "shards_started", "shards_failed"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s", "worked_s"),
-    *("stopped", "workers", "awaited_model", "left_s", "plan_error"),
 )
 
 
@@ -105,7 +97,8 @@ class RunSnapshot:
 
     def to_object(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
+        derived = {"queue": safe_name(self.queue), "state": self.state, "shards_failed": self.shards_failed}
+        return {**asdict(self), **derived}
 
     @property
     def is_active(self) -> bool:
@@ -322,9 +315,9 @@ def snapshot_of(look: Look, progress: Sequence[Progress], **known: Any) -> RunSn
     else:
         seconds = 0.0 if began_at is None or end is None else end - began_at
         by_then = [look.number(name) or 0 for name in ("judged_rows", "judged_tokens")]
-    shown = {
-        name: safe_name(facts[name], MAX_TEXT_CHARS) for name in ("output", "stopped", "model_text") if name in facts
-    }
+    texts = ("output", "stopped", "model_text", PLAN_ERROR)
+    shown = {name: safe_name(facts[name], MAX_TEXT_CHARS) for name in texts if name in facts}
+    known = {"plan_error": shown.get(PLAN_ERROR), "shards_done": look.shards_done, **known}
     known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
     return RunSnapshot(
         run=look.run,
