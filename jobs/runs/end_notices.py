@@ -113,7 +113,6 @@ def tell_of(state: RunState, submission: int, word: str, reason: str | None = No
                     retry=Retry(max=RETRIES),
                 )
         pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
-        pipe.execute()
 
     transact(state.connection, tell, key)
 

@@ -131,7 +131,6 @@ class RunState:
             pipe.multi()
             self._put(pipe, facts, *gone)
             self._list(pipe)
-            pipe.execute()
 
         self._change(write)
 
@@ -195,7 +194,6 @@ class RunState:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
                 self.submit(pipe, plan_job, output, submission)
-                pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
                 pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
@@ -213,7 +211,6 @@ class RunState:
             pipe.multi()
             self.take_turn(pipe)
             self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
-            pipe.execute()
 
         self.as_of(submission, mark)
 
@@ -290,7 +287,6 @@ class RunState:
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
-                pipe.execute()
 
         self._change(unmark, self._key)
 
