@@ -8,7 +8,6 @@ import click
 import redis
 
 from jobs.common.display import duration_text
-from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
 
@@ -48,7 +47,7 @@ LINE_EVERY_S = 10.0
 BAR_CHARS, ERASE = 10, "\r\x1b[2K"
 
 
-class Progress(Display):
+class Progress:
     """A run's state, rows, speed and time left: with a bar on one line of a terminal, or as lines of a log.
 
     A log gets one when the state changes, and one every LINE_EVERY_S in between. clock: seconds.

@@ -57,7 +57,7 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
     progress = Progress(sys.stderr, time.monotonic)
     try:
-        followed = follow(lambda: read_planned(connection, run), progress, time.sleep)
+        followed = follow(lambda: read_planned(connection, run), time.sleep, progress.show, progress.warn)
     except KeyboardInterrupt:
         followed = None
     finally:

@@ -29,16 +29,6 @@ class End(enum.Enum):
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
-class Display:
-    """Where progress goes: nowhere, unless it is shown."""
-
-    def show(self, snapshot: RunSnapshot) -> None:
-        """Take a look at the run."""
-
-    def warn(self, text: str) -> None:
-        """Take a sentence."""
-
-
 @dataclass(frozen=True)
 class Followed:
     """The last look at a run, and how it ended."""
@@ -57,18 +47,23 @@ class Followed:
         return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
-def follow(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> Followed:
+def follow(
+    look: Callable[[], RunSnapshot],
+    sleep: Callable[[float], None],
+    show: Callable[[RunSnapshot], None] = lambda snapshot: None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Followed:
     """Look at a run until it ends, also where Redis is away meanwhile. Raises what the first look raises."""
     previous = snapshot = look()
     told, away = list[str](), list[str]()
     while True:
-        display.show(snapshot)
+        show(snapshot)
         if end := _end(snapshot, previous):
             return Followed(snapshot, end)
         known, told = told, away or hindrances(snapshot)
         for text in told:
             if text not in known:
-                display.warn(f"{text}; still waiting")
+                warn(f"{text}; still waiting")
         sleep(POLL_S)
         try:
             previous, snapshot, away = snapshot, look(), []
