@@ -12,11 +12,11 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import SUBMISSION_FIELD, run_key
+from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.redis_state.run_jobs import num_held
+from jobs.runs.redis_state.run_jobs import num_held, read_earlier
 from jobs.runs.redis_state.state import OF_SUBMISSION, OF_TIME, PLAN_ERROR, TOTALS, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
@@ -268,7 +268,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     is_unended = len(parts.shards) >= (shards or 1) and not started
     done = frozenset() if is_unended else parts.shards
     failed = tuple(look.failed[shard] for shard in sorted(look.failed.keys() - done - running.keys()))
-    stopped = _stopped_jobs(connection, failed, look.number("cancelled_submission") or 0)
+    cancelled = look.number("cancelled_submission")  # which has stopped the jobs enqueued before
+    seen = read_earlier(connection, failed, at_once=False) if cancelled and failed else []
+    stopped = {job.id for job in seen if job.submission <= (cancelled or 0)}
     progress = read_progress(connection, list(running.values()))
     silent = {each.worker for each in progress} - {each.name for each in look.workers if not each.is_silent}
     alive = {shard: each for shard, each in zip(running, progress, strict=True) if each.worker not in silent}
@@ -374,17 +376,6 @@ def _plan_error(connection: Redis, look: Look, shards: int | None) -> str | None
     return None
 
 
-def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
-    """Return those of the jobs that were enqueued before the last cancel."""
-    if not cancelled or not failed:
-        return set()
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id in failed:
-            pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
-        found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
-    return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
-
-
 def _awaited_model(look: Look, models: Collection[str] | None) -> str | None:
     """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
     facts = look.facts
@@ -428,10 +419,8 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
     if "second_queue" not in facts:
         return ids
     second = [shard_job_id(run, shard, is_second=True) for shard in shards]
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id in second:
-            pipe.exists(rq_jobs.job_key(job_id))
-        return [after if there else id for id, after, there in zip(ids, second, pipe.execute(), strict=True)]
+    there = {job.id for job in read_earlier(connection, second, at_once=False)}
+    return [after if after in there else job_id for job_id, after in zip(ids, second, strict=True)]
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
