@@ -56,7 +56,7 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
             count = state.record_failed(shard)
             if not count.is_whole:
                 tell_shards_failed(state, count, f", the last one: {error}")
-            elif not state.is_finished():
+            elif "finished" not in state.facts():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 tell_of(state, state.submission(), "failed", reason)
 

@@ -268,9 +268,6 @@ class RunState:
 
         return self._change(record, self._parts_key)
 
-    def is_finished(self) -> bool:
-        return bool(self._redis.hexists(self._key, "finished"))
-
     def mark_finished(self) -> None:
         """Mark the run finished: its folder says so."""
         with self._redis.pipeline() as pipe:
