@@ -36,6 +36,7 @@ __all__ = [
     "Run",
     "chat",
     "classify",
+    "classify_text",
     "complete",
     "embed",
     "loglikelihood",

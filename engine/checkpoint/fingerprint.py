@@ -83,7 +83,7 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
-    classes: labels of its head, none if it has no such head. has_plain_relevance: as of Classes.
+    classes: labels of its head, none if it has no such head.
     """
 
     fingerprint: str
@@ -91,7 +91,6 @@ class ModelIdentity:
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    has_plain_relevance: bool = False
 
 
 def read_identity(

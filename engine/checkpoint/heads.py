@@ -37,8 +37,8 @@ def read_classes(model: ModelConfig) -> Classes | None:
         return None
     given = model.values.get("id2label")
     labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(model.values.get("num_labels") or 2))
-    if labels is None:
-        raise ConfigError("config.json: id2label must name a text for each class, counted from 0")
+    if labels is None or len(set(labels)) != len(labels):
+        raise ConfigError("config.json: id2label must name another text for each class, counted from 0")
     activation = (model.values.get("sentence_transformers") or {}).get("activation_fn") or model.values.get(
         "sbert_ce_default_activation_function"
     )

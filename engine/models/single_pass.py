@@ -136,8 +136,9 @@ class SinglePass:
         found: list[Tensor] = [torch.empty(0)] * len(texts)
         for group in _of_like_lengths([len(text) for text in texts]):
             computed = self._padded([texts[place] for place in group])
-            sizes = 1 if self.classifies else [len(texts[place]) for place in group]
-            for place, each in zip(group, computed.split(sizes), strict=True):
+            sizes = [1 if self.classifies else len(texts[place]) for place in group]
+            ends = list(accumulate(sizes))[:-1]
+            for place, each in zip(group, torch.tensor_split(computed, ends), strict=True):
                 found[place] = each
         return torch.cat(found)
 

@@ -59,6 +59,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
 
 
 def _pooled(seq: Sequence) -> dict[str, Any]:
+    """Return the field of a completion whose hidden states were pooled."""
     return {} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}
 
 

@@ -146,7 +146,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     model = read_model_config(folder)
     identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
     if (classes := read_classes(model)) is not None:
-        return replace(identity, classes=classes.labels, has_plain_relevance=classes.has_plain_relevance)
+        return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)
     if pooling is None:
         return identity

@@ -114,7 +114,7 @@ class Classifier:
 
     def states(self, params: ClassParams, num_tokens: int) -> PooledStates:
         """Return the collector of a request's numbers. Raises UnsupportedTask."""
-        return ClassStates(self._check(), num_tokens)
+        return ClassStates(self._check(), num_tokens, of_pair=params.pair is not None)
 
     def _check(self) -> Classes:
         if self._classes is None:

@@ -1,7 +1,7 @@
 """PooledStates: collects one sequence's vector while its hidden states come chunk by chunk."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,12 @@ class PooledStates:
         assert self._vectors is not None
         return bool(np.isfinite(self._vectors).all())
 
-    def result(self) -> list[float]:
+    def result(self) -> Any:
         """Return the text's vector of float32 numbers, once all rows are in."""
+        return self.vector()
+
+    def vector(self) -> list[float]:
+        """Return the numbers of `result`."""
         assert self._vectors is not None
         weights = {
             "mean": self._num_rows,
@@ -97,17 +101,17 @@ class ClassStates(PooledStates):
 
     field = "class_scores"
 
-    def __init__(self, classes: Classes, num_tokens: int) -> None:
+    def __init__(self, classes: Classes, num_tokens: int, *, of_pair: bool) -> None:
         super().__init__(("lasttoken",), num_tokens)
-        self._classes = classes
+        self._classes, self._of_pair = classes, of_pair
 
-    def result(self) -> list[float]:
-        """Return each class's probability; of one class alone its number."""
-        numbers = np.array(super().result())
-        if len(numbers) > 1 and self._classes.is_exclusive:
+    def result(self) -> dict[str, float]:
+        """Return each class's probability; of one class alone its number, of two texts as a cross-encoder gives it."""
+        numbers = np.array(self.vector(), np.float64)
+        is_alone = len(numbers) == 1
+        if not is_alone and self._classes.is_exclusive:
             weights = np.exp(numbers - numbers.max())
             numbers = weights / weights.sum()
-        elif len(numbers) > 1:
+        elif not is_alone or (self._of_pair and not self._classes.has_plain_relevance):
             numbers = 1 / (1 + np.exp(-numbers))
-        found: list[float] = numbers.tolist()
-        return found
+        return dict(zip(self._classes.labels, numbers.tolist(), strict=True))

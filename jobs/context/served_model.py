@@ -33,12 +33,14 @@ class ServedModel(PinnedModel):
 
     attention_backend: "" where none was loaded. aliases: what it may be called by besides. embedding_size: numbers of
     an embedding, 0 of a model that gives none. embedding_prompts: names of the prompts that may stand before a text.
+    classes: labels of its sequence-classification head, none of a model without.
     """
 
     attention_backend: str = ""
     aliases: tuple[str, ...] = ()
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ class KeptCompletion:
     prompt_tokens: None = None
     embedding: None = None
     loglikelihoods: None = None
+    class_scores: None = None
 
 
 _NAMES = tuple(KeptCompletion.__dataclass_fields__)

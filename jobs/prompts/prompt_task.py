@@ -180,7 +180,8 @@ class OpenPrompts(OpenTask):
                 return
             completions = [attempts]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
-            self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
+            numbers = sample.embedding or sample.class_scores or ()
+            self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
         if self._num_chars > self._context.max_result_bytes:
             raise ResultTooLarge(self._context.max_result_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)

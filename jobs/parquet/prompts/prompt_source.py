@@ -86,6 +86,16 @@ class ColumnSource(PromptSource):
         return self._of(value)
 
 
+class PairSource(PromptSource):
+    """Two columns of texts. A row's prompt is the JSON of both."""
+
+    def __init__(self, first: str, second: str) -> None:
+        self.columns = (first, second)
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        return json.dumps([checked_text(values[column]) for column in self.columns])
+
+
 def prompt_column(column: str) -> ColumnSource:
     """Return the source of a column of texts."""
     return ColumnSource(column, checked_text, is_text, "text")

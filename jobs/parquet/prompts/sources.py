@@ -42,6 +42,8 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
         template = Template.parse(spec.template)
         template.check_cost(spec.rows_per_shard)
         return prompt_source.TemplateSource(template, spec.defaults)
+    if spec.query_column is not None and spec.document_column is not None:
+        return prompt_source.PairSource(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
         return prompt_source.messages_column(spec.messages_column)
     assert spec.prompt_column is not None

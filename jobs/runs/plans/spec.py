@@ -70,7 +70,9 @@ class RunSpec:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
     repair_template: str | None = None
-    task: str = checks.TASKS[0]
+    task: str = checks.GENERATE
+    query_column: str | None = None
+    document_column: str | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
     model_alias: list[str] | None = None
@@ -100,7 +102,11 @@ class RunSpec:
             checks.check_batch(given)
             sources = [OPENAI_BATCH]
         named = {"input": input, "output": output, **given}
-        if sources not in ([], ["prompt_column"]):
+        if given.get("task") == checks.RERANK:
+            named = {"query_column": "query", "document_column": "document", **named}
+            if sources:
+                raise InvalidJob(f"task 'rerank' asks query_column and document_column: leave {sources[0]} out")
+        if sources not in ([], ["prompt_column"]) or "query_column" in named:
             named["prompt_column"] = None
         values = {
             name: value if value is None or name not in _PARSERS else _PARSERS[name](name, value)
@@ -240,7 +246,8 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **PARSERS,
     "input": _inputs,
     "output": lambda _, value: real_path(run_path(value)),
-    **dict.fromkeys(("prompt_column", "messages_column", "filename_column", "reused_column"), column_name),
+    **dict.fromkeys(("prompt_column", "messages_column", "query_column", "document_column"), column_name),
+    **dict.fromkeys(("filename_column", "reused_column"), column_name),
     "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
     "input_format": partial(one_of, known=tuple(SUFFIXES)),
     "single_file": parse_single_file,
@@ -292,6 +299,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
         (spec.dimensions, spec.task == checks.EMBED, "dimensions is for embeddings: give task 'embed' too"),
         (spec.prompt_name, spec.task == checks.EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+        (
+            spec.query_column or spec.document_column,
+            spec.task == checks.RERANK,
+            "query_column and document_column are for reranking: give task 'rerank' too",
+        ),
         (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
         (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
         (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
