@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.api import (
     chat,
     classify,
+    classify_text,
     complete,
     embed,
     loglikelihood,
