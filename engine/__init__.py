@@ -19,6 +19,7 @@ from engine.run.config import EngineConfig as EngineConfig
 from engine.run.config import model_identity as model_identity
 from engine.run.describe import describe_model as describe_model
 from engine.run.observation import Observation as Observation
+from engine.sampling.request_kinds import ClassParams as ClassParams
 from engine.sampling.request_kinds import PoolingParams as PoolingParams
 from engine.sampling.request_kinds import RequestParams as RequestParams
 from engine.sampling.request_kinds import ScoringParams as ScoringParams

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
+from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidRequest, UnsupportedTask
 from engine.models.load import generates, read_supported
@@ -20,10 +21,11 @@ from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.runner import Runner
-from engine.run.intake import Embedder, Request, Scores, Seeds, check_request, numbered, prepare_scores
+from engine.run.intake import Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
+from engine.run.poolers import Classifier, Embedder
 from engine.run.stepper import Stepper
-from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
+from engine.sampling.request_kinds import ClassParams, PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
@@ -61,7 +63,8 @@ class Engine:
                 model.quantization,
                 served_dtype(config.dtype, model.dtype, config.device).name,
             )
-        pooling = read_pooling(folder, model, config.pooling)
+        classes = read_classes(model)
+        pooling = read_pooling(folder, model, config.pooling) if classes is None else None
         self._generates = generates(folder, model, path, embeds=pooling is not None)
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
@@ -72,16 +75,18 @@ class Engine:
             BlockManager(
                 pool.num_blocks,
                 config.block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
+                enable_prefix_caching=config.enable_prefix_caching and not path.is_single_pass,
                 snapshots=None if pool.states is None else Snapshots(*pool.states),
             ),
             max_num_seqs=config.max_num_seqs if pool.states is None else pool.states.num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,
+            in_one_step=path.is_single_pass,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
+        self._classifier = Classifier(classes, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
         ends = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
@@ -142,12 +147,14 @@ class Engine:
         *,
         truncate_prompt_tokens: int | None = None,
         scoring: ScoringParams | None = None,
-        pooling: PoolingParams | None = None,
+        pooling: PoolingParams | ClassParams | None = None,
     ) -> PreparedPrompt:
         """Tokenize and check a prompt: the part of `add` that takes time with its length. For any thread.
 
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
+        if isinstance(pooling, ClassParams):
+            return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
             return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
         if scoring is not None:
@@ -176,7 +183,7 @@ class Engine:
         """Queue one request: text or token ids, prepared or not. `step()` returns its params.n completions.
 
         ScoringParams give one completion with the `loglikelihoods` of continuations, PoolingParams one with the
-        prompt's `embedding`.
+        prompt's `embedding`, ClassParams one with its `class_scores`.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         continued: token ids of an unfinished completion of this prompt: params.max_tokens more follow, the same as
@@ -188,12 +195,16 @@ class Engine:
         """
         self._open_runner()
         check_request(request_id, lane, self._unfinished)
-        if isinstance(params, PoolingParams):
+        if isinstance(params, PoolingParams | ClassParams):
             ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, pooling=params)
-            states = self._embedder.states(params, len(ready.token_ids))
+            num_tokens = len(ready.token_ids)
+            if isinstance(params, ClassParams):
+                states = self._classifier.states(params, num_tokens)
+            else:
+                states = self._embedder.states(params, num_tokens)
             seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
         elif not self._generates:
-            raise UnsupportedTask("this checkpoint has no LM head: it embeds, it cannot generate or score")
+            raise UnsupportedTask("this checkpoint has no LM head: it cannot generate or score")
         elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
         else:

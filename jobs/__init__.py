@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.api import (
     chat,
     classify,
+    classify_text,
     complete,
     embed,
     loglikelihood,
@@ -36,6 +37,7 @@ __all__ = [
     "Run",
     "chat",
     "classify",
+    "classify_text",
     "complete",
     "embed",
     "loglikelihood",

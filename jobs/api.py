@@ -35,6 +35,15 @@ def classify(prompt: str | list[int] | None = None, labels: list[str] | None = N
     return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
 
 
+def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
+    """Classify texts with a model that has a sequence-classification head: a filter, a reward model.
+
+    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`; of a head
+    with one output only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
+    """
+    return run_task("jobs.classify_text", (input,), options)  # type: ignore[no-any-return]
+
+
 def loglikelihood(
     prompt: str | list[int], continuations: list[str] | list[list[int]], **options: Any
 ) -> dict[str, Any]:
@@ -47,7 +56,7 @@ def loglikelihood(
 
 
 def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
-    """Sort documents by how well they answer a query, with a model such as Qwen3-Reranker.
+    """Sort documents by how well they answer a query, with a cross-encoder or a model such as Qwen3-Reranker.
 
     Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`.
     options: instruction, top_n, return_documents, model. Raises InvalidJob, or RequestFailed if all documents failed.

@@ -14,7 +14,7 @@ from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
-from jobs.prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
+from jobs.prompts.scoring_tasks import classify_task, classify_text_task, loglikelihood_task, rerank_task
 from jobs.tasks import OpenTask, Task
 
 
@@ -51,6 +51,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.chat": chat_task,
     "jobs.embed": embed_task,
     "jobs.classify": classify_task,
+    "jobs.classify_text": classify_text_task,
     "jobs.loglikelihood": loglikelihood_task,
     "jobs.rerank": rerank_task,
     **{name: partial(FileTask, name) for name in _FILE_JOBS},

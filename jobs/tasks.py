@@ -15,8 +15,8 @@ class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
     sampling: keyword arguments of what engine.request_params makes for this kind of request, for "generate"
-    engine.SamplingParams, for "score" engine.ScoringParams, for "embed" engine.PoolingParams; numbers that
-    arrived as text were refused before.
+    engine.SamplingParams, for "score" engine.ScoringParams, for "embed" engine.PoolingParams, for "classify"
+    engine.ClassParams; numbers that arrived as text were refused before.
     chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
     continued: as of engine.Engine.add: token ids of an answer that was cut, and goes on.
     resumed: likewise: token ids that its samples had behind those on another worker, by index.
@@ -86,6 +86,8 @@ class Completion(Protocol):
     def embedding(self) -> Sequence[float] | None: ...
     @property
     def loglikelihoods(self) -> Sequence[LogLikelihood] | None: ...
+    @property
+    def class_scores(self) -> Mapping[str, float] | None: ...
 
 
 class Task(abc.ABC):

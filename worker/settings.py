@@ -237,6 +237,7 @@ class WorkerSettings(BaseSettings):
             aliases=(self.model, *_folder_names(self.model)),
             embedding_size=identity.embedding_size,
             embedding_prompts=identity.embedding_prompts,
+            classes=identity.classes,
         )
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:

@@ -65,7 +65,12 @@ TEXT_FILES = (
     "config_sentence_transformers.json",
 )
 #: Files read whole in any folder.
-MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
+MORE_TEXT_FILES = (
+    "additional_chat_templates/*.jinja",
+    "*Pooling/config.json",
+    "*Dense/config.json",
+    "*Dense/*.safetensors",
+)
 
 #: A tensor of at most so many bytes is read whole; samples of a larger one take as many.
 WHOLE_BYTES = 1 << 16
@@ -78,12 +83,14 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
+    classes: labels of its head, none if it has no such head.
     """
 
     fingerprint: str
     dtype: str
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
 
 def read_identity(

@@ -25,7 +25,17 @@ OLD_SWITCHES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 PACKAGE = "sentence_transformers."
-SUPPORTED = "a Transformer of texts, a Pooling, and Normalize after it"
+SUPPORTED = "a Transformer of texts, a Pooling, and Dense and Normalize after it"
+ACTIVATIONS = ("Identity", "ReLU", "Tanh")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer behind the pooling. folder: holds its weights. activation: of ACTIVATIONS."""
+
+    folder: Path
+    out_features: int
+    activation: str
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Pooling:
     """The way in which a text becomes a vector.
 
     modes: of MODES; the vectors of several stand side by side.  normalize: the whole has length 1.
+    dense: layers between, in their order.
     max_seq_length: tokens to which a text is cut, None if to none.
     prompts: texts that may stand before a text, by name.  default_prompt: the name of the default one.
     """
@@ -42,6 +53,11 @@ class Pooling:
     max_seq_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    dense: tuple[Dense, ...] = ()
+
+    def size(self, hidden_size: int) -> int:
+        """Return how many numbers a vector has."""
+        return self.dense[-1].out_features if self.dense else hidden_size * len(self.modes)
 
 
 def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) -> Pooling | None:
@@ -53,6 +69,7 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
         return None if wanted is None else Pooling((wanted,))
     modes: tuple[str, ...] | None = None
     normalize = False
+    dense: list[Dense] = []
     for place, (kind, path) in enumerate(_modules(folder)):
         if kind == "Transformer" and place == 0:
             if path.strip("./"):
@@ -62,6 +79,8 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
                 )
         elif kind == "Pooling" and place == 1:
             modes = _read_modes(folder / path / "config.json", model.hidden_size)
+        elif kind == "Dense" and modes is not None and not normalize:
+            dense.append(_read_dense(folder / path))
         elif kind == "Normalize" and modes is not None:
             normalize = True
         else:
@@ -75,7 +94,7 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
     modes = modes if wanted is None else (wanted,)
     longest = _read_max_seq_length(folder) or model.max_position_embeddings
     longest = min(longest, model.max_position_embeddings)
-    return Pooling(modes, normalize, longest, prompts, default_prompt)
+    return Pooling(modes, normalize, longest, prompts, default_prompt, tuple(dense))
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -107,6 +126,17 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
     if values.get("include_prompt", True) is not True:
         raise UnsupportedModel(f"{path}: include_prompt must be true: prompts are pooled with their texts")
     return tuple(modes)
+
+
+def _read_dense(folder: Path) -> Dense:
+    values = read_json(folder / "config.json")
+    size, activation = values.get("out_features"), str(values.get("activation_function")).rpartition(".")[2]
+    if type(size) is not int or size < 1 or activation not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{folder}: out_features {brief(size)} and activation_function {brief(activation)}; supported are "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return Dense(folder, size, activation)
 
 
 def _read_max_seq_length(folder: Path) -> int | None:

@@ -10,6 +10,7 @@ from reprlib import repr as brief  # short
 import torch
 
 from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.heads import CLASSIFIES, reads_in_one_pass
 from engine.checkpoint.model_config import ModelConfig, longrope_length, read_json, read_model_config
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
@@ -34,33 +35,25 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     """
     values = read_json(folder / "config.json")
     named = values.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
     # before its sizes are read, which may have no names that are known here
-    if values.get("is_encoder_decoder"):
+    if values.get("is_encoder_decoder") and not reads_in_one_pass(name):
         raise UnsupportedModel(
             f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
         )
-    if model_path != "transformers" and isinstance(named, list) and named:
-        refuse_known(str(named[0]))
+    if model_path != "transformers":
+        refuse_known(name)
     model = read_model_config(folder)
-    path = choose_path(model, model_path)
-    name = model.architecture
-    # transformers' AutoModel has names such as an encoder's
-    if path.decoder is None and name.endswith("Model") and not name.endswith("HeadModel"):
-        raise UnsupportedModel(
-            f"{name} has no LM head ({path.reason}); without one embeddings are served of "
-            f"decoders that look at no later token: {', '.join(sorted(BODIES))}"
-        )
-    return model, path
+    return model, choose_path(model, model_path)
 
 
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
     """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
-    has_head = path.decoder is None or (path.decoder.tie_word_embeddings and model.architecture not in BODIES)
-    if not has_head:
-        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
-            names = own_names(tensors, is_text_part=model.is_text_part)
-            has_head = any(name.startswith("lm_head.") for name in names)
-    if not has_head and not embeds and model.architecture in BODIES:
+    if path.is_single_pass:
+        has_head, embeds = False, embeds or model.architecture.endswith(CLASSIFIES)
+    else:
+        has_head = _has_lm_head(folder, model, path)
+    if not has_head and not embeds and (path.is_single_pass or model.architecture in BODIES):
         raise UnsupportedModel(
             f"{model.architecture} has no LM head, so it can only embed, and no modules.json beside its "
             "weights says how; add that file, or set pooling"
@@ -68,12 +61,25 @@ def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool
     return has_head
 
 
+def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
+    has_head = path.decoder is None or (path.decoder.tie_word_embeddings and model.architecture not in BODIES)
+    if not has_head:
+        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
+            names = own_names(tensors, is_text_part=model.is_text_part)
+            has_head = any(name.startswith("lm_head.") for name in names)
+    return has_head
+
+
 @dataclass(frozen=True)
 class ModelPath:
-    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None."""
+    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None.
+
+    is_single_pass: each text whole, without a KV cache.
+    """
 
     decoder: DecoderConfig | None
     reason: str
+    is_single_pass: bool = False
 
     def __str__(self) -> str:
         """Return "runs ...", for a log."""
@@ -85,15 +91,16 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
 
     Raises UnsupportedModel or another ConfigError if nothing here computes it.
     """
+    is_single_pass = reads_in_one_pass(model.architecture)
     if wanted == "transformers":
-        return ModelPath(None, "model_path='transformers' says so")
+        return ModelPath(None, "model_path='transformers' says so", is_single_pass)
     try:
         decoder = read_decoder_config(model, decoder_flags(model.architecture))
     except UnsupportedModel as error:
         if wanted == "native":
             hint = "model_path='native' is set, 'auto' tries transformers"
             raise UnsupportedModel(f"{error}; {hint}") from error
-        return ModelPath(None, str(error))
+        return ModelPath(None, "it reads texts in one pass" if is_single_pass else str(error), is_single_pass)
     return ModelPath(decoder, f"{model.architecture} is native")
 
 

@@ -1,6 +1,7 @@
 """Turns finished sequences into completions."""
 
 import time
+from typing import Any
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
@@ -53,8 +54,13 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued + seq.num_resumed,
         metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-        embedding=None if seq.pooled is None or seq.error is not None else seq.pooled.embedding(),
+        **_pooled(seq),
     )
+
+
+def _pooled(seq: Sequence) -> dict[str, Any]:
+    """Return the field of a completion whose hidden states were pooled."""
+    return {} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}
 
 
 def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.checkpoint.folder import resolve_model
+from engine.checkpoint.heads import read_classes
 from engine.checkpoint.model_config import ModelConfig, longrope_length, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
@@ -146,10 +147,12 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
+    if (classes := read_classes(model)) is not None:
+        return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)
     if pooling is None:
         return identity
-    size = model.hidden_size * len(pooling.modes)
+    size = pooling.size(model.hidden_size)
     return replace(identity, embedding_size=size, embedding_prompts=tuple(sorted(pooling.prompts)))
 
 

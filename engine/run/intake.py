@@ -1,4 +1,4 @@
-"""Requests as they come in: checked, numbered and seeded; the prompts of embeddings and scores."""
+"""Requests as they come in: checked, numbered and seeded; the prompts of scores."""
 
 import random
 from array import array
@@ -8,24 +8,13 @@ from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-from engine.checkpoint.pooling import Pooling
-from engine.errors import (
-    DuplicateRequest,
-    InvalidPrompt,
-    InvalidRequest,
-    InvalidSampling,
-    ScoringFailed,
-    UnsupportedTask,
-)
-from engine.sampling.parameter_values import brief
-from engine.sampling.request_kinds import PoolingParams, RequestParams, ScoringParams
+from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, ScoringFailed
+from engine.sampling.request_kinds import RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
-from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import BlockKey, PreparedPrompt
 from engine.schedule.score_tree import ends_needed, shape_of
 from engine.text.prompts import Context, Prompt, PromptReader, Tail
-from engine.text.tokenizer import Tokenizer
 
 Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 
@@ -163,49 +152,3 @@ class Seeds:
         digest = blake2b(f"{self._seed}:".encode(), digest_size=8)
         digest.update(array("q", token_ids).tobytes())
         return int.from_bytes(digest.digest(), "little")
-
-
-class Embedder:
-    """Prepares requests for embeddings. pooling: None for a checkpoint without: each call is refused."""
-
-    def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
-        self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
-        self.num_dimensions = 0 if pooling is None else hidden_size * len(pooling.modes)
-
-    def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest's subclasses."""
-        pooling, most = self.check(params), params.truncate_prompt_tokens
-        if not isinstance(prompt, str):
-            if params.prompt_name is not None:
-                raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
-            return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
-        name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
-        text = prompt if name is None else pooling.prompts[name] + prompt
-        longest = pooling.max_seq_length
-        cut = text if longest is None else self._tokenizer.encode_cut(text, longest)
-        return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
-
-    def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
-        """Return the collector of a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
-        pooling = self.check(params)
-        normalize = params.normalize
-        if normalize is None:
-            normalize = pooling.normalize or params.dimensions is not None
-        return PooledStates(pooling.modes, num_tokens, dimensions=params.dimensions, normalize=normalize)
-
-    def check(self, params: PoolingParams) -> Pooling:
-        """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
-        pooling = self._pooling
-        if pooling is None:
-            raise UnsupportedTask(
-                "this checkpoint has no pooling configuration (modules.json beside its weights), so it gives "
-                "no embeddings; serve one that has, or set pooling"
-            )
-        if params.dimensions is not None and params.dimensions > self.num_dimensions:
-            raise InvalidSampling(
-                f"dimensions={params.dimensions}: this checkpoint's embeddings have {self.num_dimensions}"
-            )
-        if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
-            known = ", ".join(sorted(pooling.prompts)) or "none"
-            raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
-        return pooling

@@ -1,4 +1,4 @@
-"""The kinds of requests beside generation: PoolingParams for embeddings, ScoringParams for likelihoods."""
+"""The kinds of requests beside generation: PoolingParams for embeddings, ScoringParams, ClassParams."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ScoringParams:
         return cls(**{"continuations": (), **mapping})
 
 
-def _check_names(mapping: Mapping[str, Any], kind: type[PoolingParams | ScoringParams], problem: str) -> None:
+def _check_names(mapping: Mapping[str, Any], kind: type[Any], problem: str) -> None:
     names = [field.name for field in fields(kind)]
     for name in mapping:
         if name not in names:
@@ -103,11 +103,36 @@ def _read(number: int, continuation: object) -> str | Sequence[int]:
     return tuple(continuation)
 
 
-RequestParams = SamplingParams | ScoringParams | PoolingParams
-KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams] | type[PoolingParams]] = {
+@dataclass(frozen=True)
+class ClassParams:
+    """A text's classes, of a checkpoint with a head for them. Raises InvalidSampling for an impossible value.
+
+    pair: a second text, such as the document behind a query.
+    truncate_prompt_tokens: as of SamplingParams, of a text alone; two are cut as they must be, the longer one first.
+    """
+
+    n: ClassVar[int] = 1
+    pair: str | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pair is not None and not isinstance(self.pair, str):
+            raise InvalidSampling(f"pair must be a text, got {type(self.pair).__name__}")
+        check_truncation(self.truncate_prompt_tokens)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ClassParams:
+        """Build from values that came from outside. Raises InvalidSampling for an unknown name."""
+        _check_names(mapping, cls, "is nothing that classifying takes")
+        return cls(**mapping)
+
+
+RequestParams = SamplingParams | ScoringParams | PoolingParams | ClassParams
+KINDS: Mapping[str, type[Any]] = {
     "generate": SamplingParams,
     "score": ScoringParams,
     "embed": PoolingParams,
+    "classify": ClassParams,
 }
 
 
@@ -115,4 +140,5 @@ def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
     """Make the parameters for `Engine.add` of a request's kind. Raises InvalidRequest or a subclass."""
     if kind not in KINDS:
         raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
-    return KINDS[kind].from_mapping(values)
+    params: RequestParams = KINDS[kind].from_mapping(values)
+    return params

@@ -72,6 +72,8 @@ class Completion:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
     logprobs: for each of token_ids, by token id: its own first, then the most likely ones, if wanted.
     embedding: of PoolingParams, float32; such a completion has no token.
+    class_scores: of ClassParams, each class's probability by its label; of one class alone the head's number, which
+        for two texts is a probability, unless the checkpoint says otherwise.
     reasoning: the reasoning span, with SamplingParams.separate_reasoning, which `text` then lacks.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: for each token of the prompt; the first one has none.
@@ -92,6 +94,7 @@ class Completion:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     loglikelihoods: list[LogLikelihood] | None = None
     embedding: list[float] | None = None
+    class_scores: dict[str, float] | None = None
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None

@@ -1,15 +1,38 @@
 """PooledStates: collects one sequence's vector while its hidden states come chunk by chunk."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint.heads import Classes
+
+Vector = NDArray[np.float32]
+
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first hidden state not yet computed or launched."""
+    """Collects one sequence's vector. next: the place of the first hidden state not yet computed or launched.
 
-    def __init__(self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool) -> None:
-        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept."""
-        self._modes, self._dimensions, self._normalize = modes, dimensions, normalize
+    field: of Completion, for the result.
+    """
+
+    field: ClassVar[str] = "embedding"
+
+    def __init__(
+        self,
+        modes: tuple[str, ...],
+        num_tokens: int,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = False,
+        project: Callable[[Vector], Vector] | None = None,
+    ) -> None:
+        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept.
+
+        project: turns the pooled states into the vector that is cut and normalised.
+        """
+        self._modes, self._dimensions, self._normalize, self._project = modes, dimensions, normalize, project
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens
         self.next = self._first
@@ -50,8 +73,12 @@ class PooledStates:
         assert self._vectors is not None
         return bool(np.isfinite(self._vectors).all())
 
-    def embedding(self) -> list[float]:
+    def result(self) -> Any:
         """Return the text's vector of float32 numbers, once all rows are in."""
+        return self.vector()
+
+    def vector(self) -> list[float]:
+        """Return the numbers of `result`."""
         assert self._vectors is not None
         weights = {
             "mean": self._num_rows,
@@ -61,8 +88,30 @@ class PooledStates:
         parts = [
             vector / np.float32(weights.get(mode, 1)) for mode, vector in zip(self._modes, self._vectors, strict=True)
         ]
-        whole = np.concatenate(parts)[: self._dimensions]
+        pooled = np.concatenate(parts)
+        whole = (pooled if self._project is None else self._project(pooled))[: self._dimensions]
         if self._normalize:  # as torch.nn.functional.normalize does it
             whole = whole / max(np.linalg.norm(whole), np.float32(1e-12))
         numbers: list[float] = whole.tolist()
         return numbers
+
+
+class ClassStates(PooledStates):
+    """Collects the numbers of one text's classes, which come with its last token."""
+
+    field = "class_scores"
+
+    def __init__(self, classes: Classes, num_tokens: int, *, of_pair: bool) -> None:
+        super().__init__(("lasttoken",), num_tokens)
+        self._classes, self._of_pair = classes, of_pair
+
+    def result(self) -> dict[str, float]:
+        """Return each class's probability; of one class alone its number, of two texts as a cross-encoder gives it."""
+        numbers = np.array(self.vector(), np.float64)
+        is_alone = len(numbers) == 1
+        if not is_alone and self._classes.is_exclusive:
+            weights = np.exp(numbers - numbers.max())
+            numbers = weights / weights.sum()
+        elif not is_alone or (self._of_pair and not self._classes.has_plain_relevance):
+            numbers = 1 / (1 + np.exp(-numbers))
+        return dict(zip(self._classes.labels, numbers.tolist(), strict=True))

@@ -45,8 +45,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         batches_admissions: bool = False,
+        in_one_step: bool = False,
     ) -> None:
-        """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate."""
+        """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate.
+
+        in_one_step: a sequence's tokens are computed in one step, never in chunks.
+        """
         assert max_model_len <= block_manager.num_blocks * block_manager.block_size, "one sequence fits into the pool"
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
@@ -61,6 +65,7 @@ class Scheduler:
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._in_one_step = in_one_step
         self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
 
     @property
@@ -276,6 +281,8 @@ class Scheduler:
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
             if seq.num_pending_tokens:  # preempted just now: its turn comes when the running step has told
+                return
+            if self._in_one_step and seq.num_tokens > budget:
                 return
             may_take = len(self.running) > 0 and self.running.last.lane > lane
             if self._gate.holds(lane) and not may_take:

@@ -30,6 +30,7 @@ from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner
+from engine.run.forward.single_pass_runner import SinglePassRunner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import open_store
@@ -315,6 +316,8 @@ StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 def start_own_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
     """Load the model here, or start ranks that share it."""
+    if choose_path(model, config.model_path).is_single_pass:
+        return SinglePassRunner(config, model, folder)
     if config.tensor_parallel_size > 1:
         runner: Runner = RankGroup(config, model, folder)
     else:

@@ -98,8 +98,8 @@ class PromptReader:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
         self._continuations = Continuations(tokenizer)
 
     def pair(self, context: object, continuation: object) -> tuple[Context, Context]:
@@ -140,7 +140,7 @@ class PromptReader:
             if len(own) <= first:
                 raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
         longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
-        whole = self._max_model_len - SCORED_ROOM
+        whole = self.max_model_len - SCORED_ROOM
         if truncate_prompt_tokens is not None:
             most = whole - longest
             if truncate_prompt_tokens != -1:
@@ -149,7 +149,7 @@ class PromptReader:
         if len(before) + longest > whole:
             raise PromptTooLong(
                 f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "
-                f"takes {whole} (max_model_len={self._max_model_len}, and one that is scored alone)"
+                f"takes {whole} (max_model_len={self.max_model_len}, and one that is scored alone)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
             self.check_ids(token_ids)
@@ -168,7 +168,7 @@ class PromptReader:
         text = prompt.rstrip()
         texts = tuple(prompt[len(text) :] + each for each in texts)
         if text:
-            token_ids = self._tokenizer.encode(text, limit=None if truncates else self._max_model_len)
+            token_ids = self._tokenizer.encode(text, limit=None if truncates else self.max_model_len)
             return self._continuations.behind(text, token_ids, texts)
         prefix = self._tokenizer.prefix
         alone = iter(self._continuations.alone(texts))
@@ -179,7 +179,7 @@ class PromptReader:
 
         truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
         """
-        most = self._max_model_len - room
+        most = self.max_model_len - room
         if isinstance(prompt, str):
             limit = most if truncate_prompt_tokens is None else None
             token_ids = self._tokenizer.encode(prompt, limit=limit)
@@ -200,12 +200,12 @@ class PromptReader:
         self.check_ids(continued)
 
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
-        most = self._max_model_len - room
+        most = self.max_model_len - room
         if num_tokens > most:
             one = "less one new token" if room == 1 else "and one that is scored alone"
             raise PromptTooLong(
                 f"{what} {num_tokens} tokens; this engine takes {most} "
-                f"(max_model_len={self._max_model_len}, which model and KV pool bound, {one})"
+                f"(max_model_len={self.max_model_len}, which model and KV pool bound, {one})"
             )
 
     def check_ids(self, token_ids: Iterable[object]) -> None:
@@ -213,12 +213,12 @@ class PromptReader:
         for token_id in token_ids:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
 
     def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1) -> list[int]:
         """Return the last so many tokens; all for None, and for -1 as many as leave room for one more."""
         if truncate_prompt_tokens is None:
             return token_ids
-        most = self._max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        most = self.max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         return token_ids[-most:]

@@ -118,6 +118,31 @@ class Tokenizer:
         cut = own[len(own) - num_kept :] if self._tokenizer.truncation_side == "left" else own[:num_kept]
         return whole[:start] + cut + whole[start + len(own) :]
 
+    def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
+        """Encode two texts as one, the longer one cut first if they are too long, as transformers does it.
+
+        Where the model tells them apart, the second's ids have vocab_size added. Raises InvalidPrompt.
+        """
+        if self.backend is None:
+            raise InvalidPrompt("this tokenizer takes no pairs of texts: it is not one of the tokenizers library")
+        for text in (first, second):
+            _check_unicode(text)
+        with _no_panic():
+            both = [self.backend.encode(text, add_special_tokens=False) for text in (first, second)]
+        short, long = sorted(map(len, both))
+        room = max(0, most - self.backend.num_special_tokens_to_add(is_pair=True))
+        if short + long > room:
+            long = max(short, room - short) if short <= room else short
+            if short + long > room:
+                short, long = room // 2, room // 2 + room % 2
+            sizes = (short, long) if len(both[0]) <= len(both[1]) else (long, short)
+            for each, size in zip(both, sizes, strict=True):
+                each.truncate(size, direction=self._tokenizer.truncation_side)
+        whole = self.backend.post_process(*both)
+        if "token_type_ids" not in self._tokenizer.model_input_names:
+            return list(whole.ids)
+        return [token + vocab_size * kind for token, kind in zip(whole.ids, whole.type_ids, strict=True)]
+
     @property
     def backend(self) -> Any:
         """The `tokenizers.Tokenizer` behind it, None if there is none."""
@@ -248,10 +273,7 @@ class Tokenizer:
         return [], ""
 
     def _encode(self, text: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate
-            raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
+        _check_unicode(text)
         if limit is not None and len(text) > MAX_TOKEN_CHARS * limit:
             raise PromptTooLong(
                 f"the prompt has {len(text)} characters, more than {MAX_TOKEN_CHARS} for each of the "
@@ -260,6 +282,13 @@ class Tokenizer:
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
 
 
 def _decodes_bytes(backend: Any) -> bool:

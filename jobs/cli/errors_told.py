@@ -18,7 +18,7 @@ def errors_told() -> Iterator[None]:
     try:
         yield
         return
-    except JobsError as error:
+    except (JobsError, ImportError) as error:
         text, cause = f"{type(error).__name__}: {error}", error
     except NOT_SERVED as error:
         found = not_served(click.get_current_context().find_root().params["url"], error)

@@ -1,10 +1,12 @@
-"""The tasks of `jobs.classify`, `jobs.loglikelihood` and `jobs.rerank`: nothing is generated for them."""
+"""The tasks of `jobs.classify`, `classify_text`, `loglikelihood` and `rerank`: nothing is generated for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from jobs.common.display import brief
+from jobs.context import JobContext
 from jobs.context.served_model import parse_model
 from jobs.context.values import truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
@@ -12,7 +14,7 @@ from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_t
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
-from jobs.prompts.prompt_task import PromptTask, text_requests
+from jobs.prompts.prompt_task import OpenPrompts, PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, Request, Task
@@ -26,6 +28,8 @@ RERANK_PROMPT = (
 )
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 RERANK_LABELS = ("yes", "no")
+
+NO_RELEVANCE = "its labels have no finite log-likelihood"
 
 #: Of all prompts of a reranking together: query and instruction stand before each document.
 MAX_RERANK_BYTES = 1 << 26
@@ -82,28 +86,87 @@ def rerank_task(
     top_n: object = None,
     return_documents: object = True,
     model: object = None,
-) -> PromptTask:
+) -> Task:
     """Return the task of jobs.rerank. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    instruction = RERANK_INSTRUCTION if instruction is None else instruction
-    for what, text in (("query", query), ("instruction", instruction)):
-        checked_text(text, what)
+    asked = checked_text(query, "query")
+    told = checked_text(RERANK_INSTRUCTION if instruction is None else instruction, "instruction")
     texts = _documents(documents)
-    before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
+    before = RERANK_PROMPT.format(instruction=told, query=asked, document="")
     if (num_bytes := len(before.encode()) * len(texts)) > MAX_RERANK_BYTES:
         raise InvalidJob(
             f"query and instruction stand before each of {len(texts)} documents, {num_bytes} bytes in all, "
             f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
         )
     most = None if top_n is None else whole_number("top_n", top_n)
-    prompts: list[str | Unusable] = []
-    for number, text in enumerate(texts):
-        asked = RERANK_PROMPT.format(instruction=instruction, query=query, document=text)
-        problem = text_problem(asked, f"the prompt of document {number}")
-        prompts.append(Unusable(problem) if problem else asked)
     shown = texts if truth("return_documents", return_documents) else None
-    requests = text_requests(prompts, scoring_of(RERANK_LABELS), kind="score")
-    return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
+
+    def task(has_head: bool) -> PromptTask:
+        requests = [relevance_request(asked, text, has_head, told) for text in texts]
+        return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
+
+    return RerankTask(task)
+
+
+@dataclass(frozen=True)
+class RerankTask(Task):
+    """Asks a model with a head for pairs of texts, any other for yes or no. make: of whether it has a head."""
+
+    blocking: ClassVar[bool] = False
+
+    make: Callable[[bool], PromptTask]
+
+    def open(self, context: JobContext) -> OpenPrompts:
+        return self.make(bool(context.model.classes)).open(context)
+
+
+def relevance_request(
+    query: str, document: str, has_head: bool, instruction: str = RERANK_INSTRUCTION
+) -> Request | Unusable:
+    """Return what asks how well a document answers a query."""
+    if has_head:
+        return Request(query, None, {"pair": document}, kind="classify")
+    asked = RERANK_PROMPT.format(instruction=instruction, query=query, document=document)
+    if problem := text_problem(asked, "the prompt of query and document"):
+        return Unusable(problem)
+    return Request(asked, None, scoring_of(RERANK_LABELS), kind="score")
+
+
+def relevance(sample: Completion) -> float | None:
+    """Return a document's score, None where its labels have none."""
+    if sample.class_scores is not None:
+        return next(iter(sample.class_scores.values()))
+    found = classify(RERANK_LABELS, [each.logprob for each in sample.loglikelihoods or ()])
+    return None if found is None else found.probabilities["yes"]
+
+
+def classify_text_task(input: object = None, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
+    """Return the task of jobs.classify_text. Raises InvalidJob when an argument is wrong."""
+    asked_for = parse_model(model)
+    if input is None:
+        raise InvalidJob("input is missing: a text, token ids, or a list of either")
+    requests = text_requests(parse_prompts(input), truncation(truncate_prompt_tokens), kind="classify")
+    return PromptTask(requests, _classes, asked_for)
+
+
+def best_class(scores: Mapping[str, float]) -> str | None:
+    """Return the likeliest class; None where there is one alone."""
+    return max(scores, key=scores.__getitem__) if len(scores) > 1 else None
+
+
+def _classes(answers: Answers, job_id: str) -> dict[str, Any]:
+    data = [_class_entry(index, samples[0]) for index, samples in enumerate(answers)]
+    return {"object": "list", "data": data, "usage": usage(answers)}
+
+
+def _class_entry(index: int, sample: Completion) -> dict[str, Any]:
+    entry = {"object": "classification", "index": index}
+    if sample.class_scores is None:
+        return {**entry, "error": sample.error}
+    if (label := best_class(sample.class_scores)) is None:
+        return {**entry, "score": next(iter(sample.class_scores.values()))}
+    probabilities = dict(sample.class_scores)
+    return {**entry, "label": label, "score": probabilities[label], "probabilities": probabilities}
 
 
 def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dict[str, Any]:
@@ -151,10 +214,8 @@ def _result(number: int, sample: Completion, documents: Sequence[str] | None) ->
         result["document"] = {"text": documents[number]}
     if sample.error is not None:
         return {**result, "error": sample.error}
-    found = classify(RERANK_LABELS, _logprobs(number, sample))
-    if found is None:
-        return {**result, "error": "its labels have no finite log-likelihood"}
-    return {**result, "relevance_score": found.probabilities["yes"]}
+    score = relevance(sample)
+    return {**result, "error": NO_RELEVANCE} if score is None else {**result, "relevance_score": score}
 
 
 def _logprobs(number: int, sample: Completion) -> list[float]:

@@ -42,6 +42,7 @@ class FakeCompletion:
     prompt_tokens: Any = None
     loglikelihoods: Any = None
     embedding: list[float] | None = None
+    class_scores: dict[str, float] | None = None
 
 
 #: What the contexts of these tests serve.

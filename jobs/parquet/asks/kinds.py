@@ -1,20 +1,24 @@
 """Which kind of asking a run's arguments name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.batch_lines import BatchLines
 from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.classes import Classes
 from jobs.parquet.asks.embeddings import Embeddings
 from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.labels import Labels, content_free
+from jobs.parquet.asks.relevance import Relevance
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.runs.plans.formats import OPENAI_BATCH
-from jobs.runs.plans.option_checks import EMBED
+from jobs.runs.plans.option_checks import CLASSIFY, EMBED, GENERATE, RERANK
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
+
+_OF_TASKS: Mapping[str, type[Ask]] = {GENERATE: Generate, EMBED: Embeddings, CLASSIFY: Classes, RERANK: Relevance}
 
 
 def kind_of(spec: RunSpec) -> type[Ask]:
@@ -25,7 +29,7 @@ def kind_of(spec: RunSpec) -> type[Ask]:
         return Chain
     if spec.labels is not None:
         return Labels
-    return Embeddings if spec.task == EMBED else Generate
+    return _OF_TASKS[spec.task]
 
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
@@ -37,6 +41,8 @@ def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
         Chain: lambda: Chain(spec, plan.seed, context.checks),
         Labels: lambda: Labels(spec, *prompt, content_free(spec, source) if spec.calibrate else None),
         Embeddings: lambda: Embeddings(spec),
+        Classes: lambda: Classes(spec),
+        Relevance: lambda: Relevance(bool(context.model.classes)),
         Generate: lambda: Generate(spec, plan.seed, context.checks, *prompt),
     }
     ask = makers[kind_of(spec)]()

@@ -24,7 +24,8 @@ SIZE = 16
 _NOT_ASKED = frozenset(
     [
         *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
-        *("prompt_column", "messages_column", "template", "sampling_columns", "check_columns"),
+        *("prompt_column", "messages_column", "query_column", "document_column", "template"),
+        *("sampling_columns", "check_columns"),
         *("filename_column", "single_file", "keep", "drop", "output_prefix", "only_new", "reused_column", "order"),
         *("escalate_below", "escalate_to", "escalate_model"),
     ]

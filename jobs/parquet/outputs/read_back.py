@@ -4,7 +4,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,6 @@ from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
-from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
 
 
@@ -29,9 +28,6 @@ class FailedRow:
     file: str
     file_row: int
     reason: str
-
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 #: In which a store has to answer somebody who looks.
@@ -48,9 +44,7 @@ class FolderReader:
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self._planned_run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
-        self.run = self.plan.run
+        self.run, self.plan = plan.run, replace(plan, spec=replace(plan.spec, output=folder))
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +92,7 @@ class FolderReader:
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches(), file.schema)
+                rows = pa.Table.from_batches(file.batches, file.schema)
                 tables.append(rows.combine_chunks())
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(each.cast(schema) for each in tables)
@@ -131,10 +125,7 @@ class FolderReader:
 
     def bad_answers(self) -> tuple[int, int]:
         """Return how many rows failed their check, and how many were cut at their limit of tokens."""
-        found = [
-            read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
-            for shard in self.shards()
-        ]
+        found = [read_part_stats(self._storage, self.plan.part_path(shard), self.run, shard) for shard in self.shards()]
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:

@@ -81,7 +81,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     return {column_name(f"a column of {name}", column): text for column, text in sorted(value.items())}
 
 
-GENERATE, EMBED = TASKS = ("generate", "embed")
+GENERATE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "embed", "classify", "rerank")
 
 #: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
 MAX_NUMBERS = 1 << 26
@@ -90,12 +90,17 @@ MAX_NUMBERS = 1 << 26
 def check_served(
     task: str, dimensions: int | None, prompt_name: str | None, model: ServedModel, rows_per_shard: int
 ) -> None:
-    """Raise InvalidJob where the served model gives no such embeddings, or a shard would hold too many."""
+    """Raise InvalidJob where the served model gives no such thing, or a shard would hold too much of it."""
     if task == EMBED and not model.embedding_size:
         raise InvalidJob(
             f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
             "how, and TOKENMILL_POOLING is not set"
         )
+    if task == CLASSIFY and not model.classes:
+        raise InvalidJob(f"the worker serves {model.name!r}, which has no sequence-classification head")
+    if task == RERANK and len(model.classes) > 1:
+        raise InvalidJob(f"the worker serves {model.name!r}, whose head has {len(model.classes)} classes, not a score")
+    _check_probabilities(len(model.classes) if task == CLASSIFY else 0, rows_per_shard)
     if dimensions is not None and dimensions > model.embedding_size:
         raise InvalidJob(f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}")
     if prompt_name is not None and prompt_name not in model.embedding_prompts:
@@ -130,26 +135,31 @@ def check_read(values: Iterable[str], what: str, read: Collection[str], whose: s
             raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))
 
 
-def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Raise InvalidJob for what a run cannot have that asks for labels or embeddings. options: the run's."""
-    task, labels, rows_per_shard = (options[name] for name in ("task", "labels", "rows_per_shard"))
-    if task == EMBED and is_chat:
-        raise InvalidJob("embeddings are of texts: give prompt_column or a template that is a text")
-    if task != EMBED and labels is None:
-        return
-    if labels is not None and len(labels) * rows_per_shard > MAX_PROBABILITIES:
+def _check_probabilities(num_labels: int, rows_per_shard: int) -> None:
+    if num_labels * rows_per_shard > MAX_PROBABILITIES:
         raise InvalidJob(
-            f"{len(labels)} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
-            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // len(labels)} rows_per_shard"
+            f"{num_labels} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
+            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // num_labels} rows_per_shard"
         )
+
+
+def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Raise InvalidJob for what a run cannot have that asks for labels or another task. options: the run's."""
+    task, labels, rows_per_shard = (options[name] for name in ("task", "labels", "rows_per_shard"))
+    has_task = task != GENERATE
+    if has_task and is_chat:
+        raise InvalidJob(f"task {task!r} is of texts: give prompt_column or a template that is a text")
+    if not has_task and labels is None:
+        return
+    _check_probabilities(len(labels or ()), rows_per_shard)
     has_prompts = bool(options["prompts"])  # of which all but the last are answered
-    if task == EMBED:
-        check_read(options["sampling"], "embeddings", OF_PROMPTS[:1])
+    if has_task:
+        check_read(options["sampling"], f"task {task!r}", () if task == RERANK else OF_PROMPTS[:1])
     elif not has_prompts:
         check_read(options["sampling"], "labels", OF_PROMPTS)
     elif options["calibrate"]:
         raise InvalidJob("calibrate and prompts do not go together: without content, earlier prompts have no answers")
-    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if task == EMBED else ())):
+    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if has_task else ())):
         if options[name]:
-            kind = "task 'embed'" if task == EMBED else "labels"
+            kind = f"task {task!r}" if has_task else "labels"
             raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")

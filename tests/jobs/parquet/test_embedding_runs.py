@@ -84,8 +84,8 @@ def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: 
     ("values", "problem"),
     [
         ({"dimensions": "3"}, "dimensions:=3"),
-        ({"template": [{"role": "user", "content": "{prompt}"}]}, "embeddings are of texts"),
-        ({"sampling": {"temperature": 0}}, "'temperature', and for embeddings nothing is generated"),
+        ({"template": [{"role": "user", "content": "{prompt}"}]}, "task 'embed' is of texts"),
+        ({"sampling": {"temperature": 0}}, "'temperature', and for task 'embed' nothing is generated"),
         ({"labels": ["a", "b"]}, "labels and task 'embed' do not go together"),
     ],
 )

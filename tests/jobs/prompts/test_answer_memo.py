@@ -32,7 +32,6 @@ def work(shard: ShardRequests) -> str:
     requests = list(shard.requests())
     for index, request in enumerate(requests):
         shard.deliver(index, [shout(request)])
-    shard.close()
     return pull(iter(requests))
 
 

@@ -1,0 +1,57 @@
+"""Classes: what a checkpoint with a sequence-classification head tells of a text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import ConfigError
+
+CLASSIFIES = "ForSequenceClassification"
+
+#: Ends of the names of models that give hidden states, and need no head for them.
+BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a head. labels: in its order.
+
+    is_exclusive: a text has one of them, by a softmax; else each by a sigmoid. One class alone has a plain number.
+    has_plain_relevance: a cross-encoder's number is given as it is, not by a sigmoid.
+    """
+
+    labels: tuple[str, ...]
+    is_exclusive: bool
+    has_plain_relevance: bool
+
+
+def reads_in_one_pass(architecture: str) -> bool:
+    """Whether texts are read in one pass, without a KV cache, if no native decoder has the name."""
+    return architecture.endswith((CLASSIFIES, *BODY_ENDS)) and not architecture.endswith("HeadModel")
+
+
+def read_classes(model: ModelConfig) -> Classes | None:
+    """Return a checkpoint's classes; None for one without such a head. Raises ConfigError."""
+    if not model.architecture.endswith(CLASSIFIES):
+        return None
+    given = model.values.get("id2label")
+    labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(model.values.get("num_labels") or 2))
+    if labels is None or len(set(labels)) != len(labels):
+        raise ConfigError("config.json: id2label must name another text for each class, counted from 0")
+    activation = (model.values.get("sentence_transformers") or {}).get("activation_fn") or model.values.get(
+        "sbert_ce_default_activation_function"
+    )
+    return Classes(
+        labels,
+        is_exclusive=model.values.get("problem_type") != "multi_label_classification",
+        has_plain_relevance=str(activation).rpartition(".")[2] == "Identity",
+    )
+
+
+def _labels(given: Any) -> tuple[str, ...] | None:
+    if not isinstance(given, Mapping):
+        return None
+    by_number = {str(number): label for number, label in given.items()}
+    labels = [by_number.get(str(number)) for number in range(len(by_number))]
+    return tuple(map(str, labels)) if all(isinstance(label, str) for label in labels) else None

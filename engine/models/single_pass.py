@@ -1,0 +1,326 @@
+"""Models that read each text in one pass, several texts at a time: transformers' encoders, and heads that classify.
+
+Where a class attends through transformers' attention interface, the texts of a step lie one behind the other in one
+row, and each attends to itself alone; where not, they are padded, those of like lengths together. The runner compares
+either way with texts that are computed alone.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.heads import CLASSIFIES
+from engine.errors import MissingWeights, UnsupportedModel
+from engine.models.attention_calls import PLACE, AttentionCall, answer
+from engine.models.linear_plan import pack_linears
+from engine.models.transformers_model import MAX_ERROR_CHARS, MAX_NAMES, _quiet_transformers
+
+PACKED = "tokenmill_packed"  # our attention's name among transformers'
+RULES = "tokenmill_rules"  # the same, with masks that know their rule
+NUM_RECORDED_TOKENS = 8
+MAX_PADDED = 1.15  # rows that are computed, over those of texts
+UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
+
+#: From indices of batch, head, query and key to whether that query sees that key.
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def load_single_pass(architecture: str, folder: Path, device: torch.device, dtype: torch.dtype) -> "SinglePass":
+    """Read transformers' model. Raises UnsupportedModel or MissingWeights."""
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    list_weight_files(folder)
+    for name in (PACKED, RULES):
+        ALL_ATTENTION_FUNCTIONS.register(name, answer)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RULES, _keep_rule)
+    classifies = architecture.endswith(CLASSIFIES)
+    kind: Any = getattr(transformers, architecture, None)
+    if kind is None:
+        raise UnsupportedModel(f"{architecture} is no model of transformers {transformers.__version__}")
+    if not classifies and not architecture.endswith("Model"):
+        kind = transformers.AutoModel  # of a language model without its head
+    try:
+        with _quiet_transformers():
+            model, report = kind.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+    except Exception as error:  # whatever transformers makes of what is in the files
+        words = " ".join(str(error).split())
+        problem = f"transformers {transformers.__version__} cannot load {architecture}: {type(error).__name__}: {words}"
+        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+    missing = [name for name in report["missing_keys"] if classifies or not any(part in name for part in UNUSED)]
+    if missing:
+        named = ", ".join(sorted(missing)[:MAX_NAMES])
+        raise MissingWeights(f"{folder} lacks tensors that the model needs: {named}; fetch it again")
+    model.requires_grad_(False).eval().to(device)
+    return SinglePass(model, classifies=classifies)
+
+
+class SinglePass:
+    """Computes texts of token ids: their hidden states, or where it classifies a number for each class.
+
+    A token of a second text has the vocabulary's size added to its id.
+    max_positions: tokens of a text at most, None if the model has no table of positions.
+    """
+
+    def __init__(self, model: Any, *, classifies: bool) -> None:
+        self.model, self.classifies = model, classifies
+        self._vocab_size = model.config.vocab_size
+        self._pad = model.config.pad_token_id
+        arguments = inspect.signature(model.forward).parameters
+        #: Whether it tells a second text's tokens from the first's. GPT-2 takes types, and has none.
+        self.has_types = "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
+        self.max_positions: int | None = None
+        self._body = model
+        self._known: Tensor | None = None  # states, padded, that the body is to give back
+        self._first_position = 0
+        self._look_at_positions()
+        self._attention: PackedAttention | None = None
+        with suppress(UnsupportedModel):
+            self._attention = self._pack()
+        if self._attention is None:
+            self.pad()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the texts of a step are one row."""
+        return self._attention is not None
+
+    def pad(self) -> None:
+        """Compute texts in padded batches from now on."""
+        self._attention = None
+        with suppress(ValueError):
+            self._attend_by("eager")
+            self._attend_by("sdpa")
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[Tensor]) -> Tensor:
+        """Compute texts, [tokens] int64 each: hidden states [all tokens, hidden], or [texts, classes]."""
+        if self._attention is None:
+            return self._in_batches(texts)
+        row = torch.cat(list(texts))
+        self._attention.lengths = [len(text) for text in texts]
+        positions = [torch.arange(len(text), device=row.device) for text in texts]
+        shifted = torch.cat(positions)[None] + self._first_position
+        hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
+        if not self.classifies:
+            return hidden
+        states = torch.tensor_split(hidden, list(accumulate(self._attention.lengths))[:-1])
+        together = len(texts) if self._pad is not None else 1  # a head may look for the last token before padding
+        return torch.cat(
+            [self._classify(texts[i : i + together], states[i : i + together]) for i in range(0, len(texts), together)]
+        )
+
+    @torch.inference_mode()
+    def alone(self, text: Tensor) -> Tensor:
+        """Compute one text by transformers' own code."""
+        before = self.model.config._attn_implementation
+        with suppress(ValueError):
+            self._attend_by("eager")
+        try:
+            return self._padded([text])
+        finally:
+            self._attend_by(before)
+
+    def _in_batches(self, texts: Sequence[Tensor]) -> Tensor:
+        found: list[Tensor] = [torch.empty(0)] * len(texts)
+        for group in _of_like_lengths([len(text) for text in texts]):
+            computed = self._padded([texts[place] for place in group])
+            sizes = [1 if self.classifies else len(texts[place]) for place in group]
+            ends = list(accumulate(sizes))[:-1]
+            for place, each in zip(group, torch.tensor_split(computed, ends), strict=True):
+                found[place] = each
+        return torch.cat(found)
+
+    def _padded(self, texts: Sequence[Tensor]) -> Tensor:
+        row, mask = _pad(texts, self._pad or 0)
+        output = self.model(attention_mask=mask, **self._inputs(row))
+        if self.classifies:
+            logits: Tensor = output.logits
+            return logits
+        states: Tensor = output.last_hidden_state
+        return states[mask.bool()]
+
+    def _inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        if not self.has_types:
+            return {"input_ids": ids % self._vocab_size}
+        return {"input_ids": ids % self._vocab_size, "token_type_ids": ids // self._vocab_size}
+
+    def _classify(self, texts: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
+        """Have the head look at states that are known."""
+        row, mask = _pad(texts, self._pad or 0)
+        self._known = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
+        try:
+            logits: Tensor = self.model(attention_mask=mask, **self._inputs(row)).logits
+            return logits
+        finally:
+            self._known = None
+
+    def _attend_by(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+
+    def _look_at_positions(self) -> None:
+        """Find a table of positions, and which of it a text's first token has."""
+        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (self._pad or 0)
+        seen: list[tuple[nn.Embedding, Tensor]] = []
+        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        hooks = [
+            table.register_forward_pre_hook(lambda table, given: seen.append((table, given[0]))) for table in tables
+        ]
+        try:
+            self.model(input_ids=tokens % self._vocab_size)
+        except Exception as error:  # whatever the model makes of its files
+            raise UnsupportedModel(
+                f"its forward pass raises {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        count = torch.arange(NUM_RECORDED_TOKENS, device=tokens.device)
+        for table, ids in seen:
+            found = ids.flatten()
+            if (
+                found.shape == count.shape
+                and table.num_embeddings != self._vocab_size
+                and (found == found[0] + count).all()
+            ):
+                self._first_position = int(found[0])
+                self.max_positions = table.num_embeddings - self._first_position
+
+    def _pack(self) -> "PackedAttention":
+        """Take the place of its attention. Raises UnsupportedModel if it cannot be taken."""
+        calls: list[AttentionCall] = []
+        bodies: list[tuple[nn.Module, Any]] = []
+        called: set[nn.Module] = set()
+
+        def record(call: AttentionCall) -> Tensor:
+            calls.append(call)
+            return call.value.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            called.add(module)
+            if getattr(output, "last_hidden_state", None) is not None:
+                bodies.append((module, output))
+
+        hooks = [module.register_forward_hook(keep) for module in self.model.modules()]
+        for module in self.model.modules():
+            module.__dict__[PLACE] = record
+        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None]
+        try:
+            self._attend_by(RULES)
+            self.model(**self._inputs(tokens))
+        except Exception as error:  # whatever the model makes of another attention
+            raise UnsupportedModel(f"its attention is its own: {error}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in self.model.modules():
+                module.__dict__.pop(PLACE, None)
+        if len(calls) < self.model.config.num_hidden_layers or not bodies:
+            raise UnsupportedModel("not all of its layers attend through transformers' attention interface")
+        self._body, whole = bodies[-1]  # the outermost ends last
+        if "position_ids" not in inspect.signature(self._body.forward).parameters:
+            raise UnsupportedModel("it counts positions by itself")
+        attention = PackedAttention(calls)
+        self._attend_by(PACKED)
+        pack_linears(self.model, called)
+        if self.classifies:  # the innermost that gives the same states: poolers come behind it
+            states = whole.last_hidden_state
+            self._replace(*next(each for each in bodies if torch.equal(each[1].last_hidden_state, states)))
+        return attention
+
+    def _replace(self, body: Any, output: Any) -> None:
+        """Have the body give back the states that are known."""
+        compute, kind = body.forward, type(output)
+        has_pooler = getattr(output, "pooler_output", None) is not None
+
+        def forward(*args: Any, **options: Any) -> Any:
+            if self._known is not None:
+                pooled = {"pooler_output": body.pooler(self._known)} if has_pooler else {}
+                return kind(last_hidden_state=self._known, **pooled)
+            return compute(*args, **options)
+
+        body.forward = forward
+
+
+class PackedAttention:
+    """Answers a model's attention calls over one row of texts. lengths: of the texts."""
+
+    def __init__(self, calls: Sequence[AttentionCall]) -> None:
+        """Raise UnsupportedModel for an attention that is not built."""
+        self.lengths: list[int] = []
+        self._rules = {call.module: _rule_of(call) for call in calls}
+        for module in self._rules:
+            module.__dict__[PLACE] = self
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        rule, parts = self._rules[call.module], []
+        masks: dict[int, Tensor | None] = {}
+        for start, end in pairwise(accumulate(self.lengths, initial=0)):
+            if end - start not in masks:
+                masks[end - start] = None if rule is None else _mask(rule, end - start, call.query.device)
+            query, key, value = (each[:, :, start:end] for each in (call.query, call.key, call.value))
+            mask = masks[end - start]
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            parts.append(attended)
+        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+def _keep_rule(*, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any) -> Tensor:
+    """Make a mask that knows its rule."""
+    mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=device)
+    mask.rule = mask_function  # type: ignore[attr-defined]  # it travels through the model's code
+    return mask
+
+
+def _rule_of(call: AttentionCall) -> Rule | None:
+    """Return which tokens see which; None if all see all. Raises UnsupportedModel."""
+    if call.options.get("softcap") is not None or call.options.get("s_aux") is not None:
+        raise UnsupportedModel("its attention has soft caps or sinks")
+    if call.mask is None:
+        if call.options.get("is_causal", getattr(call.module, "is_causal", False)):
+            raise UnsupportedModel("its attention is causal without a mask")
+        return None
+    rule: Rule | None = getattr(call.mask, "rule", None)
+    if rule is None:
+        raise UnsupportedModel("it makes an attention mask or bias of its own")
+    return rule
+
+
+def _mask(rule: Rule, length: int, device: torch.device) -> Tensor | None:
+    zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
+    seen = rule(zero, zero, places.view(1, 1, -1, 1), places.view(1, 1, 1, -1)).expand(1, 1, length, length)
+    return None if bool(seen.all()) else seen
+
+
+def _pad(texts: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """Return texts with padding behind them, [texts, tokens], and which of it is text, int64."""
+    row = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=pad)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    return row, mask
+
+
+def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Divide places into groups with little padding, short ones first."""
+    group: list[int] = []
+    num_tokens = 0
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and lengths[place] * (len(group) + 1) > MAX_PADDED * (num_tokens + lengths[place]):
+            yield group
+            group, num_tokens = [], 0
+        group.append(place)
+        num_tokens += lengths[place]
+    if group:
+        yield group

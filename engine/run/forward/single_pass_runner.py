@@ -1,0 +1,115 @@
+"""SinglePassRunner: computes whole texts, step by step, with no KV cache."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.pooling import read_pooling
+from engine.errors import ConfigError, UnsupportedModel
+from engine.models.single_pass import load_single_pass
+from engine.run.config import EngineConfig
+from engine.run.cpu_threads import CpuThreads
+from engine.run.device import numbered, on_device, resolve_device
+from engine.run.dtype import served_dtype
+from engine.run.forward.probe import TOLERANCE
+from engine.run.forward.runner import PendingTokens, PoolSize
+from engine.run.forward.to_device import pool
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
+
+PROBE_LENGTHS = (150, 40, 3)
+
+
+class ComputedTexts(PendingTokens):
+    """The vectors of a step's texts, which are there."""
+
+    def __init__(self, num_samples: int, vectors: Tensor | None) -> None:
+        self._num_samples = num_samples
+        self.pooled = None if vectors is None else vectors.float().cpu().numpy()
+
+    def wait(self) -> NDArray[np.int64]:
+        """Return a token for the engine's own step, which asks for one."""
+        return np.zeros(self._num_samples, np.int64)
+
+
+class SinglePassRunner:
+    """Loads a model that reads texts in one pass, and runs a step's texts at a time.
+
+    Raises ConfigError and its subclasses for whatever cannot be loaded.
+    """
+
+    backend_name, has_graphs = "torch", False
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+        _refuse_options(config, model_config.architecture)
+        self.device = numbered(resolve_device(config.device))
+        self.dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, model_config.dtype, config.device).name)
+        pooling = read_pooling(folder, model_config, config.pooling)
+        self._modes = () if pooling is None else pooling.modes
+        self._cpu_threads = CpuThreads() if self.device.type == "cpu" and config.adapt_cpu_threads else None
+        with on_device(self.device):
+            self.model = load_single_pass(model_config.architecture, folder, self.device, self.dtype)
+            longest = min(
+                self.model.max_positions or model_config.max_position_embeddings, config.max_num_batched_tokens
+            )
+            if config.max_model_len is not None and config.max_model_len > longest:
+                raise ConfigError(
+                    f"max_model_len={config.max_model_len} is more than the {longest} tokens that this model has "
+                    "positions for, or max_num_batched_tokens allows: texts are computed whole"
+                )
+            longest = config.max_model_len or longest
+            self._probe(model_config.vocab_size, longest, model_config.architecture)
+        num_blocks = config.max_num_seqs * -(-longest // config.block_size)
+        self.pool_size = PoolSize(num_blocks, 0, longest)
+
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        """Compute the step's texts, each whole."""
+        if not len(step.pooled_rows):
+            return ComputedTexts(len(step.sample_rows), None)
+        if self._cpu_threads is not None:
+            self._cpu_threads.adapt()
+        with on_device(self.device):
+            row = torch.from_numpy(step.token_ids).to(self.device)
+            computed = self.model(torch.tensor_split(row, np.cumsum(step.query_lens)[:-1].tolist()))
+            if self.model.classifies:
+                return ComputedTexts(len(step.sample_rows), computed)
+            rows = torch.from_numpy(step.pooled_rows).to(self.device)
+            vectors = pool(computed[rows], step.pooled_counts, step.positions[step.pooled_rows], self._modes)
+            return ComputedTexts(len(step.sample_rows), vectors)
+
+    def close(self) -> None:
+        """Nothing is held beside the model, which is freed with this object."""
+
+    def _probe(self, vocab_size: int, longest: int, name: str) -> None:
+        """Compare texts of one step with the same alone; pad if they differ. Raises UnsupportedModel."""
+        count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
+        texts = [count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)]
+        if self.model.has_types:
+            texts = [torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size)) for text in texts]
+        alone = torch.cat([self.model.alone(text) for text in texts])
+        if self.model.is_packed and self._differ(alone, self.model(texts)):
+            self.model.pad()
+        if not self.model.is_packed and self._differ(alone, self.model(texts)):
+            raise UnsupportedModel(f"{name} mixes the texts of one batch: one computed alone has other states")
+
+    def _differ(self, expected: Tensor, found: Tensor) -> bool:
+        if not bool(expected.isfinite().all()):
+            return False
+        error = (found.float() - expected.float()).square().mean().sqrt()
+        return not bool(error <= TOLERANCE[self.dtype] * expected.float().std().clamp_min(1e-6))
+
+
+def _refuse_options(config: EngineConfig, name: str) -> None:
+    for option, default in (
+        ("tensor_parallel_size", 1),
+        ("quantization", None),
+        ("kv_cache_dtype", "auto"),
+        ("deterministic", False),
+    ):
+        if getattr(config, option) != default:
+            found = f"{option}={getattr(config, option)!r}"
+            raise ConfigError(f"{found} is not built for {name}, which reads texts in one pass; leave it out")

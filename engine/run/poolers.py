@@ -1,0 +1,122 @@
+"""Requests whose hidden states are pooled: the prompts of embeddings and classes, and what collects their states."""
+
+import numpy as np
+
+from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.heads import Classes
+from engine.checkpoint.pooling import Dense, Pooling
+from engine.checkpoint.weights import open_tensors
+from engine.errors import InvalidSampling, MissingWeights, UnsupportedTask, WeightMismatch
+from engine.sampling.parameter_values import brief
+from engine.sampling.request_kinds import ClassParams, PoolingParams
+from engine.schedule.pooled import ClassStates, PooledStates, Vector
+from engine.text.prompts import Prompt, PromptReader
+from engine.text.tokenizer import Tokenizer
+
+
+class Embedder:
+    """Prepares requests for embeddings. pooling: None for a checkpoint without: each call is refused."""
+
+    def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
+        self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
+        self.num_dimensions = 0 if pooling is None else pooling.size(hidden_size)
+        self._dense = [] if pooling is None else [_DenseLayer(each) for each in pooling.dense]
+
+    def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
+        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest's subclasses."""
+        pooling, most = self.check(params), params.truncate_prompt_tokens
+        if not isinstance(prompt, str):
+            if params.prompt_name is not None:
+                raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
+            return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
+        name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
+        text = prompt if name is None else pooling.prompts[name] + prompt
+        longest = pooling.max_seq_length
+        cut = text if longest is None else self._tokenizer.encode_cut(text, longest)
+        return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
+
+    def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
+        """Return the collector of a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
+        pooling = self.check(params)
+        normalize = params.normalize
+        if normalize is None:
+            normalize = pooling.normalize or params.dimensions is not None
+        return PooledStates(
+            pooling.modes,
+            num_tokens,
+            dimensions=params.dimensions,
+            normalize=normalize,
+            project=self._project if self._dense else None,
+        )
+
+    def _project(self, pooled: Vector) -> Vector:
+        for layer in self._dense:
+            pooled = layer(pooled)
+        return pooled
+
+    def check(self, params: PoolingParams) -> Pooling:
+        """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
+        pooling = self._pooling
+        if pooling is None:
+            raise UnsupportedTask(
+                "this checkpoint has no pooling configuration (modules.json beside its weights), so it gives "
+                "no embeddings; serve one that has, or set pooling"
+            )
+        if params.dimensions is not None and params.dimensions > self.num_dimensions:
+            raise InvalidSampling(
+                f"dimensions={params.dimensions}: this checkpoint's embeddings have {self.num_dimensions}"
+            )
+        if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
+            known = ", ".join(sorted(pooling.prompts)) or "none"
+            raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
+        return pooling
+
+
+class _DenseLayer:
+    """A layer behind the pooling: pooled [in] -> [out], float32."""
+
+    def __init__(self, dense: Dense) -> None:
+        """Raise MissingWeights if its files are not there, or hold another layer."""
+        with open_tensors(list_weight_files(dense.folder)) as tensors:
+            if "linear.weight" not in tensors:
+                raise MissingWeights(f"{dense.folder} has no linear.weight; fetch it again")
+            self._weight: Vector = tensors["linear.weight"].whole().float().numpy()
+            has_bias = "linear.bias" in tensors
+            self._bias: Vector | float = tensors["linear.bias"].whole().float().numpy() if has_bias else 0.0
+        self._activation = dense.activation
+        if self._weight.shape[0] != dense.out_features:
+            raise WeightMismatch(f"{dense.folder}: {len(self._weight)} features, {dense.out_features} by config.json")
+
+    def __call__(self, pooled: Vector) -> Vector:
+        numbers: Vector = self._weight @ pooled + self._bias
+        if self._activation == "Tanh":
+            return np.tanh(numbers)
+        return np.maximum(numbers, 0) if self._activation == "ReLU" else numbers
+
+
+class Classifier:
+    """Prepares requests for classes. classes: None for a checkpoint without a head: each call is refused."""
+
+    def __init__(self, classes: Classes | None, tokenizer: Tokenizer, prompts: PromptReader) -> None:
+        self._classes, self._tokenizer, self._prompts = classes, tokenizer, prompts
+
+    def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
+        """Tokenize a text, or two. Raises InvalidRequest's subclasses."""
+        self._check()
+        longest, most = self._prompts.max_model_len, params.truncate_prompt_tokens
+        if params.pair is not None:
+            if not isinstance(prompt, str):
+                raise InvalidSampling("pair is for texts: behind token ids no text is put")
+            return self._tokenizer.encode_pair(prompt, params.pair, longest, self._prompts.vocab_size)
+        if isinstance(prompt, str) and most is not None:
+            prompt = self._tokenizer.encode_cut(prompt, longest if most == -1 else min(most, longest))
+        return self._prompts.token_ids(prompt, room=0)
+
+    def states(self, params: ClassParams, num_tokens: int) -> PooledStates:
+        """Return the collector of a request's numbers. Raises UnsupportedTask."""
+        return ClassStates(self._check(), num_tokens, of_pair=params.pair is not None)
+
+    def _check(self) -> Classes:
+        if self._classes is None:
+            raise UnsupportedTask("this checkpoint has no sequence-classification head; serve one that has")
+        return self._classes

@@ -1,0 +1,184 @@
+"""Encoders and heads that classify: texts of one step, of any lengths, are as transformers has each alone."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine import (
+    ClassParams,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    MissingWeights,
+    PoolingParams,
+    PromptTooLong,
+    SamplingParams,
+    UnsupportedModel,
+    UnsupportedTask,
+    model_identity,
+)
+from engine.models.single_pass import SinglePass
+from engine.run.forward.single_pass_runner import SinglePassRunner
+from tests.engine.accounting import check_accounting
+from tests.engine.embedding_models import write_modules
+from tests.engine.encoders import MAX_LENGTH, Alone, words, write_encoder
+
+TEXTS = [words(length, seed) for seed, length in enumerate((1, 3, 90, 10, 40, 7, 25, 60, 2, 120))]
+PAIRS = [(words(3), words(30)), (words(70), words(80)), (words(100), words(2)), (words(5), words(200))]
+
+#: By model type, whether the texts of a step are one row, or padded.
+MODELS = {
+    **dict.fromkeys(("bert", "roberta", "modernbert", "distilbert", "albert", "electra", "xlm-roberta"), True),
+    **dict.fromkeys(("nomic_bert", "jina_embeddings_v3", "gte", "eurobert", "camembert"), True),
+    **dict.fromkeys(("mpnet", "deberta-v2"), False),
+}
+DECODERS = ("qwen3", "llama", "gemma3_text", "gpt2")
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 300}
+    return EngineConfig(str(folder), **{"dtype": "float32", "device": "cpu", **small, **options})
+
+
+def scores(expected: torch.Tensor) -> Any:
+    return pytest.approx({f"class {number}": each for number, each in enumerate(expected.tolist())}, abs=1e-5)
+
+
+def model_of(engine: Engine) -> SinglePass:
+    runner = engine._open_runner()
+    assert isinstance(runner, SinglePassRunner)
+    return runner.model
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_embeddings_of_an_encoder_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str) -> None:
+    folder = write_encoder(tmp_path, model_type)
+    alone = Alone(folder)
+    with Engine(config(folder)) as engine:
+        assert model_of(engine).is_packed == MODELS[model_type]
+        found = engine.embed(TEXTS)
+        check_accounting(engine._scheduler)
+        assert engine.stats().max_running > 1
+    for text, completion in zip(TEXTS, found, strict=True):
+        assert completion.embedding == pytest.approx(alone(text).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("model_type", [*MODELS, *DECODERS])
+def test_classes_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str, num_labels: int) -> None:
+    folder = write_encoder(tmp_path, model_type, num_labels)
+    alone = Alone(folder)
+    with Engine(config(folder)) as engine:
+        found = engine.generate(TEXTS, ClassParams())
+    for text, completion in zip(TEXTS, found, strict=True):
+        expected = alone(text) if num_labels == 1 else alone(text).softmax(0)
+        assert completion.class_scores == scores(expected)
+    assert len({str(each.class_scores) for each in found}) == len(TEXTS)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "modernbert", "deberta-v2"])
+def test_two_texts_are_cut_and_told_apart_as_a_cross_encoder_does_it(tmp_path: Path, model_type: str) -> None:
+    folder = write_encoder(tmp_path, model_type, 1)
+    alone = Alone(folder)
+    with Engine(config(folder, max_model_len=MAX_LENGTH)) as engine:
+        found = engine.generate([query for query, _ in PAIRS], [ClassParams(pair=text) for _, text in PAIRS])
+    assert [each.num_prompt_tokens for each in found] == [36, MAX_LENGTH, 105, MAX_LENGTH]
+    for pair, completion in zip(PAIRS, found, strict=True):
+        assert completion.class_scores == scores(alone(*pair).sigmoid())
+
+
+def test_classes_that_do_not_exclude_each_other_have_a_sigmoid_each(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 3, problem_type="multi_label_classification")
+    with Engine(config(folder)) as engine:
+        (found,) = engine.generate(TEXTS[:1], ClassParams())
+    assert found.class_scores == scores(Alone(folder)(TEXTS[0]).sigmoid())
+    assert model_identity(config(folder)).classes == ("class 0", "class 1", "class 2")
+
+
+def test_a_text_is_cut_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 2)
+    long = words(200)
+    with Engine(config(folder, max_model_len=MAX_LENGTH)) as engine:
+        refused, cut, short = engine.generate(
+            [long] * 3, [ClassParams(), ClassParams(truncate_prompt_tokens=-1), ClassParams(truncate_prompt_tokens=20)]
+        )
+        with pytest.raises(PromptTooLong):
+            engine.add("long", long, ClassParams())
+    assert refused.finish_reason == "error"
+    assert (cut.num_prompt_tokens, short.num_prompt_tokens) == (MAX_LENGTH, 20)
+    assert cut.class_scores == scores(Alone(folder)(long).softmax(0))
+
+
+@pytest.mark.parametrize("activation", ["Tanh", "Identity"])
+def test_layers_behind_the_pooling_are_computed(tmp_path: Path, activation: str) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    write_modules(folder, {"pooling_mode": "mean"}, "Dense", "Normalize", size=48)
+    weight, bias = torch.randn(16, 48), torch.randn(16)
+    dense = folder / "2_Dense"
+    dense.mkdir()
+    name = f"torch.nn.modules.activation.{activation}"
+    (dense / "config.json").write_text(
+        json.dumps({"in_features": 48, "out_features": 16, "bias": True, "activation_function": name})
+    )
+    save_file({"linear.weight": weight, "linear.bias": bias}, dense / "model.safetensors")
+    assert model_identity(config(folder)).embedding_size == 16
+    with Engine(config(folder)) as engine:
+        (found,) = engine.embed(TEXTS[:1])
+    projected = weight @ Alone(folder)(TEXTS[0]) + bias
+    expected = torch.nn.functional.normalize(projected.tanh() if activation == "Tanh" else projected, dim=0)
+    assert found.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+    (dense / "model.safetensors").unlink()
+    with pytest.raises(MissingWeights):
+        Engine(config(folder))
+
+
+def test_what_a_checkpoint_has_no_part_for_is_refused(tmp_path: Path) -> None:
+    head = write_encoder(tmp_path / "head", "bert", 2)
+    with Engine(config(head)) as engine:
+        for params in (SamplingParams(), PoolingParams()):
+            with pytest.raises(UnsupportedTask):
+                engine.add("other", "w1", params)
+    body = write_encoder(tmp_path / "body", "bert")
+    with Engine(config(body)) as engine, pytest.raises(UnsupportedTask):
+        engine.add("other", "w1", ClassParams())
+    for option in ({"deterministic": True}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            Engine(config(head, **option))
+    (body / "modules.json").unlink()
+    with pytest.raises(UnsupportedModel, match="pooling"):
+        Engine(config(body))
+    with Engine(config(body, pooling="mean")) as engine:
+        assert engine.embed(["w1"])[0].embedding
+
+
+def test_a_text_whose_numbers_are_not_finite_fails_alone(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 2)
+    with Engine(config(folder)) as engine:
+        table: Any = model_of(engine).model.get_input_embeddings()
+        table.weight[10] = math.nan
+        good, bad = engine.generate([[1, 9, 2], [1, 10, 2]], ClassParams())
+    assert good.class_scores is not None
+    assert bad.finish_reason == "error"
+
+
+def test_a_model_that_mixes_texts_when_they_are_one_row_is_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    alone = Alone(folder)
+
+    def shifted(self: SinglePass, texts: Any) -> Any:
+        return compute(self, texts) + (0.5 if self.is_packed else 0)
+
+    compute = SinglePass.__call__
+    monkeypatch.setattr(SinglePass, "__call__", shifted)
+    with Engine(config(folder)) as engine:
+        assert not model_of(engine).is_packed
+        found = engine.embed(TEXTS)
+    for text, completion in zip(TEXTS, found, strict=True):
+        assert completion.embedding == pytest.approx(alone(text).tolist(), abs=1e-5)
