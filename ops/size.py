@@ -27,7 +27,7 @@ def main() -> int:
         ("product without ops, lines", sum(map(lines, PRODUCT)), 50_000),
         ("jobs, lines", lines("jobs"), 20_000),
         ("ops, lines", lines("ops"), 5_000),
-        ("tests, lines", lines("tests"), 36_000),
+        ("tests, lines", lines("tests"), 40_000),
         ("most entries of a folder", max(map(num_entries, folders())), 15),
         ("upward arrows between packages", len(list(upward_arrows())), 0),
         (f"functions of {MANY_PARAMETERS} parameters or more", len(list(wide_functions())), 10),
@@ -36,7 +36,7 @@ def main() -> int:
         ("files of a prompt's way", len(way), 20),
         ("stops of a prompt's way", len(re.findall(r"^\d+\. ", section("How one prompt travels"), re.M)), 8),
         ("words of README.md", words("README.md"), 600),
-        ("words of docs/", words("docs/*.md"), 14_000),
+        ("words of docs/", words("docs/*.md"), 15_000),
         ("words of RESULTS.md", words("**/RESULTS.md"), 1_800),
         ("lines of CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines()), 60),
     ]

@@ -487,9 +487,7 @@ def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int,
     return begin, found
 
 
-def _record(
-    part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None
-) -> Recorded:
+def _record(part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None) -> Recorded:
     """Run the model, or a part of it, once without attention.
 
     first: position of the first token, None to say none.  more: arguments.

@@ -92,6 +92,9 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     pooling = read_pooling(folder, model, config.pooling)
     if entries:
         generates(folder, model, path, embeds=pooling is not None)
+    if path.is_single_pass:
+        yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
+        return
     if path.decoder is None:
         class_of(model.whole or model.architecture)
     if path.decoder is None and model.architecture not in served_architectures():

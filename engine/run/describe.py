@@ -40,6 +40,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     import torch
 
     from engine.attention.kv_cache import block_bytes
+    from engine.checkpoint.heads import read_classes
     from engine.models.load import read_supported
     from engine.models.transformers_model import class_of, kept_by
     from engine.run.dtype import served_dtype
@@ -48,7 +49,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     config = EngineConfig(str(folder))
     model, path = read_supported(folder, config.model_path)
-    if path.decoder is None:
+    if path.decoder is None and not path.is_single_pass:
         class_of(model.whole or model.architecture)
     dtype = served_dtype(config.dtype, model.dtype, config.device).name
     way = "through transformers" if path.decoder is None else "natively"
@@ -60,6 +61,11 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
         raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
+    if path.is_single_pass:
+        classes = read_classes(model)
+        yield "gives", "embeddings" if classes is None else f"classes: {', '.join(classes.labels)}"
+        yield "state", "none: each text is read in one pass, without a KV cache"
+        return
     kept = _native(path) if path.decoder is not None else kept_by(model, folder, getattr(torch, dtype))
     if kept is None:
         yield "attention", "only its weights can tell, or it is refused at the start"
@@ -79,7 +85,7 @@ def _not_compared(model: ModelConfig, path: ModelPath) -> str:
     from engine.models.served import WITH_IMAGES, served_architectures
 
     known = {*served_architectures(), *WITH_IMAGES}
-    if path.decoder is not None or (model.whole or model.architecture) in known:
+    if path.decoder is not None or path.is_single_pass or (model.whole or model.architecture) in known:
         return ""
     return "; nobody compared it with transformers yet: the start will probe it"
 

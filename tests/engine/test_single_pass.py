@@ -20,9 +20,11 @@ from engine import (
     SamplingParams,
     UnsupportedModel,
     UnsupportedTask,
+    check_up,
     model_identity,
 )
 from engine.models.single_pass import SinglePass
+from engine.run.describe import describe_model
 from engine.run.forward.single_pass_runner import SinglePassRunner
 from tests.engine.accounting import check_accounting
 from tests.engine.embedding_models import write_modules
@@ -135,6 +137,15 @@ def test_layers_behind_the_pooling_are_computed(tmp_path: Path, activation: str)
     (dense / "model.safetensors").unlink()
     with pytest.raises(MissingWeights):
         Engine(config(folder))
+
+
+def test_a_checkpoint_is_described_and_found_sound_without_its_weights(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 2)
+    described = describe_model(str(folder))
+    assert "BertForSequenceClassification runs through transformers" in described
+    assert "classes: class 0, class 1" in described
+    found = [each for each in check_up(config(folder)) if each.subject == "model"]
+    assert {each.grade for each in found} == {"ok"}
 
 
 def test_what_a_checkpoint_has_no_part_for_is_refused(tmp_path: Path) -> None:
