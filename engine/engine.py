@@ -204,7 +204,9 @@ class Engine:
                 states = self._embedder.states(params, num_tokens)
             seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
         elif not self._generates:
-            raise UnsupportedTask("this checkpoint has no LM head: it cannot generate or score")
+            raise UnsupportedTask(
+                "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
+            )
         elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
         else:

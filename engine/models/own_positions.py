@@ -1,13 +1,19 @@
 """Positions that a module of transformers counts itself: in a flat batch the count of rows is none."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.errors import UnsupportedModel
+from engine.models.attention_calls import NUM_RECORDED_TOKENS, AttentionCall
+
+ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
 
@@ -77,3 +83,70 @@ def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
             return compute(*args, **options)
 
     module.forward = forward
+
+
+@dataclass
+class Recorded:
+    """A pass without attention: its attention calls, the modules called, and which gave hidden states, in order."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    called: set[nn.Module] = field(default_factory=set)
+    bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def equals(self, other: "Recorded") -> bool:
+        """Whether the same was attended to, and came of it, but for rounding."""
+        return len(self.calls) == len(other.calls) and all(
+            one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
+            for one, same in zip(self._values(), other._values(), strict=True)
+        )
+
+    def _values(self) -> list[Tensor]:
+        attended = [each for call in self.calls for each in (call.query, call.key, call.value)]
+        return [*attended, self.bodies[-1][1].last_hidden_state]
+
+
+def takes_positions(body: nn.Module) -> bool:
+    """Whether the body is told positions."""
+    return "position_ids" in inspect.signature(body.forward).parameters
+
+
+def find_positions(
+    body: nn.Module, near: Recorded, max_positions: int, record: Callable[[int | None], Recorded]
+) -> tuple[int, Collection[nn.Module]]:
+    """Return the position of a sequence's first token, and the attending modules that count positions themselves.
+
+    near: a pass that says no positions. record: runs the body again, with this position of the first token, None to
+    say none. The body is run at its first positions, and at its last: a count may matter at these alone. Raises
+    UnsupportedModel for other counts.
+    """
+    if not takes_positions(body):
+        return 0, _counting_parts(body, near, max_positions, record)
+    begin = next((n for n in FIRST_COUNTS if near.equals(record(n))), None)
+    if begin is None:
+        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
+    first = max_positions - NUM_RECORDED_TOKENS
+    if first <= max(FIRST_COUNTS):
+        return begin, ()
+    attending = {call.module for call in near.calls}
+    with counting(attending, NUM_RECORDED_TOKENS, shift=first) as found:
+        shifted = record(first)
+    if not found or shifted.equals(record(first)):
+        return begin, ()
+    for module, function in found.items():
+        if function is not torch.arange:
+            raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
+    return begin, found
+
+
+def _counting_parts(
+    body: nn.Module, near: Recorded, max_positions: int, record: Callable[[int | None], Recorded]
+) -> Collection[nn.Module]:
+    """Return the parts that count positions in a body that is not told any. Raises UnsupportedModel if none does."""
+    if all("alibi" in call.options for call in near.calls):
+        return ()  # it has no positions
+    shift = max_positions - NUM_RECORDED_TOKENS
+    with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as found:
+        shifted = record(None)
+    if near.equals(shifted) or set(found.values()) != {torch.arange}:
+        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+    return found

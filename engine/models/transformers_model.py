@@ -5,9 +5,8 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from engine.models.attention_calls import (
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
 from engine.models.own_attention import plainest, put_in_place
-from engine.models.own_positions import FIRST_COUNTS, counting, tell_positions
+from engine.models.own_positions import Recorded, find_positions, takes_positions, tell_positions
 from engine.models.served import nearest
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ CACHES = ("past_key_values", "cache_params")  # how a model's argument for its c
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 TRACED = torch.bfloat16  # in which all products are known for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
-ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 
 
@@ -374,26 +372,6 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
                     )
 
 
-@dataclass
-class Recorded:
-    """A pass without attention: its attention calls, the modules called, and which gave hidden states, in order."""
-
-    calls: list[AttentionCall] = field(default_factory=list)
-    called: set[nn.Module] = field(default_factory=set)
-    bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
-
-    def equals(self, other: "Recorded") -> bool:
-        """Whether the same was attended to, and came of it, but for rounding."""
-        return len(self.calls) == len(other.calls) and all(
-            one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
-            for one, same in zip(self._values(), other._values(), strict=True)
-        )
-
-    def _values(self) -> list[Tensor]:
-        attended = [each for call in self.calls for each in (call.query, call.key, call.value)]
-        return [*attended, self.bodies[-1][1].last_hidden_state]
-
-
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and take its place."""
@@ -407,7 +385,11 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
     body, output = recorded.bodies[-1]  # the outermost ends last
-    first, counting_modules = _positions(body, recorded, place)
+
+    def record_body(first: int | None) -> Recorded:
+        return _record(body, place.device, first)
+
+    first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
     attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype)
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
@@ -443,48 +425,6 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
             "set tensor_parallel_size=1"
         )
     return Mixers(cache, argument)
-
-
-def _counting_parts(body: nn.Module, near: Recorded, place: ModelPlace) -> Collection[nn.Module]:
-    """Return the parts that count positions in a body that is not told any. Raises UnsupportedModel if none does."""
-    if all("alibi" in call.options for call in near.calls):
-        return ()  # it has no positions
-    shift = place.max_positions - NUM_RECORDED_TOKENS
-    with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as found:
-        shifted = _record(body, place.device)
-    if near.equals(shifted) or set(found.values()) != {torch.arange}:
-        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    return found
-
-
-def takes_positions(body: nn.Module) -> bool:
-    """Whether the body is told positions."""
-    return "position_ids" in inspect.signature(body.forward).parameters
-
-
-def _positions(body: nn.Module, near: Recorded, place: ModelPlace) -> tuple[int, Collection[nn.Module]]:
-    """Return the position of a sequence's first token, and the attending modules that count positions themselves.
-
-    Raises UnsupportedModel for other counts. The body is run at its first positions, and at its last: a count may
-    matter at these alone.
-    """
-    if not takes_positions(body):
-        return 0, _counting_parts(body, near, place)
-    begin = next((n for n in FIRST_COUNTS if near.equals(_record(body, place.device, n))), None)
-    if begin is None:
-        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
-    first = place.max_positions - NUM_RECORDED_TOKENS
-    if first <= max(FIRST_COUNTS):
-        return begin, ()
-    attending = {call.module for call in near.calls}
-    with counting(attending, NUM_RECORDED_TOKENS, shift=first) as found:
-        shifted = _record(body, place.device, first)
-    if not found or shifted.equals(_record(body, place.device, first)):
-        return begin, ()
-    for module, function in found.items():
-        if function is not torch.arange:
-            raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
-    return begin, found
 
 
 def _record(part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None) -> Recorded:
