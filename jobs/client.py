@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 
-from jobs.errors import InvalidJob, RunError, RunFailed, RunNotHere, unlike
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
 from jobs.installed import check_sampling
+from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.watching.follow import End, follow
+from jobs.runs.redis_state.submission import WISHES
+from jobs.runs.watching.follow import Display, End, follow
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 
 if TYPE_CHECKING:
@@ -32,6 +37,10 @@ if TYPE_CHECKING:
 
 #: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
+
+#: Other options of the command line, by the argument of jobs.score_parquet that each is.
+_OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
+_CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
 
 
 def submit(
@@ -47,10 +56,12 @@ def submit(
 
     Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
-    arguments: the options of the command line by their names, and those of jobs.score_parquet.
+    arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
     """
     client = _connection(connection)
+    _check_names(arguments)
+    named = run_arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
@@ -65,7 +76,7 @@ def submit(
         paths = [write_given_table(input, run_path(folder))]
     elif input_folder is not None:
         raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
-    run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **arguments)
+    run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
     return Run(run, client, run_path(target))
 
 
@@ -73,10 +84,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
     found, output = named_run(client, os.fspath(name))
-    if output is not None:
-        return Run(found, client, output.folder)
-    snapshot = read_planned(client, found)
-    return Run(snapshot.run, client, snapshot.output)
+    return Run(found, client, read_planned(client, found).output if output is None else output.folder)
 
 
 class Run:
@@ -111,7 +119,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
@@ -121,9 +129,9 @@ class Run:
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
 
-        Raises RunNotHere where it has not finished, or its folder cannot be read from here; PlanDamaged; ImportError.
+        Raises RunNotHere where it has not finished, or its folder is not on this machine; StoreError; ImportError.
         """
-        reader = self.reader()
+        reader = self._reader("table")
         if not reader.has_ended:
             raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
         return reader.table()
@@ -138,35 +146,27 @@ class Run:
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
-        return self.reader().errors(limit)[1]
+        return self._reader("errors").errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
         """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
         target = os.fspath(output)
-        run = retry_run(self._connection, self.reader().plan, target)
+        run = retry_run(self._connection, self._reader("retry").plan, target)
         return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
         return cancel_run(self._connection, self.status().run)
 
-    def reader(self) -> FolderReader:
-        """Return what reads its folder from here. Raises RunNotHere, PlanDamaged, or ImportError without pyarrow."""
-        with _needs_pyarrow("reading the rows of a run"):
+    def _reader(self, call: str) -> FolderReader:
+        """Return what reads its folder; its id may be another one where a worker's real paths differ."""
+        with _needs_pyarrow(f"{call}()"):
             from jobs.parquet.outputs.read_back import FolderReader
-        is_here = not is_stored(self.output)
-        if is_here and not os.path.isdir(self.output):
+        if is_stored(self.output):
+            return FolderReader(self.output)
+        if not os.path.isdir(self.output):
             raise RunNotHere(self.id, "there is no such folder", self.output)
-        try:
-            found = FolderReader(os.path.realpath(self.output) if is_here else self.output)
-        except RunError as error:
-            if is_here:
-                raise
-            raise RunNotHere(self.id, f"nothing can be read ({error})", self.output) from error
-        # Where a worker's real paths differ its id is another one.
-        if found.run != self.id and read_planned(self._connection, self.id).run != found.run:
-            raise RunNotHere(self.id, f"another run, {found.run}, is", self.output)
-        return found
+        return FolderReader(os.path.realpath(self.output))
 
 
 def check_here(spec: RunSpec) -> None:
@@ -186,6 +186,43 @@ def _connection(given: Redis | None) -> Redis:
         return Redis.from_url(os.environ.get("RQ_REDIS_URL", "redis://localhost:6379"))
     except ValueError:  # its text may hold the password
         raise InvalidJob("RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://") from None
+
+
+def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
+    named = dict(given)
+    values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
+    if values:
+        sampling = named.get("sampling") or {}
+        if not isinstance(sampling, dict):
+            raise unlike("sampling", sampling, "a mapping")
+        named["sampling"] = {**sampling, **{name: each for name, each in values.items() if each is not None}}
+    checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
+    if checks:
+        _add(named, "check", {kind: each for kind, each in checks.items() if each is not None} or None)
+    for name, argument in _OPTIONS.items():
+        if name in named:
+            _add(named, argument, named.pop(name))
+    if "output_format" in named:
+        _add(named, "single_file", named.pop("output_format"), instead_of=(True,))
+    return named
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Raise InvalidValue for a name that is no argument of `submit`, with the one that is like it."""
+    of_run = {field.name for field in fields(RunSpec)}
+    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *WISHES, *of_run}
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1) or sorted(known)
+            hint = f"did you mean {near[0]}?" if len(near) == 1 else f"its arguments are {', '.join(near)}"
+            raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
+
+
+def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any, ...] = ()) -> None:
+    if named.get(argument) is not None and named[argument] not in instead_of:
+        raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
+    named[argument] = value
 
 
 def _paths(given: Any) -> list[str] | None:

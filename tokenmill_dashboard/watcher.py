@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.runs.watching.snapshot import RunSnapshot
-from jobs.watch.failed_jobs import JobSeen, newest_failed
+from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from jobs.watch.runs import list_runs
 from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
@@ -58,7 +58,7 @@ class Look:
     workers: tuple[WorkerRow, ...] = ()
     num_workers: int = 0
     runs: tuple[RunSnapshot, ...] = ()
-    failed: tuple[JobSeen, ...] = ()
+    failed: tuple[FailedJob, ...] = ()
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""

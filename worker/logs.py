@@ -57,4 +57,4 @@ def _is_configured() -> bool:
 
 def _more_of(job_id: str) -> Mapping[str, Any]:
     found = run_and_shard(job_id)
-    return {} if found is None or found[1] is None else {"run": found[0], "shard": found[1]}
+    return {} if found is None else {"run": found[0], "shard": found[1]}

@@ -18,7 +18,7 @@ def errors_told() -> Iterator[None]:
     try:
         yield
         return
-    except (JobsError, ImportError) as error:
+    except JobsError as error:
         text, cause = f"{type(error).__name__}: {error}", error
     except NOT_SERVED as error:
         found = not_served(click.get_current_context().find_root().params["url"], error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -13,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import redis
 
-from jobs import client
 from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import table
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
-from jobs.errors import RunNotHere, UnknownRun
+from jobs.errors import RunError, RunNotHere, UnknownRun
+from jobs.runs.control import retry_run
+from jobs.runs.output import named_run, output_here
+from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import recorded_reasons
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.watching.snapshot import read_planned
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -51,9 +55,9 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
-        found = client.run(run, connection=connection)
+        found, folder = _folder_of(connection, run)
         if retry is not None:
-            new = found.retry(retry).id
+            new = retry_run(connection, reader_of(found, folder).plan, retry)
             if wait:
                 click.echo(new)
                 wait_for_end(connection, new)
@@ -62,20 +66,20 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
             return
         snapshot = None
         with suppress(UnknownRun):
-            snapshot = found.status()
+            snapshot = read_planned(connection, found)
         if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-            raise click.ClickException(f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}")
+            raise click.ClickException(f"run {found} has no rows: its planning failed: {snapshot.plan_error}")
         note = ""
         rows: list[FailedRow] = []
         try:
-            reader = found.reader()
+            reader = reader_of(found, folder)
             (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
-        except (RunNotHere, ImportError) as error:
-            reasons = recorded_reasons(connection, found.id)
+        except RunNotHere as error:
+            reasons = recorded_reasons(connection, found)
             bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
             note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         write = _errors_json if as_json else _errors_text
-        click.echo(write(found.id, reasons, rows, *bad))
+        click.echo(write(found, reasons, rows, *bad))
         if note:
             click.echo(note, err=True)
 
@@ -95,8 +99,8 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
     line of its own.
     """
     with errors_told():
-        found = client.run(run, connection=connection)
-        reader = found.reader()
+        found, folder = _folder_of(connection, run)
+        reader = reader_of(found, folder)
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -106,14 +110,14 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
         told = set(reader.shards())
         show(_last(reader, columns, lines))
         if follow:
-            _follow(found, reader, told, lambda shard: show(reader.answers(shard, columns)))
+            _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
 
 
-def _follow(run: client.Run, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
+def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
     """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
-            is_over = reader.has_ended or _has_ended(run)
+            is_over = reader.has_ended or _has_ended(connection, reader.run)
             for shard in (each for each in reader.shards() if each not in told):
                 show(shard)
                 told.add(shard)
@@ -124,10 +128,10 @@ def _follow(run: client.Run, reader: FolderReader, told: set[int], show: Callabl
         sys.exit(130)
 
 
-def _has_ended(run: client.Run) -> bool:
+def _has_ended(connection: redis.Redis, run: str) -> bool:
     """Whether nothing more comes of a run as it was submitted last; of one that Redis does not know, no."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-        return run.status().state in ("finished", "failed", "cancelled", "stopped")
+        return read_planned(connection, run).state in ("finished", "failed", "cancelled", "stopped")
     return False
 
 
@@ -141,13 +145,45 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
     yield from found
 
 
+def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
+    """Return a run's id, and its folder where that is on this machine or in a store. Raises UnknownRun."""
+    run, output = named_run(connection, name)
+    if output is None:
+        snapshot = read_planned(connection, run)
+        run, folder = snapshot.run, snapshot.output
+        if is_stored(folder):
+            return run, folder
+        output = output_here(folder, run)
+    return run, None if output is None else os.path.realpath(output.folder)
+
+
+def reader_of(run: str, folder: str | None) -> FolderReader:
+    """Return what reads a run's folder; None for one that is not on this machine. Raises RunNotHere."""
+    missing = "nothing can be read"
+    try:
+        from jobs.parquet.outputs.read_back import FolderReader
+
+        if folder is not None:
+            return FolderReader(folder)
+    except ImportError as error:
+        missing = f"there is no {error.name} here to read the parts"
+    except RunError as error:
+        if folder is None or not is_stored(folder):
+            raise
+        missing = f"nothing can be read ({error})"
+    raise RunNotHere(run, missing, folder or "an output that is not on this machine")
+
+
 def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
     content = {
         "run": run,
         "errors": reasons.rows,
         "failed_checks": failed_checks,
         "cut": cut,
-        "reasons": [each.to_object() for each in reasons.commonest(MAX_REASONS)],
+        "reasons": [
+            {"reason": each.text, "rows": each.rows, "examples": each.examples}
+            for each in reasons.commonest(MAX_REASONS)
+        ],
         "rows": [vars(each) for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)

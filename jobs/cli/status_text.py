@@ -1,13 +1,16 @@
 """What is printed of a run: its state, its progress as a bar or lines, and tables."""
 
-import shutil
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import click
 import redis
+from tqdm import tqdm
 
 from jobs.common.display import duration_text
+from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
 
@@ -43,48 +46,72 @@ def ago(seconds: float | None) -> str:
 #: Between two lines of a log.
 LINE_EVERY_S = 10.0
 
-#: Characters of a progress bar, and what takes away all that stands on a terminal's line.
-BAR_CHARS, ERASE = 10, "\r\x1b[2K"
+
+#: tqdm's own guess counts rows, and rows that are still to come may be longer.
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-class Progress:
-    """A run's state, rows, speed and time left: with a bar on one line of a terminal, or as lines of a log.
+class Bar(Display):
+    """A progress bar of rows, with tokens per second and the time left."""
 
-    A log gets one when the state changes, and one every LINE_EVERY_S in between. clock: seconds.
-    """
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
 
-    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
-        self._file, self._clock, self._is_terminal = file, clock, file.isatty()
-        self._state, self._shown_at, self._line = "", 0.0, ""
-
-    def show(self, snapshot: RunSnapshot) -> None:
-        now = self._clock()
-        if self._is_terminal:
-            self._line = _progress_text(snapshot, BAR_CHARS)
-            self._file.write(f"{ERASE}{self._line[: shutil.get_terminal_size().columns - 1]}")
-            self._file.flush()
-        elif snapshot.state != self._state or now - self._shown_at >= LINE_EVERY_S:
-            self._state, self._shown_at = snapshot.state, now
-            self.warn(_progress_text(snapshot))
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        if snapshot.rows is not None:
+            self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
+        self._bar.set_description_str(snapshot.state, refresh=False)
+        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
+        self._bar.refresh()
 
     def warn(self, text: str) -> None:
-        print(f"{ERASE}{text}" if self._is_terminal else text, file=self._file, flush=True)
+        tqdm.write(text, file=self._file)
 
     def close(self) -> None:
-        """End the terminal's line."""
-        if self._line:
-            print(file=self._file)
+        self._bar.close()
 
 
-def _progress_text(snapshot: RunSnapshot, bar_chars: int = 0) -> str:
-    if snapshot.rows is None:
-        return snapshot.state
-    done = snapshot.rows_done / (snapshot.rows or 1)
-    bar = f"{done:4.0%} |{'#' * int(bar_chars * done):{bar_chars}}| " if bar_chars else ""
-    told = [f"{snapshot.state}: {bar}{snapshot.rows_done} of {snapshot.rows} rows"]
-    told.append(f"{snapshot.tokens_per_s or 0:.0f} tok/s")
-    told += [] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"]
-    return ", ".join([*told, *([f"{snapshot.failed} shards failed"] if snapshot.failed else [])])
+class Lines(Display):
+    """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
+
+    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
+        self._file, self._clock = file, clock
+        self._state, self._shown_at = "", 0.0
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        now = self._clock()
+        if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
+            return
+        self._state, self._shown_at = snapshot.state, now
+        if snapshot.rows is None:
+            self.warn(snapshot.state)
+        else:
+            rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
+            self.warn(f"{rows}, {_speed(snapshot, tokens_per_s)}")
+
+    def warn(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+
+def progress(clock: Callable[[], float]) -> Display:
+    """Return the display that suits standard error as it is now. clock: seconds, any zero."""
+    return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
+
+
+def _has_columns(file: TextIO) -> bool:
+    """Whether a bar can be drawn: some consoles and CI runners give a terminal of no size."""
+    try:
+        return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
+
+
+def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
+    speed = f"{tokens_per_s:.0f} tok/s"
+    failed = len(snapshot.failed_jobs)
+    told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
+    return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
 
 
 #: Failed shards shown by name; the rest are counted.
@@ -105,37 +132,54 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
-    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
-    if snapshot.rows is not None:
-        lines += [
+    if snapshot.rows is None:
+        lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
+        return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])
+    started = f"{snapshot.shards_started} started"
+    return "\n".join(
+        [
+            f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
+            f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
-            f"shards   {snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started, "
-            f"{_rest(snapshot)}",
+            f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
+            *_refused(snapshot),
+            *awaits(snapshot),
+            *gone_text(num_gone, snapshot.output),
         ]
-    return "\n".join([*lines, *reasons(snapshot), *gone_text(num_gone, snapshot.output)])
+    )
 
 
-def reasons(snapshot: RunSnapshot) -> list[str]:
-    """Say why a run stands as it does: what its planning refused, who stopped it, too many errors."""
-    is_over, told = snapshot.finished and not snapshot.is_planning, list[str]()
-    if snapshot.plan_error is not None and not snapshot.cancelled:
-        refused = f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"
-        told.append(refused if snapshot.finished else f"because  its planning failed: {snapshot.plan_error}")
-    if is_over and snapshot.too_many_errors is not None:
-        told.append(f"but      {snapshot.too_many_errors}")
-    elif not is_over and snapshot.stopped is not None:
-        told.append(f"because  {snapshot.stopped}")
-    return told
+def _refused(snapshot: RunSnapshot) -> list[str]:
+    """Say why the last submit was refused, and that a run which had finished before is so still."""
+    if snapshot.plan_error is None or snapshot.cancelled:
+        return []
+    if snapshot.finished:
+        return [f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"]
+    return [f"because  its planning failed: {snapshot.plan_error}"]
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
     """Say what a folder lacks of a run that had finished."""
     told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
     return [told] if num_gone else []
+
+
+def awaits(snapshot: RunSnapshot) -> list[str]:
+    """Say what a run needs to go on: another submit, or a worker that serves its model."""
+    if snapshot.finished and not snapshot.is_planning:
+        return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
+    if snapshot.stopped is not None:
+        return [f"because  {snapshot.stopped}"]
+    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled or not snapshot.workers:
+        return []  # where there is no worker at all, that is said
+    return [
+        f"awaits   a worker on queue {snapshot.queue!r} that serves model {snapshot.awaited_model}; "
+        f"none of the {snapshot.workers} there does"
+    ]
 
 
 def _rest(snapshot: RunSnapshot) -> str:

@@ -6,10 +6,10 @@ import time
 import click
 import redis
 
-from jobs.cli.status_text import Progress, reasons, status_text, tell_failures
+from jobs.cli.status_text import awaits, progress, status_text, tell_failures
 from jobs.common.rq_jobs import last_value
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
-from jobs.runs.watching.obstacles import obstacles
+from jobs.runs.watching.obstacles import listened_queues, obstacles
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, read_planned
 
 #: How long `submit` waits for its planning to accept the run, and between two looks.
@@ -34,7 +34,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
         tell_failures(connection, snapshot)
         raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
     click.echo(run)
-    for line in [*reasons(snapshot), *obstacles(connection, snapshot)]:
+    for line in [*awaits(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
     if snapshot.finished and not snapshot.is_planning:
         _tell_if_already_finished(connection, snapshot)
@@ -55,16 +55,21 @@ def _goes_on(run: str) -> str:
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
-    progress = Progress(sys.stderr, time.monotonic)
+    display = progress(time.monotonic)
     try:
-        followed = follow(lambda: read_planned(connection, run), time.sleep, progress.show, progress.warn)
+        followed = follow(
+            lambda: read_planned(connection, run),
+            display,
+            time.monotonic,
+            time.sleep,
+            lambda: listened_queues(connection),
+        )
     except KeyboardInterrupt:
-        followed = None
-    finally:
-        progress.close()
-    if followed is None:
+        display.close()
         click.echo(_goes_on(run), err=True)
         sys.exit(130)
+    finally:
+        display.close()
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
         _tell_if_already_finished(connection, followed.snapshot)

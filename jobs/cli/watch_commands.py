@@ -96,7 +96,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     """
     with errors_told():
         if run is None:
-            show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
+            show_all_runs(connection, as_json, watch)
             return
         if watch:
             raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
@@ -150,14 +150,18 @@ def _output_text(output: RunOutput) -> str:
     return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))
 
 
-def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    """Return the runs that move, and the last ones that ended; as JSON all."""
-    tell_troubles(connection)
-    found = list_runs(connection)
-    ended = [each for each in found if not each.is_active][:MAX_ENDED]
-    if as_json:
-        return runs_json(found)
-    return runs_table([each for each in found if each.is_active or each in ended], time.time())
+def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
+    """Print the runs that move, and the last ones that ended."""
+
+    def show() -> str:
+        tell_troubles(connection)
+        found = list_runs(connection)
+        if as_json:
+            return runs_json(found)
+        ended = [each for each in found if not each.is_active][:MAX_ENDED]
+        return runs_table([each for each in found if each.is_active or each in ended], time.time())
+
+    show_or_watch(show, watch)
 
 
 def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:

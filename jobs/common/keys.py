@@ -3,7 +3,7 @@
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
 tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first (watch/samples.py)
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
-tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part
+tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:turn       string: written by whoever submits, plans or cancels the run, watched by the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error

@@ -71,6 +71,7 @@ def submit_run(
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
             pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
+        pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     return run
@@ -108,27 +109,45 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     submission = state.submission()
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
     facts = state.facts()
-    done, removed, stopped = state.parts(), 0, 0
+    done = state.parts()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
-    for field, is_second in (("queue", False), ("second_queue", True)):
-        if field not in facts:
-            continue
-        ids = [shard_job_id(run, shard, is_second) for shard in shards]
-        if "plan_job" in facts and not is_second:
-            ids.append(facts["plan_job"])
-        removed += remove_waiting(state, submission, facts[field], ids)
-        for start in range(0, len(ids), CHUNK):
-            stopped += state.as_of(submission, partial(stop_held, connection, ids[start : start + CHUNK]))
+    ids = [shard_job_id(run, shard) for shard in shards]
+    if "plan_job" in facts:
+        ids.append(facts["plan_job"])
+    removed, stopped = _remove_jobs(state, submission, facts["queue"], ids)
+    if "second_queue" in facts:
+        ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
+        more = _remove_jobs(state, submission, facts["second_queue"], ids)
+        removed, stopped = removed + more[0], stopped + more[1]
     if removed or stopped or "finished" not in facts:
         tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 
+def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
+    """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
+    removed = remove_waiting(state, submission, queue_name, ids)
+    chunks = (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
+    return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
+
+
+def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
+    """Whether fewer jobs stand behind these than before them, judged by one: Redis goes through those."""
+    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
+        place: Any = connection.lpos(queue_key, job_id)
+        if place is not None:
+            return 2 * int(place) > connection.llen(queue_key)
+    return False
+
+
 def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
     """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
     queue_key, removed = QueueKeys(queue_name).waiting, 0
-    for end in range(len(job_ids), 0, -CHUNK):  # the last ones first: Redis looks for each from the queue's end
-        taken = state.as_of(submission, partial(_take, queue_key, job_ids[max(0, end - CHUNK) : end][::-1]))
+    if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
+        job_ids = job_ids[::-1]
+    for start in range(0, len(job_ids), CHUNK):
+        chunk = job_ids[start : start + CHUNK]
+        taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
         state.as_of(submission, partial(_delete, taken))
         removed += len(taken)
     return removed
@@ -174,11 +193,11 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     return json.dumps((PLANNING, None, (), arguments)).encode()
 
 
-def _take(queue_key: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
     """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
     pipe.multi()
     for job_id in job_ids:
-        pipe.lrem(queue_key, -1, job_id)
+        pipe.lrem(queue_key, -1 if from_end else 1, job_id)
     return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
 
 
@@ -186,6 +205,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))
+    pipe.execute()
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
@@ -195,4 +215,5 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     for job_id, execution_id, worker in held:
         command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
         pipe.publish(command_channel(worker), json.dumps(command))
+    pipe.execute()
     return len({job_id for job_id, *_ in held})

@@ -7,6 +7,7 @@ worker that was killed in between the shard runs again, which enqueues them.
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
@@ -20,9 +21,9 @@ from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
-from jobs.runs.plans.names import run_and_shard
-from jobs.runs.redis_state.state import PartCount, RunState
-from jobs.runs.redis_state.submission import ASKED_FOR, ON_END, TOLD, TOLD_FAILED, WEBHOOK, ErrorLimit
+from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
+from jobs.runs.redis_state.state import PartCount, RunState, Verdict
+from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 
 #: The function that posts.
@@ -35,13 +36,26 @@ TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
 RETRIES = 3
 
 
+def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
+    """Enqueue what the last submission asks for, unless told. verdict: why the run is stopped; None for finished."""
+    if verdict is None:
+        tell_of(state, state.submission(), "finished")
+    else:
+        tell_of(state, verdict.submission, "stopped", verdict.reason)
+
+
+def tells_of(job_id: str) -> bool:
+    """Whether `tell_failed` may have something to tell when this job fails for good."""
+    return _job_of(job_id) is not None
+
+
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
     To be called before the job's end is written. lease: of the execution that writes it; nothing is told where it is
     another's by now. error: what the job fails with, in one line.
     """
-    found = run_and_shard(job_id)
+    found = _job_of(job_id)
     if found is None:
         return
     run, shard = found
@@ -56,7 +70,7 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
             count = state.record_failed(shard)
             if not count.is_whole:
                 tell_shards_failed(state, count, f", the last one: {error}")
-            elif "finished" not in state.facts():
+            elif not state.is_finished():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 tell_of(state, state.submission(), "failed", reason)
 
@@ -67,43 +81,73 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
         tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
+def _job_of(job_id: str) -> tuple[str, int | None] | None:
+    """Return a job's run and its shard, None for the planning's; None for a job of no run."""
+    run = job_id.partition("-")[0]
+    return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
+
+
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
-    """Enqueue what a submission asks for, unless it was told of, in one transaction. word: how it ended."""
-    key, is_end = run_key(state.run), word != "failed"  # else something may go on that is enqueued again by hand
+    """Enqueue what a submission asks for, unless it was told of. word: how it ended."""
+    key = run_key(state.run)
+    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors", "output", "rows", "shards")
+    *asked_for, limit, output, rows, shards = (each and stored.text(each) for each in found)
+    if not any(asked_for):
+        return
+    is_end = word != "failed"
+    rows_done = errors = 0
+    for part in state.each_part():
+        rows_done += part.rows
+        errors += part.errors
+    if word == "finished":
+        told = ErrorLimit.parse(limit).told(rows_done, errors, is_whole=True)
+        if told is not None and errors == rows_done:
+            word, reason = "failed", told
+    content = {
+        "run": state.run,
+        "state": word,
+        "output": output,
+        "rows": rows and int(rows),
+        "rows_done": rows_done,
+        "errors": errors,
+        "shards": shards and int(shards),
+        "reason": reason,
+    }
+    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content, is_end), key)
 
-    def tell(pipe: Pipeline) -> None:
-        found: Any = pipe.hgetall(key)
-        facts = {stored.text(name): stored.text(value) for name, value in found.items()}
-        last, webhook, on_end = (facts.get(name) for name in ("submission", WEBHOOK, ON_END))
-        if not (webhook or on_end) or "queue" not in facts or last != str(submission) or facts.get(TOLD) == last:
-            return
-        if not is_end and (facts.get(TOLD_FAILED) == last or "cancelled" in facts):
-            return
-        done, errors = (int(facts.get(name, 0)) for name in ("total_rows", "total_errors"))
-        planned = {name: int(facts[name]) if name in facts else None for name in ("rows", "shards")}
-        content = {"run": state.run, "state": word, "output": facts["output"], "reason": reason, **planned}
-        content |= {"rows_done": done, "errors": errors}
-        told = ErrorLimit.parse(facts.get("max_errors")).told(done, errors, is_whole=True)
-        if word == "finished" and told is not None and errors == done:
-            content |= {"state": "failed", "reason": told}
-        pipe.multi()
-        queue, name = JobQueue(state.connection, facts["queue"]), state.run if is_end else f"{state.run}-failed"
-        for kind, call in (("webhook", webhook and (POSTING, webhook, content)), ("end", on_end and (on_end, content))):
-            if call:
-                queue.enqueue(
-                    pipe,
-                    call[0],
-                    args=call[1:],
-                    timeout=TIMEOUT_S,
-                    result_ttl=RESULT_TTL_S,
-                    failure_ttl=FAILURE_TTL_S,
-                    description=f"end of run {state.run}",
-                    job_id=f"{name}-{kind}-{submission}",
-                    retry=Retry(max=RETRIES),
-                )
-        pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
 
-    transact(state.connection, tell, key)
+def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any], is_end: bool) -> None:
+    """Enqueue it in one transaction. is_end: nothing goes on, whatever is enqueued again by hand."""
+    key = run_key(state.run)
+    fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
+    found: Any = pipe.hmget(key, *fields)
+    webhook, on_end, told, told_failed, cancelled, last, queue = (
+        None if each is None else stored.text(each) for each in found
+    )
+    if queue is None or str(submission) != last or told == last:
+        return
+    if not is_end and (told_failed == last or cancelled is not None):
+        return
+    pipe.multi()
+    jobs = JobQueue(state.connection, queue)
+    name = f"{state.run}-failed" if not is_end else state.run
+    asked = {"webhook": webhook and (POSTING, webhook, dict(content)), "end": on_end and (on_end, dict(content))}
+    for kind, call in asked.items():
+        if not call:
+            continue
+        jobs.enqueue(
+            pipe,
+            call[0],
+            args=call[1:],
+            timeout=TIMEOUT_S,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+            description=f"end of run {state.run}",
+            job_id=f"{name}-{kind}-{submission}",
+            retry=Retry(max=RETRIES),
+        )
+    pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
+    pipe.execute()
 
 
 #: Seconds before each further call.

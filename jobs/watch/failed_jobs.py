@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from redis import Redis
 
@@ -31,33 +31,45 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 
 
 @dataclass(frozen=True)
-class JobSeen:
-    """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
+class FailedJob:
+    """One entry of a queue's failed jobs. function: None where its name cannot be read. ended_at: Unix seconds.
 
-    queue: its own. function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and
-    readable. progress: counts in its meta. dependents, depends_on: ids of some; the second of one job alone. is_failed:
-    whether it can be put back. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
-    is_under_way: whether it waits or runs. error: the end of its text. error_line: its last line; "" for none.
+    error: its last line; "" for none. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
     """
 
     job_id: str
     queue: str
+    function: str | None
+    ended_at: float | None
+    error: str
+    is_stopped: bool
+
+
+@dataclass(frozen=True)
+class JobSeen:
+    """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
+
+    function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable.
+    progress: counts in its meta. depends_on, dependents: ids of some. is_failed: whether it can be put back.
+    is_under_way: whether it waits or runs. error: the end of its text. error_line: its last line; "" for none.
+    """
+
+    job_id: str
     texts: dict[str, str]
     times: dict[str, float]
     function: str | None
     arguments: str | None
     meta: str | None
     progress: dict[str, int]
+    depends_on: list[str]
     dependents: list[str]
     is_failed: bool
-    is_stopped: bool
     is_under_way: bool
     error: str
     error_line: str
-    depends_on: Sequence[str] = ()
 
 
-def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[JobSeen]:
+def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
     """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
@@ -74,80 +86,83 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[J
             pipe.hget(rq_jobs.job_key(job_id), "status")
         statuses = pipe.execute()
     failed = [each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)]
-    return read_jobs(connection, failed[:most])
+    return _read_failed(connection, failed[:most])
 
 
-def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[JobSeen]:
+def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[FailedJob]:
     """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`."""
     job_ids: Any = connection.zrevrange(rq_jobs.QueueKeys(queue).failed, offset, offset + most - 1)
-    return read_jobs(connection, [(stored.text(job_id), queue) for job_id in job_ids])
+    return _read_failed(connection, [(stored.text(job_id), queue) for job_id in job_ids])
 
 
 def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
     """Return what is known of a job, None for one that Redis does not know."""
-    origin = stored.text(cast("bytes | None", connection.hget(rq_jobs.job_key(job_id), "origin")) or b"")
-    [found] = read_jobs(connection, [(job_id, origin)], with_arguments=with_arguments)
-    if not found.texts and not found.times:
-        return None
-    return replace(found, depends_on=rq_jobs.dependency_ids(connection, job_id)[:MAX_RELATIVES])
-
-
-def read_jobs(connection: Redis, entries: Sequence[tuple[str, str]], *, with_arguments: bool = False) -> list[JobSeen]:
-    """Return what is known of jobs. entries: their ids, each with its queue."""
+    key = rq_jobs.job_key(job_id)
     with connection.pipeline(transaction=False) as pipe:
-        for job_id, _ in entries:
-            pipe.hmget(rq_jobs.job_key(job_id), [*_TEXTS, *_TIMES])
-            pipe.hstrlen(rq_jobs.job_key(job_id), "data")
-            pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
-            pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        replies = pipe.execute()
-        known = [replies[i::4] for i in range(4)]
-        for (job_id, queue), data_bytes, meta_bytes in zip(entries, known[1], known[2], strict=True):
-            pipe.hget(rq_jobs.job_key(job_id), "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
-            pipe.hget(rq_jobs.job_key(job_id), "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
-            pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
-            pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
-        replies = pipe.execute()
-    payloads = (replies[start : start + 4] for start in range(0, len(replies), 4))
-    return [
-        _seen(entry, fields, results, payload, with_arguments)
-        for entry, fields, results, payload in zip(entries, known[0], known[3], payloads, strict=True)
-    ]
-
-
-def _seen(
-    entry: tuple[str, str],
-    fields: Sequence[bytes | None],
-    results: Sequence[Any],
-    payload: Sequence[Any],
-    with_arguments: bool,
-) -> JobSeen:
+        pipe.hmget(key, [*_TEXTS, *_TIMES])
+        pipe.hstrlen(key, "data")
+        pipe.hstrlen(key, "meta")
+        pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
+        fields, data_bytes, meta_bytes, results = pipe.execute()
+    if not any(each is not None for each in fields):
+        return None
     texts = dict(zip(_TEXTS, fields, strict=False))
-    data, meta, score, dependents = payload
-    (function, arguments), kept = _call(data), stored.json_object(meta)
-    error = rq_jobs.error_text(results[0][1]) if results else ""
-    is_stopped = _is_stopped(texts["status"]) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
-    times = {name: stored.moment(raw) for name, raw in zip(_TIMES, fields[len(_TEXTS) :], strict=True)}
-    progress = {safe_name(name, 40): stored.count(value) for name, value in list(kept.items())[:20]}
+    times = dict(zip(_TIMES, fields[len(_TEXTS) :], strict=True))
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
+        pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
+        pipe.zscore(rq_jobs.QueueKeys(stored.text(texts["origin"] or b"")).failed, job_id)
+        pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
+        data, meta, score, dependents = pipe.execute()
+    (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)
     return JobSeen(
-        *entry,
+        job_id=job_id,
         texts={name: safe_name(raw) for name, raw in texts.items() if raw},
-        times={name: at for name, at in times.items() if at is not None},
+        times={name: at for name, raw in times.items() if (at := stored.moment(raw)) is not None},
         function=function,
         arguments=arguments if with_arguments else None,
         meta=_json_text(kept) if kept and with_arguments else None,
-        progress={name: number for name, number in progress.items() if number is not None},
+        progress={
+            safe_name(name, 40): number
+            for name, value in list(kept.items())[:20]
+            if (number := stored.count(value)) is not None
+        },
+        depends_on=rq_jobs.dependency_ids(connection, job_id)[:MAX_RELATIVES],
         dependents=sorted(map(stored.text, dependents))[:MAX_RELATIVES],
         is_failed=score is not None,
-        is_stopped=is_stopped,
         is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
         error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
         error_line=error_line(error),
     )
 
 
+def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
+    """Read failed jobs. entries: ids of jobs, each with its queue."""
+    keys = [rq_jobs.job_key(job_id) for job_id, _ in entries]
+    with connection.pipeline(transaction=False) as pipe:
+        for key, (job_id, _) in zip(keys, entries, strict=True):
+            pipe.hmget(key, "ended_at", "status")
+            pipe.hstrlen(key, "data")
+            pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
+        told = pipe.execute()
+        for key, data_bytes in zip(keys, told[1::3], strict=True):
+            pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
+        payloads = pipe.execute()
+    found = []
+    for entry, (ended_at, status), results, data in zip(entries, told[::3], told[2::3], payloads, strict=True):
+        error = _error(results)
+        is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
+        found.append(FailedJob(*entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped))
+    return found
+
+
 def _is_stopped(status: object) -> bool:
     return rq_jobs.job_status(status) is JobStatus.STOPPED
+
+
+def _error(results: Sequence[Any]) -> str:
+    """Return the error in what XREVRANGE gave of a job's results; "" for none."""
+    return rq_jobs.error_text(results[0][1]) if results else ""
 
 
 def _call(data: bytes | None) -> tuple[str | None, str | None]:

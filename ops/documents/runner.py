@@ -13,7 +13,7 @@ from typing import IO
 from redis import Redis
 
 from jobs.common.keys import held_key
-from jobs.watch.failed_jobs import JobSeen, newest_failed
+from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import count_queues
 from ops.documents.blocks import Block
 from ops.documents.stage import Stage
@@ -81,7 +81,7 @@ class PageRunner:
         if unexpected:
             raise BlockFailed(f"jobs of the page failed: {unexpected}")
 
-    def _take_failed(self) -> list[JobSeen]:
+    def _take_failed(self) -> list[FailedJob]:
         """Jobs that have failed since the last call."""
         with Redis.from_url(self._stage.environment["RQ_REDIS_URL"]) as redis:
             failed = newest_failed(redis, _QUEUES, 100)

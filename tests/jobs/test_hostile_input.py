@@ -183,7 +183,7 @@ def test_sampling_that_the_engine_refuses_fails_the_run_and_not_each_row(
 
 def test_unknown_arguments_fail_like_a_call(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
     error = fails(errors.InvalidJob, context, three_rows, tmp_path / "out", colum="x")
-    assert "'colum' is no argument of a run" in str(error)
+    assert "'colum' is no argument of jobs.score_parquet" in str(error)
     fails(errors.InvalidJob, context, three_rows, tmp_path / "out", queue=3)
 
 

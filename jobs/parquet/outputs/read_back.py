@@ -17,6 +17,7 @@ from jobs.parquet.outputs.plan_file import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
+from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
 
 
@@ -44,7 +45,9 @@ class FolderReader:
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self.run, self.plan = plan.run, replace(plan, spec=replace(plan.spec, output=folder))
+        self._planned_run = plan.run
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        self.run = self.plan.run
 
     @property
     def has_ended(self) -> bool:
@@ -125,7 +128,10 @@ class FolderReader:
 
     def bad_answers(self) -> tuple[int, int]:
         """Return how many rows failed their check, and how many were cut at their limit of tokens."""
-        found = [read_part_stats(self._storage, self.plan.part_path(shard), self.run, shard) for shard in self.shards()]
+        found = [
+            read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
+            for shard in self.shards()
+        ]
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:

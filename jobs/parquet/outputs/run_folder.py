@@ -20,7 +20,7 @@ from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import tell_of, tell_shards_failed
+from jobs.runs.end_notices import tell_end, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
@@ -135,14 +135,13 @@ class RunFolder:
         verdict = self.state.judge()
         if verdict is None:
             return
-        submission, reason = verdict
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_of(self.state, submission, "stopped", reason)  # first: a run that is stopped tells nothing
-            self.state.cancel(submission, stopped=reason)
+            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
+            self.state.stop(verdict)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, submission, name, ids)
+                remove_waiting(self.state, verdict.submission, name, ids)
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
@@ -174,7 +173,7 @@ class RunFolder:
             self._write_end()
         self.state.mark_finished()
         self.state.count_anew()
-        tell_of(self.state, self.state.submission(), "finished")
+        tell_end(self.state)
         return True
 
     def _write_end(self) -> None:

@@ -31,7 +31,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import Submission
-from jobs.runs.watching.listeners import living_workers
+from jobs.runs.watching.snapshot import living_workers
 
 
 def score_parquet(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
@@ -17,7 +16,6 @@ from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOpti
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
-from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
@@ -25,7 +23,7 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.formats import OPENAI_BATCH, SUFFIXES, parse_single_file
+from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
 
@@ -93,10 +91,15 @@ class RunSpec:
         chats, as lists of structs with role and content or as their JSON; template: a text with {column} fields, or a
         chat of such; prompts: several for each row, as mappings of name, template and sampling. sampling: keyword
         arguments of engine.SamplingParams. sampling_columns: those that hold each row's values, by name. defaults: for
-        columns the text that stands for null. check and the like: see RepairOptions. The others: `tokenmill submit`,
-        whose names for sampling values, checks and these are taken too. Raises InvalidJob or UnsupportedScheme.
+        columns the text that stands for null. check and the like: see RepairOptions. The others: `tokenmill submit`.
+        Raises InvalidJob or UnsupportedScheme.
         """
-        given = _by_one_name(given)
+        known = [each.name for each in fields(cls)][2:]
+        if unknown := given.keys() - set(known):
+            raise InvalidValue(
+                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known), brief(min(unknown))
+            )
+        given = {name: value for name, value in given.items() if value is not None}
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
@@ -192,47 +195,6 @@ class RunSpec:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
-#: Arguments that are a submission's, and change nothing of what is asked.
-WISHES = ("model", "max_errors", "webhook", "on_end", "reuse", "reuse_from_any_model")
-
-#: The command line's names of arguments, and of the kinds of a check.
-_OPTIONS = {
-    "messages_template": "template",
-    "column": "sampling_columns",
-    "default": "defaults",
-    "output_format": "single_file",
-}
-_CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
-
-
-def _by_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by the names of RunSpec's fields, without None. Raises InvalidJob for one given by two names."""
-    own = [each.name for each in fields(RunSpec)]
-    found, sampling, check = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    for name, value in given.items():
-        if value is None:
-            continue
-        argument = _OPTIONS.get(name, name)
-        if name in SAMPLING_NAMES:
-            sampling[name] = value
-        elif name in _CHECKS:
-            check[_CHECKS[name]] = value
-        elif argument not in own:
-            known = [*own[2:], *_OPTIONS, *_CHECKS, *SAMPLING_NAMES, *WISHES]
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"its arguments are {', '.join(sorted(known))}"
-            raise InvalidValue(f"{{}} is no argument of a run: {hint}", brief(name))
-        elif found.setdefault(argument, value) is True:
-            found[argument] = value  # of a single file its format says more
-        elif found[argument] is not value and value is not True:
-            raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
-    if check and found.setdefault("check", check) is not check:
-        raise InvalidJob("check is given twice, by two of its names: give it once")
-    if sampling and isinstance(found.setdefault("sampling", {}), dict):  # others are refused where they are parsed
-        found["sampling"] = {**found["sampling"], **sampling}
-    return found
-
-
 def _inputs(name: str, value: Any) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if not items:
@@ -249,7 +211,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("prompt_column", "messages_column", "query_column", "document_column"), column_name),
     **dict.fromkeys(("filename_column", "reused_column"), column_name),
     "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
-    "input_format": partial(one_of, known=tuple(SUFFIXES)),
+    "input_format": parse_format,
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
     "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),

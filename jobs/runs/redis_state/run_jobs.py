@@ -49,15 +49,10 @@ class EarlierJob:
         pipe.delete(rq_jobs.executions_key(self.id), rq_jobs.job_key(self.id), *rq_jobs.relatives_keys(self.id))
 
 
-def read_earlier(
-    connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None, *, at_once: bool = True
-) -> list[EarlierJob]:
-    """Return those of the jobs that Redis has. queue: where they are looked for as well.
-
-    at_once: all of one moment, which a Redis that refuses writes refuses too.
-    """
+def read_earlier(connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None) -> list[EarlierJob]:
+    """Return those of the jobs that Redis has, all of one moment. queue: where they are looked for as well."""
     keys = () if queue is None else (queue.waiting, queue.popped)
-    with connection.pipeline(transaction=at_once) as pipe:
+    with connection.pipeline() as pipe:
         for key in keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:

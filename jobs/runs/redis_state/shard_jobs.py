@@ -91,6 +91,7 @@ def _enqueue_chunk(
             KIND_FIELD: FILE,
         }
         pipe.hset(job_key(job_id), mapping=fields)
+    pipe.execute()
     return len(waiting)
 
 

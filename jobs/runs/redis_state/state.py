@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -47,6 +47,8 @@ OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
 
 #: The last: for how long workers had shards of the run, whatever the submission, at the last count of all parts.
 OF_TIME = (*OF_SUBMISSION[-2:], "worked_s")
+
+_TOTAL = b"total"
 
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
@@ -97,6 +99,14 @@ class PartCount:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """Why a run is to be stopped, and the submission whose limit says so."""
+
+    reason: str
+    submission: int
+
+
+@dataclass(frozen=True)
 class SeenParts:
     """The recorded parts at one look.
 
@@ -107,6 +117,12 @@ class SeenParts:
     shards: Collection[int]
     latest: Mapping[int, PartStats]
     counts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
+        """Return what is seen where these are all of them."""
+        counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
+        return cls(parts.keys(), parts, counts)
 
 
 class RunState:
@@ -131,6 +147,7 @@ class RunState:
             pipe.multi()
             self._put(pipe, facts, *gone)
             self._list(pipe)
+            pipe.execute()
 
         self._change(write)
 
@@ -194,6 +211,7 @@ class RunState:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
                 self.submit(pipe, plan_job, output, submission)
+                pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
                 pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
@@ -203,7 +221,7 @@ class RunState:
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission cancelled, and all before it. reason: `stopped`. Raises RunResubmitted."""
+        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
 
         def mark(pipe: Pipeline) -> None:
             # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
@@ -211,8 +229,13 @@ class RunState:
             pipe.multi()
             self.take_turn(pipe)
             self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
+            pipe.execute()
 
         self.as_of(submission, mark)
+
+    def stop(self, verdict: Verdict) -> None:
+        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
+        self.cancel(verdict.submission, stopped=verdict.reason)
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -241,15 +264,15 @@ class RunState:
     def is_cancelled(self) -> bool:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self) -> tuple[int, str] | None:
-        """Return the submission that is to be stopped, and why, by the parts recorded since it; None for none."""
+    def judge(self) -> Verdict | None:
+        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
         fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
-        return _number(submission), reason
+        return Verdict(reason, _number(submission))
 
     # The end
 
@@ -268,6 +291,9 @@ class RunState:
 
         return self._change(record, self._parts_key)
 
+    def is_finished(self) -> bool:
+        return bool(self._redis.hexists(self._key, "finished"))
+
     def mark_finished(self) -> None:
         """Mark the run finished: its folder says so."""
         with self._redis.pipeline() as pipe:
@@ -284,6 +310,7 @@ class RunState:
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
+                pipe.execute()
 
         self._change(unmark, self._key)
 
@@ -315,7 +342,7 @@ class RunState:
     def _count(self, pipe: Pipeline) -> None:
         """Ask for what `part_count` takes."""
         pipe.hlen(self._parts_key)
-        pipe.hget(self._key, "shards")
+        pipe.hget(self._parts_key, _TOTAL)
         pipe.scard(self._failed_key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
@@ -331,17 +358,18 @@ class RunState:
                 pipe.hdel(self._parts_key, *names)
             for name, record in fields.items():
                 pipe.hsetnx(self._parts_key, name, record)
+            pipe.hset(self._parts_key, mapping={_TOTAL: total})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
-            return PartCount(length, total)
+            return PartCount(length - 1, total)
 
         return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items()}
+        return {int(field): record for field, record in found.items() if field != _TOTAL}
 
     def parts(self) -> dict[int, PartStats]:
         """Return the recorded parts by shard."""
@@ -354,12 +382,10 @@ class RunState:
         found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
-    def _shards(self) -> list[int]:
-        return list(map(int, cast("list[bytes]", self._redis.hkeys(self._parts_key))))
-
     def each_part(self) -> Iterator[PartStats]:
         """Yield the recorded parts, read a thousand at a time; one that is recorded meanwhile may not be among them."""
-        shards = self._shards()
+        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        shards = _shards(fields)
         for start in range(0, len(shards), MAX_LOOKED):
             yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
 
@@ -371,10 +397,20 @@ class RunState:
             counts.update({f"total_{name}": getattr(part, name) for name in COUNTED})
         self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
 
-    def look(self, running: Collection[int], counts: Mapping[str, int]) -> SeenParts:
-        """Return what the recorded parts tell, read up to MAX_LOOKED. running: shards under way. counts: see above."""
-        shards = set(self._shards())
-        return SeenParts(shards, self.parts_of(_latest(shards, running)), counts)
+    def look(self, running: Collection[int] = ()) -> SeenParts:
+        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
+
+        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
+        """
+        if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
+            return SeenParts.of(self.parts())
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hkeys(self._parts_key)
+            pipe.hmget(self._key, TOTALS)
+            fields, totals = pipe.execute()
+        shards = set(_shards(fields))
+        latest = self.parts_of(_latest(shards, running))
+        return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
 
     # Who may write
 
@@ -400,9 +436,16 @@ class RunState:
         return transact(self._redis, checked, lease.key, *watched)
 
 
-def part_count(length: int, shards: bytes | None, failed: int) -> PartCount:
+def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
     """Return what the replies to `RunState._count` say."""
-    return PartCount(length, None if shards is None else int(shards), failed)
+    if raw_total is None:
+        return PartCount(length, None, failed)
+    return PartCount(length - 1, int(raw_total), failed)
+
+
+def _shards(fields: Iterable[bytes]) -> list[int]:
+    """Return the shards among the fields of a record."""
+    return [int(field) for field in fields if field != _TOTAL]
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:

@@ -13,7 +13,7 @@ from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
 from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.paths import run_path
-from jobs.runs.plans.spec import WISHES, check_queue_name
+from jobs.runs.plans.spec import check_queue_name
 
 #: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
 #: of which it was told that it has failed.
@@ -75,6 +75,9 @@ DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 
 _ANY_MODEL = "reuse_from_any_model"
+
+#: Arguments of jobs.score_parquet that are a submission's, but for its queue.
+WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)

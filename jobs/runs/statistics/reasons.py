@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 #: Characters of a reason that are kept.
 MAX_REASON_CHARS = 200
@@ -24,9 +23,6 @@ class Reason:
     text: str
     rows: int = 0
     examples: list[int] = field(default_factory=list)
-
-    def to_object(self) -> dict[str, Any]:
-        return {"reason": self.text, "rows": self.rows, "examples": self.examples}
 
 
 class Reasons:

@@ -97,7 +97,10 @@ class RunStatistics:
             ],
             "num_workers": len(workers),
             "worker_seconds": sum(each.seconds for _, each in workers),
-            "reasons": [each.to_object() for each in reasons.commonest(MAX_REASONS)],
+            "reasons": [
+                {"reason": each.text, "rows": each.rows, "examples": each.examples}
+                for each in reasons.commonest(MAX_REASONS)
+            ],
         }
 
     def _timeline(self, busy: list[tuple[float, float]]) -> dict[str, Any]:

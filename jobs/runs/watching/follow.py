@@ -1,17 +1,18 @@
-"""Waits for a run, and tells how it ended."""
+"""Waits for a run and shows its progress."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError, TimeoutError
 
 from jobs.errors import UnknownRun
-from jobs.runs.watching.obstacles import hindrances
+from jobs.runs.watching.obstacles import no_worker_text
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
 
-#: Between two looks at Redis.
-POLL_S = 0.5
+#: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
+POLL_S, MAX_POLL_S = 0.5, 5.0
+LOOK_SHARE = 0.1
 
 
 class End(enum.Enum):
@@ -29,12 +30,26 @@ class End(enum.Enum):
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
+class Display:
+    """Where progress goes: nowhere, unless it is shown."""
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        """Take a look at the run."""
+
+    def warn(self, text: str) -> None:
+        """Take a sentence."""
+
+    def close(self) -> None:
+        """End what is shown."""
+
+
 @dataclass(frozen=True)
 class Followed:
-    """The last look at a run, and how it ended."""
+    """The last look at a run, how it ended, and the seconds spent waiting."""
 
     snapshot: RunSnapshot
     end: End
+    seconds: float
 
     @property
     def problem(self) -> str | None:
@@ -49,28 +64,52 @@ class Followed:
 
 def follow(
     look: Callable[[], RunSnapshot],
+    display: Display,
+    clock: Callable[[], float],
     sleep: Callable[[float], None],
-    show: Callable[[RunSnapshot], None] = lambda snapshot: None,
-    warn: Callable[[str], None] = lambda text: None,
+    listened: Callable[[], Sequence[str]] = tuple,
 ) -> Followed:
-    """Look at a run until it ends, also where Redis is away meanwhile. Raises what the first look raises."""
-    previous = snapshot = look()
-    told, away = list[str](), list[str]()
+    """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
+    started_at = counted_from = clock()
+    first = previous = look()
+    snapshot = first
+    has_worker, awaited, took_s = True, None, clock() - started_at
     while True:
-        show(snapshot)
+        now = clock()
+        if snapshot.awaits_plan or snapshot.tokens < previous.tokens:
+            first, counted_from = snapshot, now  # parts that were there, or went, are no work of this submit
+        seconds = now - counted_from
+        display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
         if end := _end(snapshot, previous):
-            return Followed(snapshot, end)
-        known, told = told, away or hindrances(snapshot)
-        for text in told:
-            if text not in known:
-                warn(f"{text}; still waiting")
-        sleep(POLL_S)
+            return Followed(snapshot, end, now - started_at)
+        if has_worker != (snapshot.workers > 0):
+            has_worker = not has_worker
+            told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
+            display.warn(told if has_worker else f"{no_worker_text(snapshot.queue, listened())}; still waiting")
+        if awaited != snapshot.awaited_model:
+            awaited = snapshot.awaited_model
+            if awaited is not None and snapshot.workers:
+                display.warn(f"no worker on queue {snapshot.queue!r} serves model {awaited}; still waiting")
+        sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
+        looked_at = clock()
         try:
-            previous, snapshot, away = snapshot, look(), []
+            previous, snapshot = snapshot, _look_again(look, display, sleep)
         except UnknownRun:
-            return Followed(snapshot, End.FORGOTTEN)
+            return Followed(snapshot, End.FORGOTTEN, clock() - started_at)
+        took_s = clock() - looked_at
+
+
+def _look_again(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> RunSnapshot:
+    """Look as often as it takes until Redis answers."""
+    is_away = False
+    while True:
+        try:
+            return look()
         except (ConnectionError, TimeoutError) as error:
-            away = [f"no answer from Redis ({error}): the run goes on"]
+            if not is_away:
+                display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
+            is_away = True
+        sleep(POLL_S)
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:

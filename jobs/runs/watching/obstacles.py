@@ -9,7 +9,7 @@ from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
 from jobs.runs.plans.names import is_run_id, job_shard
-from jobs.runs.watching.snapshot import RunSnapshot
+from jobs.runs.watching.snapshot import RunSnapshot, living_workers
 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
@@ -17,17 +17,10 @@ MAX_AHEAD = 1000
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Return a sentence for each thing that keeps a run from going on; none for one that has ended."""
-    found = hindrances(snapshot)
-    if found or not snapshot.waits or snapshot.shards_started or snapshot.plan_status == JobStatus.STARTED:
-        return found
-    return _others_first(connection, snapshot)
-
-
-def hindrances(snapshot: RunSnapshot) -> list[str]:
-    """Return such sentences, but for other jobs that come first."""
     if snapshot.finished or snapshot.cancelled:
         return []
-    queue = snapshot.queue
+    # A shard that was started waits too, once the worker that had it is gone.
+    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     found = [
         f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
         "them over when its leases run out"
@@ -35,18 +28,15 @@ def hindrances(snapshot: RunSnapshot) -> list[str]:
     ]
     if snapshot.gone:
         found.append(
-            f"the jobs of {snapshot.gone} of its shards are gone from queue {queue!r}, which was "
+            f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
-    if snapshot.waits and snapshot.awaited_second:
+    if waits and snapshot.awaited_second:
         found.append(snapshot.awaited_second)
-    if snapshot.waits and not snapshot.workers:
-        found.append(no_worker_text(queue, snapshot.listened))
-    elif snapshot.workers and snapshot.awaited_model is not None:
-        found.append(
-            f"no worker on queue {queue!r} serves model {snapshot.awaited_model}; none of the "
-            f"{snapshot.workers} there does: start one"
-        )
+    if waits and not snapshot.workers:
+        found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
+    elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
+        found += _others_first(connection, snapshot)
     return found
 
 
@@ -57,6 +47,11 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
         f"no worker listens on queue {queue!r}{listening}: start one with "
         f"`rq worker --worker-class worker.BatchWorker -S json {safe_name(queue)}`"
     )
+
+
+def listened_queues(connection: Redis) -> list[str]:
+    """Return the names of the queues on which a living worker listens, sorted."""
+    return sorted({name for each in living_workers(connection) for name in each.queues})
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:

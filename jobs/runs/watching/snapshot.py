@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple
 
 from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import run_key
+from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
 from jobs.common.rq_jobs import JobStatus
-from jobs.errors import FAULT_PREFIX, UnknownRun
+from jobs.errors import FAULT_PREFIX
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.redis_state.run_jobs import num_held, read_earlier
-from jobs.runs.redis_state.state import OF_SUBMISSION, OF_TIME, PLAN_ERROR, TOTALS, RunState
+from jobs.runs.redis_state.run_jobs import num_held
+from jobs.runs.redis_state.state import OF_TIME, PLAN_ERROR, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
-from jobs.runs.watching.listeners import Listener, living_workers, served_on
 from jobs.runs.watching.time_left import Progress, time_left
 
 #: States of a job that has not ended.
@@ -29,14 +28,18 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 
-#: Shards of which one look seeks the jobs, and entries that it reads of a queue's registry of running or failed ones.
-MAX_SOUGHT, MAX_ENTRIES = 1000, 20_000
+#: For how long what a worker told lately is kept at least.
+TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
 
-#: What is read of a run's hash.
-_FACTS = (
-    *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
-    *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("cancelled_submission", PLAN_ERROR, *dict.fromkeys((*TOTALS, *OF_SUBMISSION, *OF_TIME))),
+#: Shards of which one look seeks the jobs.
+MAX_SOUGHT = 1000
+
+#: What of a snapshot is told as JSON as it is there.
+_TOLD = (
+    *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
+    *("failed_checks", "cut", "rows_reused", "shards", "shards_done", "shards_started", "shards_failed"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s", "worked_s"),
+    *("stopped", "workers", "awaited_model", "left_s", "plan_error"),
 )
 
 
@@ -47,10 +50,10 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has stopped, which are gone. left_s: until it ends.
-    listened: queues on which any worker does. awaited_second: what is to be done for the second model, whose jobs are
-    on second_queue, of a run that asks two. submitted_at, began_at, ended_at: Unix seconds. rows_per_s, tokens_per_s:
-    of a finished run over worked_s, for which workers had shards.
+    anyone's word. failed_jobs: without those that an earlier cancel has
+    stopped, which are gone. left_s: until it ends. awaited_second: what is to be
+    done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
+    ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
@@ -77,7 +80,6 @@ class RunSnapshot:
     left_s: float | None = None
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
-    listened: tuple[str, ...] = ()
     awaited_second: str | None = None
     second_queue: str | None = None
     model: str | None = None
@@ -97,8 +99,7 @@ class RunSnapshot:
 
     def to_object(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        derived = {"queue": safe_name(self.queue), "state": self.state, "shards_failed": self.shards_failed}
-        return {**asdict(self), **derived}
+        return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
 
     @property
     def is_active(self) -> bool:
@@ -147,11 +148,6 @@ class RunSnapshot:
         return self.plan_status in WAITING
 
     @property
-    def waits(self) -> bool:
-        """Whether something of it is to be taken by a worker: a started shard too, once the worker is gone."""
-        return self.is_planning or self.queued > 0 or self.shards_started > 0
-
-    @property
     def awaits_plan(self) -> bool:
         """Whether the run is planned now, or has to be before it moves on; shards that run count as its progress."""
         return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started)
@@ -185,130 +181,75 @@ class RunSnapshot:
         return "failed" if self.failed or self.gone else "ending"
 
 
-@dataclass(frozen=True)
-class Look:
-    """What Redis tells of a run, its queues and all workers.
-
-    facts: of its hash. shards_done: how many parts it has. started, failed: jobs of its shards, none once it has
-    finished. queue_length: jobs of any run.
-    """
-
-    run: str
-    facts: Mapping[str, str]
-    shards_done: int
-    plan_status: JobStatus | None
-    started: Mapping[int, str]
-    failed: Mapping[int, str]
-    queue_length: int
-    workers: Sequence[Listener]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return what its parts have together; one may lack whose worker was killed as it recorded it."""
-        return {name: self.number(total) or 0 for name, total in zip(COUNTED, TOTALS, strict=True)}
-
-    def number(self, name: str) -> int | None:
-        return stored.count(self.facts.get(name))
-
-
-def look_at(connection: Redis, runs: Sequence[str]) -> list[Look]:
-    """Look at runs, in few round trips however many; those of which Redis knows no more than their id are left out."""
-    with connection.pipeline(transaction=False) as pipe:
-        for run in runs:
-            pipe.hmget(run_key(run), _FACTS)
-            pipe.hlen(run_key(run, "parts"))
-        replies = pipe.execute()
-        known = list[tuple[str, dict[str, str], int]]()
-        most = dict[str, int]()  # entries of each queue's registries
-        for run, values, length in zip(runs, replies[::2], replies[1::2], strict=True):
-            facts = {name: stored.text(each) for name, each in zip(_FACTS, values, strict=True) if each is not None}
-            if facts.keys() >= {"output", "queue"}:
-                known.append((run, facts, length))
-                for name in _queues_of(facts):
-                    most[name] = max(most.get(name, 1), 1 if "finished" in facts else MAX_ENTRIES)
-        for _, facts, _ in known:
-            pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
-        for name, entries in most.items():  # in the order in which jobs move on, so none is missed
-            keys = rq_jobs.QueueKeys(name)
-            pipe.llen(keys.waiting)
-            pipe.llen(keys.popped)
-            pipe.zrange(keys.started, 0, entries - 1)
-            pipe.zrevrange(keys.failed, 0, entries - 1)
-        replies = pipe.execute()
-    statuses, replies = replies[: len(known)], replies[len(known) :]
-    queues = {name: replies[4 * place : 4 * place + 4] for place, name in enumerate(most)}
-    workers, found = living_workers(connection), []
-    for (run, facts, parts), status in zip(known, statuses, strict=True):
-        waiting, popped, started, failed = zip(*(queues[name] for name in _queues_of(facts)), strict=True)
-        begun, lost = ({} if "finished" in facts else shards_of(run, chain(*each)) for each in (started, failed))
-        length = sum(waiting + popped)
-        found.append(Look(run, facts, parts, rq_jobs.job_status(status), begun, lost, length, workers))
-    return found
-
-
-def _queues_of(facts: Mapping[str, str]) -> list[str]:
-    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
-    return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
-
-
-def look_at_one(connection: Redis, run: str) -> Look:
-    """Look at a run. Raises UnknownRun when this Redis has no such run."""
-    for found in look_at(connection, [run]):
-        return found
-    raise UnknownRun(run)
-
-
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress, and what holds it up. Raises UnknownRun when this Redis has no such run."""
-    look = look_at_one(connection, run)
-    facts, started, shards, plan_status = look.facts, look.started, look.number("shards"), look.plan_status
-    parts = RunState(connection, run).look(started, look.counts)  # later: what ends in between is done, not nowhere
+    """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
+    state = RunState(connection, run)
+    facts = state.facts()
+    plan_job = facts.get("plan_job")
+    plan_status = rq_jobs.job_status(connection.hget(rq_jobs.job_key(plan_job or ""), "status"))
+    workers = living_workers(connection)
+    seen = read_queues(connection, facts, workers)
+    started = shards_of(run, seen.started)
+    parts = state.look(started)  # afterwards: what ends in between is done, and not nowhere
     running = {shard: job_id for shard, job_id in started.items() if shard not in parts.shards}
+    shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
     # A failed job of a shard with a part was another execution's; or it failed to end a run that is whole.
-    is_unended = len(parts.shards) >= (shards or 1) and not started
+    is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not started
+    failed_shards = shards_of(run, seen.failed)
     done = frozenset() if is_unended else parts.shards
-    failed = tuple(look.failed[shard] for shard in sorted(look.failed.keys() - done - running.keys()))
-    cancelled = look.number("cancelled_submission")  # which has stopped the jobs enqueued before
-    seen = read_earlier(connection, failed, at_once=False) if cancelled and failed else []
-    stopped = {job.id for job in seen if job.submission <= (cancelled or 0)}
+    failed = tuple(failed_shards[shard] for shard in sorted(failed_shards.keys() - done - running.keys()))
+    stopped = _stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0)
     progress = read_progress(connection, list(running.values()))
-    silent = {each.worker for each in progress} - {each.name for each in look.workers if not each.is_silent}
-    alive = {shard: each for shard, each in zip(running, progress, strict=True) if each.worker not in silent}
+    under_way = dict(zip(running, progress, strict=True))
+    silent = {each.worker for each in progress} - {each.name for each in workers if not each.is_silent}
+    alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = gone = 0
     if shards and not running and "finished" not in facts:
-        rest = [shard for shard in range(shards) if shard not in parts.shards]
-        if not look.queue_length:
+        planned = range(shards)
+        rest = [shard for shard in planned if shard not in parts.shards]
+        if not seen.length:
             kinds = (False, True) if "second_queue" in facts else (False,)
-            jobs = (shard_job_id(run, shard, is_second) for shard in rest or range(shards) for is_second in kinds)
+            jobs = (shard_job_id(run, shard, is_second) for shard in rest or planned for is_second in kinds)
             claimed = num_held(connection, jobs)
         if "cancelled" not in facts and plan_status not in WAITING:
-            lost = [shard for shard in rest if shard not in look.failed][:MAX_SOUGHT]
+            lost = [shard for shard in rest if shard not in failed_shards][:MAX_SOUGHT]
             sought = list(map(rq_jobs.job_key, shard_jobs(connection, run, lost, facts)))
             there: Any = connection.exists(*sought) if sought else 0
             gone = len(sought) - int(there) + len(stopped)
     snapshot = snapshot_of(
-        look,
+        run,
+        facts,
+        plan_status,
+        seen,
+        parts.counts,
         progress,
         shards_done=len(parts.shards),
         claimed=claimed,
         failed_jobs=tuple(job for job in failed if job not in stopped),
-        plan_error=_plan_error(connection, look, shards),
+        plan_error=_plan_error(connection, facts, plan_job, shards, plan_status),
         gone=gone,
         silent_workers=tuple(sorted(silent)),
-        awaited_second=_awaited_second(look),
+        awaited_second=_awaited_second(facts, workers),
+        second_queue=facts.get("second_queue"),
     )
-    if snapshot.state != "running":
-        return snapshot
-    sizes = cast("bytes | None", connection.hget(run_key(run), "sizes"))
-    return replace(snapshot, left_s=time_left(sizes, shards, snapshot.rows, parts, alive, time.time()))
+    left_s = time_left(facts.get("sizes"), shards, rows, parts, alive, time.time())
+    return replace(snapshot, left_s=left_s if snapshot.state == "running" else None)
 
 
-def snapshot_of(look: Look, progress: Sequence[Progress], **known: Any) -> RunSnapshot:
-    """Return a run as it was seen. progress: of its running shards. known: what else is known of it."""
-    facts, counts, rows = look.facts, look.counts, look.number("rows")
-    workers, models = served_on(look.workers, facts["queue"])
+def snapshot_of(
+    run: str,
+    facts: Mapping[str, str],
+    plan_status: JobStatus | None,
+    queue: RunQueue,
+    counts: Mapping[str, int],
+    progress: Sequence[Progress],
+    **known: Any,
+) -> RunSnapshot:
+    """Return a run as its facts tell. counts: of its parts. progress: of its running shards. known: the rest."""
+    rows, model = stored.count(facts.get("rows")), facts.get("model_text")
     began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in OF_TIME)
     more_rows, more_tokens = sum(each.rows for each in progress), sum(each.tokens for each in progress)
+    known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
     rows_done, is_finished = counts["rows"] + more_rows, "finished" in facts
     limit = ErrorLimit.parse(facts.get("max_errors"))
     worked_s, end = (worked_s, ended_at) if is_finished else (None, time.time())
@@ -316,38 +257,32 @@ def snapshot_of(look: Look, progress: Sequence[Progress], **known: Any) -> RunSn
         seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
     else:
         seconds = 0.0 if began_at is None or end is None else end - began_at
-        by_then = [look.number(name) or 0 for name in ("judged_rows", "judged_tokens")]
-    texts = ("output", "stopped", "model_text", PLAN_ERROR)
-    shown = {name: safe_name(facts[name], MAX_TEXT_CHARS) for name in texts if name in facts}
-    known = {"plan_error": shown.get(PLAN_ERROR), "shards_done": look.shards_done, **known}
-    known |= {name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")}
+        by_then = [stored.count(facts.get(name)) or 0 for name in ("judged_rows", "judged_tokens")]
     return RunSnapshot(
-        run=look.run,
-        output=shown["output"],
+        run=run,
+        output=safe_name(facts["output"], MAX_TEXT_CHARS),
         queue=facts["queue"],
         cancelled="cancelled" in facts,
         finished=is_finished,
         plan_job=facts.get("plan_job"),
-        plan_status=look.plan_status,
+        plan_status=plan_status,
         rows=rows,
-        shards=look.number("shards"),
+        shards=stored.count(facts.get("shards")),
         shards_started=len(progress),
         rows_done=rows_done if rows is None else min(rows_done, rows),  # totals may have a part twice
         tokens=counts["generated_tokens"] + more_tokens,
-        workers=workers,
-        queue_length=look.queue_length,
-        awaited_model=_awaited_model(look, models),
-        stopped=shown.get("stopped"),
+        workers=queue.workers,
+        queue_length=queue.length,
+        awaited_model=awaited_model(facts, plan_status, queue.models),
+        stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=limit.told(counts["rows"], counts["errors"], is_whole=is_finished),
-        model=shown.get("model_text"),
-        submitted_at=(look.number("submission") or 0) / 1000 or None,  # its number is when it came
+        model=None if model is None else safe_name(model, MAX_TEXT_CHARS),
+        submitted_at=(stored.count(facts.get("submission")) or 0) / 1000 or None,  # its number is when it came
         began_at=began_at,
         ended_at=ended_at,
         worked_s=worked_s,
         rows_per_s=(by_then[0] + more_rows) / seconds if seconds > 0 else None,
         tokens_per_s=(by_then[1] + more_tokens) / seconds if seconds > 0 else None,
-        listened=tuple(sorted({name for each in look.workers for name in each.queues})),
-        second_queue=facts.get("second_queue"),
         **known,
     )
 
@@ -362,13 +297,14 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
     return snapshot
 
 
-def _plan_error(connection: Redis, look: Look, shards: int | None) -> str | None:
+def _plan_error(
+    connection: Redis, facts: Mapping[str, str], plan_job: str | None, shards: int | None, status: JobStatus | None
+) -> str | None:
     """Return why a run's planning failed, as it may be shown; None where it did not."""
-    facts, status = look.facts, look.plan_status
     if status in (JobStatus.STOPPED, JobStatus.CANCELED):
         return "it was stopped"
-    if status is JobStatus.FAILED:
-        return failure_text(connection, facts["plan_job"])
+    if status is JobStatus.FAILED and plan_job is not None:
+        return failure_text(connection, plan_job)
     if status is None and PLAN_ERROR in facts:
         return safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS)
     if status is None and shards is None and "cancelled" not in facts:
@@ -376,24 +312,39 @@ def _plan_error(connection: Redis, look: Look, shards: int | None) -> str | None
     return None
 
 
-def _awaited_model(look: Look, models: Collection[str] | None) -> str | None:
+def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
+    """Return those of the jobs that were enqueued before the last cancel."""
+    if not cancelled or not failed:
+        return set()
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in failed:
+            pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
+        found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
+    return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
+
+
+def awaited_model(
+    facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
+) -> str | None:
     """Return the model, as it is shown, that a run's next step needs and no worker of its queue serves."""
-    facts = look.facts
-    needed, name = ("plan_model", "plan_model") if look.plan_status in WAITING else ("model", "model_text")
-    if needed not in facts or models is None or facts[needed] in models:
+    if plan_status in WAITING:
+        needed = name = facts.get("plan_model")
+    else:
+        needed, name = facts.get("model"), facts.get("model_text")
+    if needed is None or models is None or needed in models:
         return None
-    return safe_name(facts[name], MAX_TEXT_CHARS)
+    return name and safe_name(name, MAX_TEXT_CHARS)
 
 
-def _awaited_second(look: Look) -> str | None:
+def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> str | None:
     """Say that nobody serves the second model of a cascade, where that is so."""
-    if (queue := look.facts.get("second_queue")) is None:
+    if "second_queue" not in facts:
         return None
-    _, models = served_on(look.workers, queue)
-    if models is None or look.facts["second_model"] in models:
+    _, models = served_on(workers, facts["second_queue"])
+    if models is None or facts["second_model"] in models:
         return None
-    model = safe_name(look.facts["second_text"], MAX_TEXT_CHARS)
-    return f"no worker on queue {queue!r} serves model {model}, which is asked again: start one there"
+    model = safe_name(facts["second_text"], MAX_TEXT_CHARS)
+    return f"no worker on queue {facts['second_queue']!r} serves model {model}, which is asked again: start one there"
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
@@ -405,6 +356,86 @@ def error_line(error: str) -> str:
     """Return the last line of an error as it may be shown, before the line that classes it; "" for none."""
     lines = [each for each in error.strip().splitlines() if not each.startswith(FAULT_PREFIX)]
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
+
+
+@dataclass(frozen=True)
+class RunQueue:
+    """What RQ's keys say of a queue: entries of its registries, how many jobs wait, how many workers live.
+
+    models: names of the models that those serve, silent ones aside; None where one does not say, as RQ's own do not.
+    """
+
+    started: Sequence[bytes]
+    failed: Sequence[bytes]
+    length: int
+    workers: int
+    models: set[str] | None
+
+    def joined(self, second: RunQueue) -> RunQueue:
+        """Return it with the jobs of another one, whose workers do not count."""
+        started, failed = [*self.started, *second.started], [*self.failed, *second.failed]
+        return replace(self, started=started, failed=failed, length=self.length + second.length)
+
+
+def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: int = 0) -> RunQueue:
+    """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
+    keys = rq_jobs.QueueKeys(name)
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.llen(keys.waiting)
+        pipe.llen(keys.popped)
+        pipe.zrange(keys.started, 0, most - 1)
+        pipe.zrevrange(keys.failed, 0, most - 1)
+        waiting, popped, started, failed = pipe.execute()
+    return RunQueue(started, failed, waiting + popped, *served_on(workers, name))
+
+
+def run_queues(facts: Mapping[str, str]) -> list[str]:
+    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
+    return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
+
+
+def read_queues(
+    connection: Redis, facts: Mapping[str, str], workers: Iterable[Listener] = (), most: int = 0
+) -> RunQueue:
+    """Look at the queues of a run, as read_queue does."""
+    return reduce(RunQueue.joined, [read_queue(connection, name, workers, most) for name in run_queues(facts)])
+
+
+class Listener(NamedTuple):
+    """A worker that listens on queues, what it told last, and whether that was long ago: it was killed perhaps."""
+
+    name: str
+    queues: list[str]
+    told: dict[str, Any]
+    is_silent: bool
+
+
+def living_workers(connection: Redis) -> list[Listener]:
+    """Return the workers that Redis has; RQ's list of a queue's is not asked, as producers could then write it."""
+    keys: Any = connection.smembers(rq_jobs.WORKERS_KEY)
+    names = [stored.text(key).removeprefix(rq_jobs.WORKER_PREFIX) for key in keys]
+    with connection.pipeline(transaction=False) as pipe:
+        for key, name in zip(keys, names, strict=True):
+            pipe.hget(key, "queues")  # a killed worker's own key expires, its entry in the set stays
+            pipe.get(worker_key(name))
+            pipe.ttl(worker_key(name))
+        replies = pipe.execute(raise_on_error=False)
+    return [
+        Listener(name, stored.text(queues).split(","), stored.json_object(told), 0 <= left_s < TOLD_LATELY_S)
+        for name, queues, told, left_s in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
+        if isinstance(queues, bytes)
+    ]
+
+
+def served_on(workers: Iterable[Listener], queue: str) -> tuple[int, set[str] | None]:
+    """Return how many of the workers listen on a queue, and all names of the models they serve, if all say that."""
+    listening = [each for each in workers if queue in each.queues]
+    if any(each.told == {} for each in listening):
+        return len(listening), None
+    # A killed worker's key lives on for minutes, and what it served with it.
+    served = [each.told.get("models") for each in listening if not each.is_silent]
+    models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
+    return len(listening), models
 
 
 def shards_of(run: str, entries: Iterable[bytes]) -> dict[int, str]:
@@ -419,8 +450,10 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
     if "second_queue" not in facts:
         return ids
     second = [shard_job_id(run, shard, is_second=True) for shard in shards]
-    there = {job.id for job in read_earlier(connection, second, at_once=False)}
-    return [after if after in there else job_id for job_id, after in zip(ids, second, strict=True)]
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in second:
+            pipe.exists(rq_jobs.job_key(job_id))
+        return [after if there else id for id, after, there in zip(ids, second, pipe.execute(), strict=True)]
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:

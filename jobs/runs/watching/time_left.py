@@ -34,7 +34,7 @@ class Span:
 
 
 def time_left(
-    shares_text: str | bytes | None,
+    shares_text: str | None,
     shards: int | None,
     rows: int | None,
     parts: SeenParts,

@@ -12,9 +12,8 @@ from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
-from jobs.runs.watching.listeners import living_workers
-from jobs.runs.watching.obstacles import no_worker_text
-from jobs.runs.watching.snapshot import failure_text
+from jobs.runs.watching.obstacles import listened_queues, no_worker_text
+from jobs.runs.watching.snapshot import failure_text, living_workers, served_on
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -40,11 +39,10 @@ def try_job(
             pipe.execute()
         heard_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
-            listened = {name for each in living_workers(connection) for name in each.queues}
-            if queue in listened:
+            if served_on(living_workers(connection), queue)[0]:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > PATIENCE_S:
-                raise TrialFailed(no_worker_text(queue, sorted(listened)))
+                raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))

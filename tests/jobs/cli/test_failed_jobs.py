@@ -43,8 +43,8 @@ def test_a_failed_job_shows_function_time_and_error_without_the_line_for_program
     fail(redis, "one")
     end(redis, "one", f"{ERROR}tokenmill: client")
     [seen] = failed_page(redis, "bulk", 0, 5)
-    assert (seen.function, seen.times["ended_at"]) == ("jobs.complete", 1767225600.0)
-    assert seen.error_line == "jobs.errors.PromptTooLong: 9 tokens"
+    assert (seen.function, seen.ended_at) == ("jobs.complete", 1767225600.0)
+    assert seen.error == "jobs.errors.PromptTooLong: 9 tokens"
     assert "secret" not in repr(seen)
 
 

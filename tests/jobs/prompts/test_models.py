@@ -108,7 +108,7 @@ def test_status_names_the_model_that_a_run_awaits(
     score_parquet(serving_other(), **plan_job.kwargs)
     assert "serves model other (bfloat16, " in invoke("status", run).output
     start_worker("x", OTHER)
-    assert "serves model" not in invoke("status", run).output
+    assert "awaits" not in invoke("status", run).output
     redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
     assert "serves model other (bfloat16, " in invoke("status", run).output
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from jobs.runs import control
+from jobs.runs.control import _is_nearer_to_end, cancel_run
+from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state import run_jobs, shard_jobs, state
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.watch.runs import list_shards
@@ -41,14 +42,15 @@ def test_a_run_that_is_submitted_again_reads_its_queue_once(
 
 
 @pytest.mark.parametrize("others_come_first", [True, False])
-def test_a_cancel_takes_its_jobs_alone(
-    redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, others_come_first: bool
+def test_a_cancel_seeks_its_jobs_from_the_nearer_end(
+    redis: Redis, submit: Callable[[], dict[str, Any]], others_come_first: bool
 ) -> None:
-    monkeypatch.setattr(control, "CHUNK", 7)
     run = str(submit()["run"])
     others = [f"other {number}" for number in range(2 * SHARDS)]
     redis.lpush(QUEUE_KEY, *others) if others_come_first else redis.rpush(QUEUE_KEY, *others)
-    assert control.cancel_run(redis, run).removed == SHARDS
+    ids = [shard_job_id(run, shard) for shard in range(SHARDS)]
+    assert _is_nearer_to_end(redis, QUEUE_KEY, ids) is others_come_first
+    assert cancel_run(redis, run).removed == SHARDS
     assert redis.llen(QUEUE_KEY) == len(others)
 
 

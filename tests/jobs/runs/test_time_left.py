@@ -20,7 +20,7 @@ from rq.utils import utcformat
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.state import RunState, SeenParts
-from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.watching.snapshot import read_snapshot
 from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
 from tests.jobs.answering import add_worker, run_task
@@ -119,8 +119,7 @@ class Run:
             shard: Progress(self.done[shard], 0, len(self.shards[shard]), at, name)
             for shard, (at, name) in self.begun.items()
         }
-        counts = {name: sum(getattr(part, name) for part in self.parts.values()) for name in COUNTED}
-        parts = SeenParts(self.parts.keys(), self.parts, counts)
+        parts = SeenParts.of(self.parts)
         left = time_left(self.shares, len(self.shards), self.rows, parts, running, now)
         if left is not None:
             self.told.append((now, left))
