@@ -184,7 +184,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
             {"reason": each.text, "rows": each.rows, "examples": each.examples}
             for each in reasons.commonest(MAX_REASONS)
         ],
-        "rows": [vars(each) for each in rows],
+        "rows": [each.to_object() for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)
 

@@ -16,9 +16,8 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempts,
-    where a run has a check. reused: which row of an earlier run it was taken from. mark: of the model that gave it
-    (jobs.parquet.asks.row_keys), None for the one that is served.
+    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempted,
+    where a run has a check. reused: which row of an earlier run it was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -33,7 +32,6 @@ class Answer:
     attempts: int = 0
     check_error: str | None = None
     reused: str | None = None
-    mark: bytes | None = None
 
     def column(self, name: str) -> Any:
         """Return what stands in an output column; None where the row has no such."""

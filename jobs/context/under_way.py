@@ -53,13 +53,12 @@ class UnderWay:
     """How far a prompt was: what its requests got, in that order, and the tokens so far of those that wait.
 
     delivered: place of a request among those of the prompt, and its completions. so_far: by place and sample.
-    num_tokens: generated for what was delivered. reasons: why a check did not take it, where that is kept.
+    num_tokens: generated for what was delivered.
     """
 
     delivered: Sequence[tuple[int, Sequence[Any]]] = ()
     so_far: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
     num_tokens: int = 0
-    reasons: Sequence[str | None] = ()
 
     @property
     def length(self) -> tuple[int, int]:
@@ -78,16 +77,15 @@ class UnderWay:
             [place, [[index, _packed(tokens)] for index, tokens in samples.items()]]
             for place, samples in self.so_far.items()
         ]
-        return [delivered, so_far, self.num_tokens, self.reasons]
+        return [delivered, so_far, self.num_tokens]
 
     @classmethod
     def from_json(cls, value: Any) -> UnderWay:
-        delivered, so_far, num_tokens, reasons = value
+        delivered, so_far, num_tokens = value
         return cls(
             [(place, [_completion(*each) for each in completions]) for place, completions in delivered],
             {place: {index: _unpacked(each) for index, each in samples} for place, samples in so_far},
             num_tokens,
-            reasons,
         )
 
 
@@ -124,6 +122,13 @@ def _unpacked(text: str) -> list[int]:
 MAX_BYTES = 256 << 10
 
 
+class LeftPrompt(NamedTuple):
+    """How far a prompt was, and for each answer that it had the reason why a check did not take it."""
+
+    under_way: UnderWay
+    reasons: Sequence[str | None]
+
+
 class JobJournal:
     """What one execution of a job has found, and writes: a line that says whose it is, and one for each prompt.
 
@@ -137,20 +142,20 @@ class JobJournal:
         self._connection, self._key, self._whose = connection, journal_key(job_id), whose
         self._found, self._lease = found, lease
 
-    def read(self) -> dict[int, UnderWay]:
+    def read(self) -> dict[int, LeftPrompt]:
         """Return what is left of the job's prompts, by their places: nothing of another job or model."""
         whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
         try:
             prompts = list(map(json.loads, lines if whose == self._whose else ()))
-            return {place: UnderWay.from_json(was) for place, was in prompts}
+            return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
         except (ValueError, TypeError, KeyError):  # damaged: it only saves time
             return {}
 
-    def write(self, prompts: Iterable[tuple[int, UnderWay]]) -> None:
+    def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:
         """Write it anew, unless the job was taken over; what goes beyond its bound is left out."""
         contents = self._whose
-        for place, was in prompts:
-            line = json.dumps([place, was.to_json()])
+        for place, (was, reasons) in prompts:
+            line = json.dumps([place, was.to_json(), reasons])
             if len(contents) + len(line) < MAX_BYTES:
                 contents += "\n" + line
         if self._lease is None or self._connection.zscore(*self._lease) is not None:

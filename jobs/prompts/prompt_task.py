@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import UnderWay
+from jobs.context.under_way import LeftPrompt, UnderWay
 from jobs.errors import ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
@@ -81,10 +81,10 @@ class _Asked:
     num_continued: int = 0
     delivered: list[tuple[Sequence[Completion], str | None]] = field(default_factory=list)
 
-    def left(self, so_far: Mapping[int, Sequence[int]]) -> UnderWay:
+    def left(self, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
         """Return what another worker needs to go on. so_far: the tokens of the request that is not delivered."""
         completions = [(number, each) for number, (each, _) in enumerate(self.delivered)]
-        return UnderWay(completions, {len(completions): so_far}, reasons=[reason for _, reason in self.delivered])
+        return LeftPrompt(UnderWay(completions, {len(completions): so_far}), [reason for _, reason in self.delivered])
 
 
 class OpenPrompts(OpenTask):
@@ -110,11 +110,11 @@ class OpenPrompts(OpenTask):
         if self._repairs.is_asked_for:
             kind = "prompt" if prompt.messages is None else "messages"
             asked.attempts = Attempts(prompt, {kind: getattr(prompt, kind)}, self._repairs, self._context.checks)
-        was = self._found.get(place, UnderWay())
-        for (_, completions), reason in zip(was.delivered, was.reasons, strict=False):
+        was, reasons = self._found.get(place, LeftPrompt(UnderWay(), ()))
+        for (_, completions), reason in zip(was.delivered, reasons, strict=False):
             if not asked.answers:
                 if asked.attempts is not None:
-                    asked.attempts.check_error = reason
+                    asked.attempts.reason = reason
                 self._take(asked, completions)
         if asked.request is not None:
             asked.request = replace(asked.request, resumed=was.so_far.get(len(was.delivered), {}))
@@ -130,9 +130,9 @@ class OpenPrompts(OpenTask):
         left = dict(self._found)  # of which some may wait for the engine still
         for prompt in self._prompts:
             now = prompt.left(tokens.get(prompt.place, {}))
-            if prompt.place not in left or now.length > left[prompt.place].length:
+            if prompt.place not in left or now.under_way.length > left[prompt.place].under_way.length:
                 left[prompt.place] = now
-        kept = [(place, each) for place, each in left.items() if each.can_be_kept]
+        kept = [(place, each) for place, each in left.items() if each.under_way.can_be_kept]
         return partial(self._context.journal.write, kept) if kept else None
 
     def requests(self) -> Iterator[Request]:
@@ -173,12 +173,12 @@ class OpenPrompts(OpenTask):
     def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> None:
         attempts = prompt.attempts
         if self._context.journal is not None:
-            prompt.delivered.append((completions, None if attempts is None else attempts.check_error))
+            prompt.delivered.append((completions, None if attempts is None else attempts.reason))
         if attempts is not None:
             prompt.request = attempts.deliver(completions[0])
             if prompt.request is not None:
                 return
-            completions = [attempts]
+            completions = [attempts.outcome]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
             numbers = sample.embedding or sample.class_scores or ()
             self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)

@@ -294,4 +294,5 @@ def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_t
         assert found_no_room.wait(30)
         job = jobs[files.reports[-1][0]]
         assert isinstance(job.open_task, ShardWork)
+        list(job.open_task.requests())  # its prompts are the engine's from here on
         files.files.close(job.claimed.job_id, job.open_task)

@@ -17,7 +17,7 @@ from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import Contents, asked_again, open_table, read_schema
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import JOURNAL
+from jobs.runs.plans.names import JOURNAL, REUSED
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
@@ -53,7 +53,7 @@ def convert_inputs(
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
         if storage.stat(path) is None:
-            if file.kept:
+            if file.kept is not None:
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id, limit)
     return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)
@@ -68,7 +68,8 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
 
-    storage.make_folder(os.path.dirname(target))
+    with writing(target):
+        storage.make_folder(os.path.dirname(target))
     check_unchanged(storage, source, plan.input_format)
     asked_again(source.path, lambda: storage.put(target, execution_id, write))
 
@@ -92,7 +93,7 @@ def converted_for_now(
 
 def remove_converted(storage: Storage, plan: Plan) -> None:
     """Remove what planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
-    for folder in (plan.converted_folder, os.path.join(plan.spec.output, JOURNAL)):
+    for folder in (plan.converted_folder, *(os.path.join(plan.spec.output, name) for name in (REUSED, JOURNAL))):
         with writing(folder):
             try:
                 names = storage.names(folder)

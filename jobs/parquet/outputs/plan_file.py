@@ -4,11 +4,12 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.runs.plans.names import INPUT, JOURNAL, KEYS, PLAN, TEMPORARY_PREFIX, output_names, part_name
+from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -16,6 +17,7 @@ from jobs.runs.statistics.run_statistics import RunStatistics
 
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
@@ -31,7 +33,9 @@ def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
-            written = source.read(min(source.size(), MAX_PLAN_BYTES))
+            # In pieces: a read of at most so much has memory for all of it set aside first.
+            pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))
+            written = b"".join(takewhile(bool, pieces))
         return Plan.from_text(written.decode())
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
@@ -53,7 +57,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
         return False
     for name in names:
-        if not name.startswith((TEMPORARY_PREFIX, INPUT, JOURNAL, KEYS)):
+        if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
             raise OutputHoldsForeignFiles(folder, name)
     return True
 

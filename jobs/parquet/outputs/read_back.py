@@ -4,7 +4,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,9 @@ class FailedRow:
     file: str
     file_row: int
     reason: str
+
+    def to_object(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 #: In which a store has to answer somebody who looks.
@@ -95,7 +98,7 @@ class FolderReader:
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches, file.schema)
+                rows = pa.Table.from_batches(file.batches(), file.schema)
                 tables.append(rows.combine_chunks())
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(each.cast(schema) for each in tables)

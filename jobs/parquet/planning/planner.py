@@ -1,6 +1,7 @@
 """Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -8,13 +9,25 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs import errors
 from jobs.context import JobContext
-from jobs.context.served_model import PinnedModel
+from jobs.context.served_model import model_text
+from jobs.errors import (
+    ColumnConflict,
+    InputError,
+    InvalidJob,
+    MissingColumn,
+    MixedFormats,
+    NoSecondModel,
+    OutputHoldsAnotherRun,
+    RunOfAnotherModel,
+    SearchTooLong,
+    WrongColumnType,
+)
 from jobs.parquet.asks.labels import content_free
+from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
-from jobs.parquet.outputs.part import output_schema
+from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
 from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
@@ -22,11 +35,12 @@ from jobs.parquet.planning.inputs import check_as_planned, read_columns, read_in
 from jobs.parquet.planning.ordering import in_order
 from jobs.parquet.planning.reusing import remove_reused, with_reused
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.key_file import write_keys
 from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.plan import PinnedModel, Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -73,6 +87,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
+    if missing and plan.rows == 0:
+        _publish_empty_part(folder, read_inputs(context, storage, spec, found)[1], context)
+        missing = []
     if missing:
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
@@ -103,10 +120,10 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
-        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
     output_schema(schema, spec, path)
 
 
@@ -119,11 +136,9 @@ def check_columns_here(spec: RunSpec) -> None:
             schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
             if schema is not None:
                 check_columns(spec, schema, found[0].path)
-        except (errors.ColumnConflict, errors.MissingColumn, errors.WrongColumnType):
+        except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
             raise
-        except (errors.MixedFormats, errors.SearchTooLong):
-            raise
-        except errors.InputError:  # the planning says so, if it finds the same
+        except InputError:  # the planning says so, if it finds the same
             return
 
 
@@ -134,7 +149,7 @@ def _agreed_plan(
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
-            raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
+            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
         plan, schema = read_inputs(context, storage, spec, found)
         check_columns(spec, schema, found[0].path)
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
@@ -151,12 +166,12 @@ def _agreed_plan(
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, own)
     if plan.run != spec.run:
-        raise errors.OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     names = {plan.model.name, plan.model.fingerprint}
     if plan.model.fingerprint == context.model.fingerprint:
         names.update(context.model.names)
     if submission.model is not None and submission.model not in names:
-        raise errors.RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
+        raise RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
     check_as_planned(storage, plan, found)
     return plan
 
@@ -172,5 +187,15 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
-        raise errors.NoSecondModel(queue, found, str(first))
+        raise NoSecondModel(queue, found, model_text(first.name, first.dtype, first.fingerprint))
     return others.pop()
+
+
+def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
+    """Publish the one part of a run without rows, so that readers find the schema."""
+    now, model = time.time(), context.model
+    stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
+    spec = folder.plan.spec
+    schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
+    write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
+    folder.put_part(0, lambda sink: write_part(sink, schema, [], stats))

@@ -20,7 +20,7 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.known_keys import Places
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.reuse.own_rows import rows_at, with_own_rows
-from jobs.parquet.reuse.taken_answers import TAKEN, taken_path, write_taken
+from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.runs.plans.names import kept_name
@@ -39,7 +39,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         return plan
     old = OldRuns(storage, submission.reuse)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
-    plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
+    reused = Reused(context.execution_id)
+    plan = replace(plan, seed=seed, reused=reused)
     source = row_source(spec, context.check_sampling)
     asks = ask_of(plan, source, context), source
     look_up = partial(match, context, storage, plan, asks, old, submission.reuse_from_any_model)
@@ -51,15 +52,15 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         plan = with_own_rows(storage, plan, fresh, rows_at(storage, plan, fresh))
     else:
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
-        beside_answers = pa.schema([*TAKEN, *fields])
+        beside_answers = pa.schema([*BESIDE, *fields])
         with RowBuckets(plan.rows) as taken:
             for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
                 beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
-            write_taken(storage, plan, context.model.fingerprint, asks[0].keys.name, taken)
+            write_taken(storage, plan, taken)
     runs = tuple(map(asdict, old.told))
-    return replace(plan, reused=Reused(context.execution_id, submission.reuse_from_any_model, runs))
+    return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -69,8 +70,8 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     """
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
-    paths = [taken_path(plan, shard) for shard in range(len(plan.shards))]
-    if plan.files[0].kept:
+    paths = list(map(plan.reused_path, range(len(plan.shards))))
+    if plan.files[0].kept is not None:
         paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:

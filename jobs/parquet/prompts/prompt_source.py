@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief, to_json
 from jobs.errors import InvalidJob, InvalidValue, WrongColumnType
-from jobs.parquet.tables.columns import PROBLEM, is_bytes, is_list, is_text
+from jobs.parquet.tables.columns import is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
@@ -91,6 +91,11 @@ class PairSource(PromptSource):
 
     def __init__(self, first: str, second: str) -> None:
         self.columns = (first, second)
+
+    def check(self, schema: pa.Schema) -> None:
+        for column in self.columns:
+            if not is_text(kind := schema.field(column).type):
+                raise WrongColumnType(column, kind, "text")
 
     def render(self, values: Mapping[str, Any]) -> str:
         return json.dumps([checked_text(values[column]) for column in self.columns])
@@ -224,12 +229,14 @@ class RowSource:
         if self._sampling is not None:
             self._sampling.check(schema)
 
-    def rows(self, batch: pa.RecordBatch) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing."""
+    def rows(self, batch: pa.RecordBatch, problems: Sequence[str | None] = ()) -> Iterator[Row | RowProblem]:
+        """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
+        such."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
-            problems = part[PROBLEM].to_pylist() if PROBLEM in part.schema.names else [None] * part.num_rows
-            for problem, *each in zip(problems, self._prompts.read(part), python_rows(self._read, part), strict=True):
+            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
+            for number, each in enumerate(pairs, start):
+                problem = problems[number] if problems else None
                 yield self._row(*each) if problem is None else RowProblem(problem)
 
     def _row(self, given: Any, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:

@@ -7,9 +7,18 @@ import pyarrow as pa
 
 from jobs.context import accept_any_sampling
 from jobs.errors import ColumnConflict
-from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
-from jobs.parquet.prompts.prompt_source import RowSource
+from jobs.parquet.prompts.prompt_source import (
+    PairSource,
+    PromptSource,
+    RowSource,
+    TemplateSource,
+    batch_lines,
+    check_defaults,
+    messages_column,
+    prompt_column,
+    written_as_texts,
+)
 from jobs.parquet.prompts.row_sampling import RowSampling
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.formats import OPENAI_BATCH
@@ -20,13 +29,13 @@ from jobs.runs.plans.spec import RunSpec
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
     """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
     if spec.input_format == OPENAI_BATCH:
-        return RowSource(prompt_source.batch_lines())
+        return RowSource(batch_lines())
     sampling = None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
         first = _FirstStep(spec)
-        return RowSource(first, sampling, first.later, prompt_source.written_as_texts)
+        return RowSource(first, sampling, first.later, written_as_texts)
     prompts = _prompts(spec)
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
@@ -35,28 +44,28 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
     return RowSource(prompts, sampling, tuple(given))
 
 
-def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
+def _prompts(spec: RunSpec) -> PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(spec.template, spec.defaults)
     if spec.template is not None:
         template = Template.parse(spec.template)
         template.check_cost(spec.rows_per_shard)
-        return prompt_source.TemplateSource(template, spec.defaults)
+        return TemplateSource(template, spec.defaults)
     if spec.query_column is not None and spec.document_column is not None:
-        return prompt_source.PairSource(spec.query_column, spec.document_column)
+        return PairSource(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
-        return prompt_source.messages_column(spec.messages_column)
+        return messages_column(spec.messages_column)
     assert spec.prompt_column is not None
-    return prompt_source.prompt_column(spec.prompt_column)
+    return prompt_column(spec.prompt_column)
 
 
-def step_source(step: PromptStep, defaults: Mapping[str, str]) -> prompt_source.TemplateSource:
+def step_source(step: PromptStep, defaults: Mapping[str, str]) -> TemplateSource:
     """Return the source of one of a row's prompts."""
     own = {name: text for name, text in defaults.items() if name in step.template.columns}
-    return prompt_source.TemplateSource(step.template, own)
+    return TemplateSource(step.template, own)
 
 
-class _FirstStep(prompt_source.TemplateSource):
+class _FirstStep(TemplateSource):
     """The first of a row's prompts. later: the columns that the others name."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -65,7 +74,7 @@ class _FirstStep(prompt_source.TemplateSource):
         self._names = [step.name for step in spec.steps]
         named = dict.fromkeys(column for step in others for column in step.template.columns)
         self.later = tuple(column for column in named if column not in self._names)
-        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *self.later))
+        check_defaults(spec.defaults, (*first.template.columns, *self.later))
         super().__init__(first.template, step_source(first, spec.defaults).defaults)
 
     def check(self, schema: pa.Schema) -> None:

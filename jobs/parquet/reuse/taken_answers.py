@@ -1,8 +1,8 @@
-"""Files of answers that a shard's rows have before its part is there: in `_journal/`, until the run ends.
+"""Answers that a shard's rows have before it is asked, in a file for each shard that has some, until the run ends.
 
-Planning writes those that it takes from earlier runs, each execution those that it has computed (shard_journal.py), and
-the first job of a cascade those of which the second model is not asked: of two executions the first one's stay. Later
-runs find answers there as in a part.
+Planning takes them from earlier runs and puts them beside the plan. Those that the first model of a cascade has given,
+for the job that asks the second one, lie beside the journals, without those of low margins: of two executions the first
+one's stay, and later runs find them as they find a journal.
 """
 
 from __future__ import annotations
@@ -23,53 +23,37 @@ import pyarrow.parquet as pq
 from jobs.context.answers import Answer
 from jobs.errors import CorruptParquet, InputNotFound, KeptAnswersLost, PartDamaged, PathSwapped, TableNotRead
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
+from jobs.parquet.asks.row_keys import SIZE, Keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_buckets import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
-#: What stands beside an answer's columns: its row in the shard, the mark of the model, which old row it was, the tokens
-#: generated for it and equal rows (with the first of them), and the key that the row has in `_keys/`.
-ROW, MODEL, SOURCE, TOKENS, KEY = "_row", "_model", "_source", "_tokens", "_key"
-_TYPES = (pa.int64(), pa.binary(SIZE), pa.string(), pa.int64(), pa.binary(SIZE))
-BESIDE = list(map(pa.field, (ROW, MODEL, SOURCE, TOKENS, KEY), _TYPES))
-
-#: The same of answers that planning takes.
-TAKEN = BESIDE[:3]
-
-#: The key of a file's metadata that says of which asks it holds answers.
-WHOSE = b"whose"
+#: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was. In
+#: a journal the key that the row has in `_keys/`.
+ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
+BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
+KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
 
 #: What is raised for a file of a run that cannot be read.
 UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 
 
-def whose(plan: Plan, shard: int, fingerprint: str, asked: str) -> bytes:
-    """Return what a shard's files say. fingerprint: of the model that reads them. asked: RowKeys.name."""
-    return f"1 {plan.run} {shard} {plan.seed} {fingerprint} {asked}".encode()
-
-
-def taken_path(plan: Plan, shard: int) -> str:
-    """Return where answers for a shard's rows are that were taken from earlier runs."""
-    assert plan.reused is not None
-    return os.path.join(plan.spec.output, JOURNAL, f"_{shard:05d}.{plan.reused.name}.taken")
-
-
-def write_taken(storage: Storage, plan: Plan, fingerprint: str, asked: str, buckets: RowBuckets) -> None:
-    """Write the files of all shards that have answers. buckets: TAKEN, with rows of the run, and answers' columns."""
+def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
+    """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and answers' columns."""
     firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
-    folder = os.path.dirname(taken_path(plan, 0))
-    storage.make_folder(folder)
+    folder = os.path.dirname(plan.reused_path(0))
+    with writing(folder):
+        storage.make_folder(folder)
     for shard, answers in _by_shard(buckets, firsts):
         storage.check_interrupted()
-        own = pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
-        table = answers.set_column(0, TAKEN[0], own)
-        with writing(path := taken_path(plan, shard)), storage.open_output(path) as sink:
-            pq.write_table(table.replace_schema_metadata({WHOSE: whose(plan, shard, fingerprint, asked)}), sink)
+        path, own = plan.reused_path(shard), pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
+        with writing(path), storage.open_output(path) as sink:
+            pq.write_table(answers.set_column(0, BESIDE[0], own), sink)
 
 
 def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
@@ -87,6 +71,17 @@ def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tu
         yield last, pa.concat_tables(waiting)
 
 
+def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:
+    """Return the answers that rows of a shard, counted within it, have from earlier runs, with their models' marks.
+
+    asked: RowKeys.name; where planning knew another check, none is taken. Raises CorruptParquet or TableNotRead.
+    """
+    if plan.reused is None or plan.reused.asked != asked:
+        return {}
+    path = plan.reused_path(shard)
+    return {} if storage.stat(path) is None else _answers_of(storage, path)
+
+
 def _kept_path(plan: Plan, shard: int) -> str:
     return os.path.join(plan.spec.output, JOURNAL, f"_kept.{shard:05d}.answers")
 
@@ -96,53 +91,52 @@ def has_kept(folder: RunFolder, shard: int) -> bool:
     return folder.storage.stat(_kept_path(folder.plan, shard)) is not None
 
 
-def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], keys: Keys, own: bytes) -> None:
-    """Put the first model's answers in place, unless some are there. keys, own: as of answers_table.
+def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
+    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them.
 
     Raises DiskFull or OutputNotWritable, also where the run has ended.
     """
-    spec = folder.plan.spec
-    table = answers_table([(row, 0, each) for row, each in answers.items()], keys, own, kind_of(spec).fields(spec, 0))
+    spec, own = folder.plan.spec, [*BESIDE, KEY_FIELD]
+    beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
+    table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
     path = _kept_path(folder.plan, shard)
     folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink))
 
 
-def kept_answers(storage: Storage, plan: Plan, shard: int, own: bytes) -> dict[int, Answer]:
-    """Return what was kept of a shard. Raises KeptAnswersLost."""
+def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[Answer, bytes]]:
+    """Return what was kept of a shard, as taken_answers does. Raises KeptAnswersLost."""
     path = _kept_path(plan, shard)
     try:
-        with closing(TableReading(storage, path)) as file:
-            return {row: answer for row, _, answer in read_answers(file, own)}
+        return _answers_of(storage, path)
     except (*UNREADABLE, LookupError, TypeError, ValueError) as error:
         raise KeptAnswersLost(path, f"{type(error).__name__}: {error}") from None
 
 
+def _answers_of(storage: Storage, path: str) -> dict[int, tuple[Answer, bytes]]:
+    with closing(TableReading(storage, path, ColumnChoice(without=(KEY,)))) as file:
+        found = read_answers(file, [field.name for field in BESIDE])
+        return {row: (replace(answer, reused=source), mark) for (row, mark, source), answer in found}
+
+
 def answers_table(
-    answered: Sequence[tuple[int, int, Answer]], keys: Keys, own: bytes, fields: Sequence[pa.Field]
+    beside: Sequence[pa.Field], values: Sequence[Sequence[Any]], answers: Sequence[Answer], fields: Sequence[pa.Field]
 ) -> pa.Table:
-    """Return answers with their rows and TOKENS as a table. keys: of all rows, without a model. own: the mark of the
-    model that is served. fields: of the answers' columns."""
-    columns: list[list[Any]] = [[] for _ in BESIDE]
-    for row, tokens, each in answered:
-        mark = each.mark or own
-        key = bytes(SIZE) if each.error else (as_keys(mark) ^ keys[row]).tobytes()
-        for column, value in zip(columns, (row, mark, each.reused, tokens, key), strict=True):
-            column.append(value)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, BESIDE, strict=True)]
-    arrays += [answer_column([each.column(field.name) for *_, each in answered], field.type) for field in fields]
-    return pa.table(arrays, pa.schema([*BESIDE, *fields]))
+    """Return answers as a table. values: of the columns `beside` each answer. fields: of the answers' columns."""
+    columns = [pa.array([each[place] for each in values], field.type) for place, field in enumerate(beside)]
+    columns += [answer_column([each.column(field.name) for each in answers], field.type) for field in fields]
+    return pa.table(columns, pa.schema([*beside, *fields]))
 
 
-def read_answers(file: TableReading, own: bytes) -> Iterator[tuple[int, int, Answer]]:
-    """Yield answers with their rows and TOKENS. own: see answers_table. Raises CorruptParquet or TableNotRead."""
-    for batch in file.batches:
+def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Answer]]:
+    """Yield what stands in some columns beside each answer, and the answer. Raises CorruptParquet or TableNotRead."""
+    for batch in file.batches():
         # What a row has many of stays Arrow's.
         large = [field.name for field in batch.schema if _holds_structs(field.type)]
         for number, values in enumerate(batch.drop_columns(large).to_pylist()):
-            row, mark, source, tokens, _ = (values.pop(field.name, None) for field in BESIDE)
+            found = tuple(values.pop(name) for name in beside)
             slices = {name: batch.column(name).slice(number, 1) for name in large}
             values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
-            yield row, tokens or 0, replace(_answer(values), reused=source, mark=None if mark == own else mark)
+            yield found, _answer(values)
 
 
 _OWN = {each.name for each in fields(Answer)} - {"columns"}

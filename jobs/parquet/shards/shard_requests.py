@@ -35,7 +35,8 @@ class ShardRequests:
     """Holds one answer for each row.
 
     rows: those that are answered already are answers. number_of: gives the number in the run of a row, counted within
-    the shard. memo: where the answers of other shards are.
+    the shard. memo: where the answers of other shards are. let_go: told of each row whose texts are not held here any
+    more.
 
     Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
     and not at all where another shard on the same worker has it. A row that another shard is at comes
@@ -49,8 +50,9 @@ class ShardRequests:
         ask: Ask,
         number_of: Callable[[int], int],
         memo: AnswerMemo | None = None,
+        let_go: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        self._ask, self._number_of = ask, number_of
+        self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
         self._answers = [_answer_of(row, ask) for row in rows]
         # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
@@ -201,8 +203,7 @@ class ShardRequests:
 
     def _begin(self, group: _Group) -> None:
         """Have a group's requests sent next."""
-        row, group.row = group.row, None
-        assert row is not None, "asked twice"
+        row = self._taken(group)
         try:
             group.asked = self._ask.begin(row, self._number_of(group.rows[0]))
         except RowProblem as problem:
@@ -218,12 +219,19 @@ class ShardRequests:
             self._following.append((group, group.num_requests, request))
             group.num_requests += 1
 
+    def _taken(self, group: _Group) -> Row:
+        row, group.row = group.row, None
+        assert row is not None, "asked twice"
+        self._let_go(row)
+        return row
+
     def _take_known(self, group: _Group) -> bool:
         """Answer a group with what another shard has computed; return whether there was such."""
         answer = None if group.key is None else self._memo.get(group.key)
         if answer is None:
             return False
         self._answer(group, answer)
+        self._taken(group)
         return True
 
     def _answer(self, group: _Group, answer: Answer) -> None:

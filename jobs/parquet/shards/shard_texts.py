@@ -10,7 +10,7 @@ from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import ColumnChoice, with_added_values
+from jobs.parquet.tables.columns import PROBLEM, ColumnChoice, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan, Shard
@@ -20,7 +20,7 @@ ROW_BYTES = 300
 
 
 class ShardTexts:
-    """Gathers a shard's rendered rows. held: where their bytes are counted, until `close`."""
+    """Gathers a shard's rendered rows. held: where their bytes are counted, until `let_go` or `close`."""
 
     def __init__(
         self,
@@ -57,24 +57,37 @@ class ShardTexts:
         rows, self.rows, self._known = self.rows, [], {}
         return rows
 
+    def let_go(self, row: Row) -> None:
+        """Count a row no more that was handed out."""
+        self._release(row.num_bytes)
+
     def close(self) -> None:
         """Count nothing any more; may be called more than once."""
-        self._held.let_go(self._bytes)
-        self._bytes = 0
+        self._release(self._bytes)
+
+    def _release(self, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, self._bytes)
+        self._bytes -= num_bytes
+        self._held.let_go(num_bytes)
 
 
-def shard_batches(context: JobContext, plan: Plan, shard: Shard, reader: RowReader) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the columns that are in no file."""
+def shard_batches(
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader
+) -> Iterator[tuple[pa.RecordBatch, list[str | None]]]:
+    """Yield the rows of a shard with the columns that are in no file, and why lines are no rows, if any are none."""
     for batch in reader.read(shard, context.check_interrupted):
-        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
+        place, problems = batch.schema.get_field_index(PROBLEM), []
+        if place >= 0:
+            batch, problems = batch.remove_column(place), batch.column(place).to_pylist()
+        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values), problems
 
 
 def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
     """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
-    for batch in shard_batches(context, plan, shard, reader):
-        for row in source.rows(batch):
+    for batch, problems in shard_batches(context, plan, shard, reader):
+        for row in source.rows(batch, problems):
             context.check_interrupted()
             yield row
 

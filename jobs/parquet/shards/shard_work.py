@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
+from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs import part
+from jobs.parquet.outputs.part import (
+    MODEL,
+    columns_kept,
+    embedding_size,
+    output_schema,
+    part_stats,
+    with_answers,
+    write_part,
+)
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.known_keys import write_keys
-from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers
+from jobs.parquet.reuse.key_file import write_keys
+from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
@@ -63,7 +74,7 @@ class ShardWork(RowsTask):
             check_model(folder.plan, context.model, self._is_second)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
-            self._files.enter()
+            self._files.enter(self._file.path)
             self._entered = True
             try:
                 self._requests = self._read_requests()
@@ -121,7 +132,7 @@ class ShardWork(RowsTask):
     def close(self) -> None:
         if self._entered:
             self._entered = False
-            self._files.leave()
+            self._files.leave(self._file.path)
         super().close()
 
     def _escalate(self) -> int:
@@ -132,13 +143,14 @@ class ShardWork(RowsTask):
         num_low = self._shard.rows
         if self._requests is not None:
             answers = self._requests.answers()
-            bound = folder.plan.spec.escalate_below or 0
-            is_low = (not (each.mark or each.error) and each.column("margin") < bound for each in answers)
-            high = {row: answers[row] for row, each in enumerate(is_low) if not each}
+            own = (self._marks == model_mark(folder.plan.model.fingerprint)).all(axis=1)
+            margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
+            is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
+            high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
             num_low = len(answers) - len(high)
             try:
                 if num_low:
-                    keep_answers(folder, number, high, self._keys, self._mark)
+                    keep_answers(folder, number, high, self._marks, self._keys)
             except (OSError, RunError):  # as of _publish
                 if not folder.has_part(number):
                     raise
@@ -154,7 +166,7 @@ class ShardWork(RowsTask):
         if folder.has_part(number):
             return None
         answers = requests.answers()
-        stats = part.part_stats(
+        stats = part_stats(
             answers,
             self._context.model,
             run=folder.plan.run,
@@ -167,13 +179,13 @@ class ShardWork(RowsTask):
             tokens_resumed=requests.tokens_resumed,
             rows_escalated=self._num_escalated,
         )
-        keys, marks = self._keys.copy(), as_keys(b"".join(answer.mark or self._mark for answer in answers))
+        keys = self._keys.copy()
         keys[[answer.error is not None for answer in answers]] = 0
 
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
             # What later runs find the rows by is there before the part.
-            write_keys(folder.storage, folder.plan, number, keys, marks, self._context.execution_id)
+            write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
 
         try:
             is_first = folder.put_part(number, write)
@@ -186,12 +198,10 @@ class ShardWork(RowsTask):
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
         plan, spec = self._folder.plan, self._folder.plan.spec
-        with self._reader(part.columns_kept(spec)) as reader:
-            size = part.embedding_size(spec, self._context.model)
-            schema = part.output_schema(
-                with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size
-            )
-            part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
+        with self._reader(columns_kept(spec)) as reader:
+            size = embedding_size(spec, self._context.model)
+            schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
+            write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
         """Return answers with the names of their models, where the run has two."""
@@ -203,16 +213,14 @@ class ShardWork(RowsTask):
             for each in (first, second)
         }
         return [
-            each
-            if each.error
-            else replace(each, columns={**each.columns, part.MODEL: names.get(each.mark or self._mark)})
-            for each in answers
+            each if each.error else replace(each, columns={**each.columns, MODEL: names.get(mark.tobytes())})
+            for mark, each in zip(self._marks, answers, strict=True)
         ]
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
-        for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
-            yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
+        for batch, _ in shard_batches(self._context, self._folder.plan, self._shard, reader):
+            yield with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests:
@@ -224,17 +232,21 @@ class ShardWork(RowsTask):
         ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
-        self._mark = model_mark(context.model.fingerprint).tobytes()
-        self._journal = left = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys)
-        found = left.answers
+        mark = model_mark(context.model.fingerprint)
+        self._marks = np.repeat(mark, len(rows), axis=0)
         if self._is_second:
-            kept = kept_answers(self._folder.storage, plan, self._number, self._mark)
-            self._num_escalated, found = len(rows) - len(kept), found | kept
-        for row, answer in found.items():
+            found = kept_answers(self._folder.storage, plan, self._number)
+            self._num_escalated = len(rows) - len(found)
+        else:
+            found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
+        for row, (answer, others) in found.items():
+            rows[row], self._marks[row] = answer, as_keys(others)
+        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark)
+        left = self._journal.read()
+        for row, answer in left.answers.items():
             rows[row] = answer
-        requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers)
-        requests.rows_resumed = sum(answer.reused is None for answer in left.answers.values())
-        requests.tokens_resumed = left.num_tokens
+        requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
+        requests.rows_resumed, requests.tokens_resumed = len(left.answers), left.num_tokens
         requests.resume(left.under_way)
         return requests
 
@@ -250,11 +262,12 @@ class ShardWork(RowsTask):
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
         plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
-        key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
+        key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
         def open_reader() -> RowReader:
+            held, make_room = self._context.shard_bytes, self._files.close_idle
             with unchanged(storage, plan, file):  # else that is why it cannot be read
-                return RowReader(storage, plan.rows_path(file), shard, columns, self._context.shard_bytes.limit)
+                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
 
         # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
         with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):

@@ -24,7 +24,7 @@ from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.known_keys import read_keys
+from jobs.parquet.reuse.key_file import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
@@ -100,7 +100,7 @@ class VerifyWork(RowsTask):
                         else:
                             texts.add([row])
             numbers = list(self._recorded)
-            self._requests = ShardRequests(texts.gathered(), ask, numbers.__getitem__)
+            self._requests = ShardRequests(texts.gathered(), ask, numbers.__getitem__, let_go=texts.let_go)
         except BaseException:
             texts.close()
             raise

@@ -16,7 +16,7 @@ TEMPORARY_PREFIX = "_tmp."
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
 
-#: Where answers are, until the run ends, of shards that have no part: taken from earlier runs, or computed.
+#: Where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
 
 #: Where planning puts what it makes of inputs that are no Parquet.
@@ -25,6 +25,9 @@ INPUT = "_input"
 #: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
 #: reads files of folders that do.
 KEYS = "_keys"
+
+#: Where planning puts the answers that are taken from earlier runs.
+REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD_JOB = re.compile(r"([0-9a-f]{16})-(\d+)(?:-2)?", re.ASCII)

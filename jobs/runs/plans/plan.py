@@ -12,10 +12,10 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from jobs.context.served_model import PinnedModel
+from jobs.context.served_model import model_text
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import INPUT, part_name
+from jobs.runs.plans.names import INPUT, REUSED, part_name
 from jobs.runs.plans.partitions import AddedColumn
 from jobs.runs.plans.spec import RunSpec
 
@@ -27,6 +27,18 @@ MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 6
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """The one model whose answers a run holds; see jobs.context.served_model for the fields."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return model_text(self.name, self.dtype, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,12 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: of the files that hold it. any_model: whether answers of other models were taken. runs: see ReusedRun.
+    name: of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether answers of other models
+    were taken. runs: see ReusedRun.
     """
 
     name: str
+    asked: str = ""
     any_model: bool = False
     runs: tuple[dict[str, Any], ...] = ()
 
@@ -126,6 +140,11 @@ class Plan:
         """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
+    def reused_path(self, shard: int) -> str:
+        """Return where answers for a shard's rows are that were taken from earlier runs."""
+        assert self.reused is not None
+        return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
+
     def model_of(self, is_second: bool) -> PinnedModel:
         """Return the model of a shard's first job, or of the second one."""
         return self.second if is_second and self.second else self.model
@@ -140,10 +159,10 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file with the rows of an input: itself, or what was made of it."""
-        if self.input_format == PARQUET and not file.kept:
+        if self.input_format == PARQUET and file.kept is None:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
-        if file.kept:
+        if file.kept is not None:
             assert self.reused is not None
             text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"

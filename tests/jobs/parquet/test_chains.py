@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.chain import Chain
+from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.runs.plans.spec import RunSpec
@@ -75,9 +76,10 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
     prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
     prompts.append({"name": "z", "template": "{y}{x}"})
     spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
+    gone: list[Row] = []
     batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
     ask = keyed(Chain(spec, 0, Checks()), spec)
-    shard = ShardRequests(list(row_source(spec).rows(batch)), ask, lambda row: row)
+    shard = ShardRequests(list(row_source(spec).rows(batch)), ask, lambda row: row, let_go=gone.append)
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):
@@ -95,6 +97,7 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
             break
     valid = [row for row in rows if row is not None]
     assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
+    assert len(gone) == num_asked // 3
     for row, answer in zip(rows, shard.answers(), strict=True):
         x = f"<{row or ''}1>"
         y = f"<{x}{row or ''}2>"

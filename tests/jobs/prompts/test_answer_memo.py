@@ -32,6 +32,7 @@ def work(shard: ShardRequests) -> str:
     requests = list(shard.requests())
     for index, request in enumerate(requests):
         shard.deliver(index, [shout(request)])
+    shard.close()
     return pull(iter(requests))
 
 
