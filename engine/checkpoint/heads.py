@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 
 CLASSIFIES = "ForSequenceClassification"
+MAX_LABELS = 10_000
 
 #: Ends of the names of models that give hidden states, and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
@@ -35,13 +37,15 @@ def read_classes(model: ModelConfig) -> Classes | None:
     """Return a checkpoint's classes; None for one without such a head. Raises ConfigError."""
     if not model.architecture.endswith(CLASSIFIES):
         return None
-    given = model.values.get("id2label")
-    labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(model.values.get("num_labels") or 2))
+    given, number = model.values.get("id2label"), model.values.get("num_labels") or 2
+    if type(number) is not int or not 0 < number <= MAX_LABELS:
+        raise ConfigError(f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}")
+    labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(number))
     if labels is None or len(set(labels)) != len(labels):
         raise ConfigError("config.json: id2label must name another text for each class, counted from 0")
-    activation = (model.values.get("sentence_transformers") or {}).get("activation_fn") or model.values.get(
-        "sbert_ce_default_activation_function"
-    )
+    own = model.values.get("sentence_transformers")
+    activation = own.get("activation_fn") if isinstance(own, Mapping) else None
+    activation = activation or model.values.get("sbert_ce_default_activation_function")
     return Classes(
         labels,
         is_exclusive=model.values.get("problem_type") != "multi_label_classification",

@@ -92,9 +92,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    whole = None
+    whole, named = None, config.get("architectures") or [UNNAMED]
+    if not isinstance(named, list):
+        raise ConfigError(f"{path}: architectures must be a list of names, got {brief(named)}")
     if reads_more_than_text(config):
-        whole = (config.get("architectures") or [UNNAMED])[0]
+        whole = named[0]
         config = read_text_values(folder, config)
     try:
         architectures = config.get("architectures") or [UNNAMED]

@@ -182,7 +182,8 @@ def _slopes_of(call: AttentionCall) -> Tensor | None:
     if call.options.get("alibi") is None:
         return None
     bias: Tensor = call.options["alibi"].float().reshape(call.query.shape[1], -1)
-    return (bias[:, -1] - bias[:, -2]).contiguous()
+    # over the longest distance: biases are rounded to the model's dtype
+    return ((bias[:, -1] - bias[:, 0]) / (bias.shape[-1] - 1)).contiguous()
 
 
 class PagedAttention:

@@ -6,7 +6,7 @@ either way with texts that are computed alone.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -33,6 +33,18 @@ UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def single_pass_class(architecture: str) -> Any:
+    """Return transformers' class. Raises UnsupportedModel for a name that it has not."""
+    import transformers
+
+    kind: Any = getattr(transformers, architecture, None)
+    if kind is None or architecture.startswith("Auto"):
+        raise UnsupportedModel(f"{architecture} is no model of transformers {transformers.__version__}")
+    if not architecture.endswith((CLASSIFIES, "Model")):
+        kind = transformers.AutoModel  # of a language model without its head
+    return kind
+
+
 def load_single_pass(architecture: str, folder: Path, device: torch.device, dtype: torch.dtype) -> "SinglePass":
     """Read transformers' model. Raises UnsupportedModel or MissingWeights."""
     import transformers
@@ -44,15 +56,16 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RULES, _keep_rule)
     classifies = architecture.endswith(CLASSIFIES)
-    kind: Any = getattr(transformers, architecture, None)
-    if kind is None:
-        raise UnsupportedModel(f"{architecture} is no model of transformers {transformers.__version__}")
-    if not classifies and not architecture.endswith("Model"):
-        kind = transformers.AutoModel  # of a language model without its head
+    kind = single_pass_class(architecture)
     try:
         with _quiet_transformers():
             model, report = kind.from_pretrained(
-                str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+                str(folder),
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
     except Exception as error:  # whatever transformers makes of what is in the files
         words = " ".join(str(error).split())
@@ -107,7 +120,7 @@ class SinglePass:
     def __call__(self, texts: Sequence[Tensor]) -> Tensor:
         """Compute texts, [tokens] int64 each: hidden states [all tokens, hidden], or [texts, classes]."""
         if self._attention is None:
-            return self._in_batches(texts)
+            return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
         row = torch.cat(list(texts))
         self._attention.lengths = [len(text) for text in texts]
         positions = [torch.arange(len(text), device=row.device) for text in texts]
@@ -116,9 +129,8 @@ class SinglePass:
         if not self.classifies:
             return hidden
         states = torch.tensor_split(hidden, list(accumulate(self._attention.lengths))[:-1])
-        together = len(texts) if self._pad is not None else 1  # a head may look for the last token before padding
-        return torch.cat(
-            [self._classify(texts[i : i + together], states[i : i + together]) for i in range(0, len(texts), together)]
+        return self._in_groups(
+            texts, lambda group: self._classify([texts[i] for i in group], [states[i] for i in group])
         )
 
     @torch.inference_mode()
@@ -132,10 +144,14 @@ class SinglePass:
         finally:
             self._attend_by(before)
 
-    def _in_batches(self, texts: Sequence[Tensor]) -> Tensor:
+    def _in_groups(self, texts: Sequence[Tensor], compute: Callable[[list[int]], Tensor]) -> Tensor:
+        """Compute texts of like lengths together, by their places."""
         found: list[Tensor] = [torch.empty(0)] * len(texts)
-        for group in _of_like_lengths([len(text) for text in texts]):
-            computed = self._padded([texts[place] for place in group])
+        groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
+        if self.classifies and self._pad is None:  # the head looks for the last token before padding
+            groups = ([place] for place in range(len(texts)))
+        for group in groups:
+            computed = compute(group)
             sizes = [1 if self.classifies else len(texts[place]) for place in group]
             ends = list(accumulate(sizes))[:-1]
             for place, each in zip(group, torch.tensor_split(computed, ends), strict=True):

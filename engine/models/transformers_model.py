@@ -136,7 +136,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
     try:
         model = _read(kind, config, folder, place.dtype)
         _drop_other_parts(model)
-        _refuse_moving_rotary(model, place.max_positions)
+        refuse_moving_rotary(model, place.max_positions)
         if place.tp.size > 1:
             split_by_plan(model, place.tp)
         model.requires_grad_(False).eval().to(place.device)
@@ -357,7 +357,7 @@ def _problems_named() -> Iterator[None]:
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
 
 
-def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
+def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
     """Raise UnsupportedModel if a longer sequence in a step changes another's rotation (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}

@@ -79,20 +79,25 @@ def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) 
 
 
 def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+    from engine.checkpoint.heads import read_classes
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
     from engine.models.served import served_architectures
+    from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of
     from engine.run.check_machine import check_support
     from engine.run.dtype import served_dtype
+    from engine.run.forward.single_pass_runner import refuse_options
 
     model, path = read_supported(folder, config.model_path)
     check_support(config, model.dtype)
     dtype = served_dtype(config.dtype, model.dtype, config.device)
-    pooling = read_pooling(folder, model, config.pooling)
+    pooling = read_pooling(folder, model, config.pooling) if read_classes(model) is None else None
     if entries:
         generates(folder, model, path, embeds=pooling is not None)
     if path.is_single_pass:
+        single_pass_class(model.architecture)
+        refuse_options(config, model.architecture)
         yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
         return
     if path.decoder is None:

@@ -42,6 +42,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     from engine.attention.kv_cache import block_bytes
     from engine.checkpoint.heads import read_classes
     from engine.models.load import read_supported
+    from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of, kept_by
     from engine.run.dtype import served_dtype
     from engine.text.chat_templates import read_template
@@ -49,7 +50,9 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     config = EngineConfig(str(folder))
     model, path = read_supported(folder, config.model_path)
-    if path.decoder is None and not path.is_single_pass:
+    if path.is_single_pass:
+        single_pass_class(model.architecture)
+    elif path.decoder is None:
         class_of(model.whole or model.architecture)
     dtype = served_dtype(config.dtype, model.dtype, config.device).name
     way = "through transformers" if path.decoder is None else "natively"

@@ -6,7 +6,7 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import Classes
 from engine.checkpoint.pooling import Dense, Pooling
 from engine.checkpoint.weights import open_tensors
-from engine.errors import InvalidSampling, MissingWeights, UnsupportedTask, WeightMismatch
+from engine.errors import InvalidPrompt, InvalidSampling, MissingWeights, UnsupportedTask, WeightMismatch
 from engine.sampling.parameter_values import brief
 from engine.sampling.request_kinds import ClassParams, PoolingParams
 from engine.schedule.pooled import ClassStates, PooledStates, Vector
@@ -21,6 +21,11 @@ class Embedder:
         self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
         self.num_dimensions = 0 if pooling is None else pooling.size(hidden_size)
         self._dense = [] if pooling is None else [_DenseLayer(each) for each in pooling.dense]
+        size = 0 if pooling is None else hidden_size * len(pooling.modes)
+        for layer in self._dense:
+            if layer.num_inputs != size:
+                raise WeightMismatch(f"modules.json: a Dense layer takes {layer.num_inputs} numbers, and gets {size}")
+            size = layer.num_outputs
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
         """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest's subclasses."""
@@ -84,8 +89,9 @@ class _DenseLayer:
             has_bias = "linear.bias" in tensors
             self._bias: Vector | float = tensors["linear.bias"].whole().float().numpy() if has_bias else 0.0
         self._activation = dense.activation
-        if self._weight.shape[0] != dense.out_features:
-            raise WeightMismatch(f"{dense.folder}: {len(self._weight)} features, {dense.out_features} by config.json")
+        self.num_outputs, self.num_inputs = self._weight.shape
+        if self.num_outputs != dense.out_features:
+            raise WeightMismatch(f"{dense.folder}: {self.num_outputs} features, {dense.out_features} by config.json")
 
     def __call__(self, pooled: Vector) -> Vector:
         numbers: Vector = self._weight @ pooled + self._bias
@@ -107,10 +113,13 @@ class Classifier:
         if params.pair is not None:
             if not isinstance(prompt, str):
                 raise InvalidSampling("pair is for texts: behind token ids no text is put")
-            return self._tokenizer.encode_pair(prompt, params.pair, longest, self._prompts.vocab_size)
+            token_ids = self._tokenizer.encode_pair(prompt, params.pair, longest, self._prompts.vocab_size)
+            if not token_ids:
+                raise InvalidPrompt("both texts are empty; they need at least one token")
+            return token_ids
         if isinstance(prompt, str) and most is not None:
-            prompt = self._tokenizer.encode_cut(prompt, longest if most == -1 else min(most, longest))
-        return self._prompts.token_ids(prompt, room=0)
+            prompt, most = self._tokenizer.encode_cut(prompt, longest if most == -1 else min(most, longest)), None
+        return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
 
     def states(self, params: ClassParams, num_tokens: int) -> PooledStates:
         """Return the collector of a request's numbers. Raises UnsupportedTask."""

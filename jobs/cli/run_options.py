@@ -193,9 +193,7 @@ _PROMPT = (
     _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
     _option("--labels", "Give each of these labels' probability: yes,no or a JSON list.", callback=label_list),
     _option("--calibrate", "Subtract what each of --labels has behind the prompt with N/A for columns.", is_flag=True),
-    _option(
-        "--task", "What each row gives: an answer, its embedding, classes, or relevance.", type=click.Choice(TASKS)
-    ),
+    _option("--task", "What each row gives: an answer, its embedding, classes or relevance.", type=click.Choice(TASKS)),
     _option("--query-column", "Of rerank; by default the column `query`."),
     _option("--document-column", "What is to answer it; by default `document`."),
     _option("--dimensions", "Of each embedding the first so many numbers, brought to length 1.", type=int),

@@ -148,6 +148,37 @@ def test_a_checkpoint_is_described_and_found_sound_without_its_weights(tmp_path:
     assert {each.grade for each in found} == {"ok"}
 
 
+def test_a_model_whose_answers_padding_changes_is_refused(tmp_path: Path) -> None:
+    """FNet mixes all places of a row, padding too."""
+    folder = write_encoder(tmp_path, "fnet", 2)
+    with pytest.raises(UnsupportedModel, match=r"FNetForSequenceClassification .* mixes the texts of one batch"):
+        Engine(config(folder))
+
+
+def test_a_text_that_would_change_the_rotation_of_others_is_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64, **factors}
+    values = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    folder = write_encoder(tmp_path, "phi3", 2, **values)
+    with pytest.raises(UnsupportedModel, match="set max_model_len=64"):
+        Engine(config(folder))
+    with Engine(config(folder, max_model_len=64)) as engine:
+        assert engine.generate(["w1"], ClassParams())[0].class_scores
+
+
+def test_labels_and_head_must_have_the_same_number(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 3)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    for wrong, problem in (
+        ({"id2label": {"0": "a", "1": "a"}}, "another text"),
+        ({"id2label": {}, "num_labels": "3"}, "num_labels"),
+    ):
+        path.write_text(json.dumps({**values, **wrong}))
+        with pytest.raises(ConfigError, match=problem):
+            Engine(config(folder))
+
+
 def test_what_a_checkpoint_has_no_part_for_is_refused(tmp_path: Path) -> None:
     head = write_encoder(tmp_path / "head", "bert", 2)
     with Engine(config(head)) as engine:

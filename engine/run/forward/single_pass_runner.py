@@ -1,5 +1,6 @@
 """SinglePassRunner: computes whole texts, step by step, with no KV cache."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.checkpoint.heads import read_classes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import ConfigError, UnsupportedModel
 from engine.models.single_pass import load_single_pass
+from engine.models.transformers_model import MAX_ERROR_CHARS, refuse_moving_rotary
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import numbered, on_device, resolve_device
@@ -21,7 +24,7 @@ from engine.run.forward.to_device import pool
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 
-PROBE_LENGTHS = (150, 40, 3)
+PROBE_LENGTHS = (150, 40, 37, 8, 7, 3)  # some of them are padded together
 
 
 class ComputedTexts(PendingTokens):
@@ -45,10 +48,11 @@ class SinglePassRunner:
     backend_name, has_graphs = "torch", False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
-        _refuse_options(config, model_config.architecture)
+        refuse_options(config, model_config.architecture)
         self.device = numbered(resolve_device(config.device))
         self.dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, model_config.dtype, config.device).name)
-        pooling = read_pooling(folder, model_config, config.pooling)
+        classes = read_classes(model_config)
+        pooling = read_pooling(folder, model_config, config.pooling) if classes is None else None
         self._modes = () if pooling is None else pooling.modes
         self._cpu_threads = CpuThreads() if self.device.type == "cpu" and config.adapt_cpu_threads else None
         with on_device(self.device):
@@ -62,7 +66,8 @@ class SinglePassRunner:
                     "positions for, or max_num_batched_tokens allows: texts are computed whole"
                 )
             longest = config.max_model_len or longest
-            self._probe(model_config.vocab_size, longest, model_config.architecture)
+            refuse_moving_rotary(self.model.model, longest)
+            self._probe(model_config, longest, 0 if classes is None else len(classes.labels))
         num_blocks = config.max_num_seqs * -(-longest // config.block_size)
         self.pool_size = PoolSize(num_blocks, 0, longest)
 
@@ -84,26 +89,40 @@ class SinglePassRunner:
     def close(self) -> None:
         """Nothing is held beside the model, which is freed with this object."""
 
-    def _probe(self, vocab_size: int, longest: int, name: str) -> None:
-        """Compare texts of one step with the same alone; pad if they differ. Raises UnsupportedModel."""
+    def _probe(self, model: ModelConfig, longest: int, num_labels: int) -> None:
+        """Compare texts of one step with the same alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
+        vocab_size = model.vocab_size
         count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
         texts = [count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)]
         if self.model.has_types:
             texts = [torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size)) for text in texts]
-        alone = torch.cat([self.model.alone(text) for text in texts])
-        if self.model.is_packed and self._differ(alone, self.model(texts)):
-            self.model.pad()
-        if not self.model.is_packed and self._differ(alone, self.model(texts)):
-            raise UnsupportedModel(f"{name} mixes the texts of one batch: one computed alone has other states")
+        try:
+            alone = [self.model.alone(text) for text in texts]
+            if num_labels and alone[0].shape[-1] != num_labels:
+                raise ConfigError(f"config.json names {num_labels} labels, the head has {alone[0].shape[-1]}")
+            if self.model.is_packed and self._mixes(texts, alone):
+                self.model.pad()
+            if not self.model.is_packed and self._mixes(texts, alone):
+                raise UnsupportedModel("it mixes the texts of one batch: one computed alone has other states")
+        except ConfigError as error:
+            raise type(error)(f"{model.architecture} is not served: {error}") from error
+        except Exception as error:  # whatever the model makes of these texts
+            problem = f"its forward pass raises {type(error).__name__}: {error}"
+            raise UnsupportedModel(f"{model.architecture} is not served: {problem}"[:MAX_ERROR_CHARS]) from error
+
+    def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
+        together = torch.tensor_split(self.model(texts), np.cumsum([len(each) for each in alone])[:-1].tolist())
+        return any(self._differ(one.float(), found.float()) for one, found in zip(alone, together, strict=True))
 
     def _differ(self, expected: Tensor, found: Tensor) -> bool:
         if not bool(expected.isfinite().all()):
             return False
-        error = (found.float() - expected.float()).square().mean().sqrt()
-        return not bool(error <= TOLERANCE[self.dtype] * expected.float().std().clamp_min(1e-6))
+        size = expected.square().mean().sqrt().clamp_min(1e-3)
+        return not bool((found - expected).square().mean().sqrt() <= TOLERANCE[self.dtype] * size)
 
 
-def _refuse_options(config: EngineConfig, name: str) -> None:
+def refuse_options(config: EngineConfig, name: str) -> None:
+    """Raise ConfigError for what is not built for a model that reads texts in one pass."""
     for option, default in (
         ("tensor_parallel_size", 1),
         ("quantization", None),
