@@ -94,7 +94,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     generation = read_json(generation_file) if generation_file.is_file() else {}
     whole, named = None, config.get("architectures") or [UNNAMED]
     if not isinstance(named, list):
-        raise ConfigError(f"{path}: architectures must be a list of names, got {brief(named)}")
+        raise ConfigError(f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(named)}")
     if reads_more_than_text(config):
         whole = named[0]
         config = read_text_values(folder, config)
