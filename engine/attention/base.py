@@ -34,12 +34,14 @@ class KernelBackend(ABC):
     name: as EngineConfig.attention_backend names it.
     block_multiple: the tokens of a KV block are a multiple of it.
     max_head_dim: the largest head it serves, None if any.
+    takes_index: it attends to chosen tokens alone.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
     """
 
     name: ClassVar[str]
     block_multiple: ClassVar[int] = 1
     max_head_dim: int | None = None
+    takes_index: ClassVar[bool] = False
     layer_kernels: LayerKernels | None = None
 
     @classmethod
@@ -65,6 +67,11 @@ class KernelBackend(ABC):
             raise AttentionRefused(
                 f"attention_backend={self.name!r} takes heads of up to {self.max_head_dim} numbers, this "
                 f"model has {features.head_dim}; use attention_backend='torch'"
+            )
+        if features.is_indexed and not self.takes_index:
+            raise AttentionRefused(
+                f"attention_backend={self.name!r} does not attend to tokens that an index chooses, as this model "
+                "does; use attention_backend='torch'"
             )
 
     @abstractmethod

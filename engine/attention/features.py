@@ -19,6 +19,7 @@ class AttentionFeatures:
         no value. The scores are a weight: they are passed beside this.
     has_slopes: whether each head has a slope (ALiBi): a score is that times the distance less, after the soft cap.
         They are passed beside this too.
+    is_indexed: whether a query sees only tokens that an index chooses, which are passed beside this.
     """
 
     num_heads: int
@@ -30,6 +31,7 @@ class AttentionFeatures:
     soft_cap: float | None = None
     has_sinks: bool = False
     has_slopes: bool = False
+    is_indexed: bool = False
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that attention kernels take beside tensors."""

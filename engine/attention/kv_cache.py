@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.features import AttentionFeatures
-from engine.attention.state_pool import StatePool, zeros
+from engine.attention.state_pool import StatePool, StateShape, state_bytes, zeros
 from engine.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn
@@ -43,7 +43,7 @@ class LayerKVCache(NamedTuple):
 class KVCache:
     """Keys and values of all layers: [2, blocks, block_size, kv_heads, head_dim] of each layer.
 
-    states: beside them, of a model that keeps any.
+    states: beside them, of a model that keeps any.  index: rows for the slots, of a model with index keys.
     """
 
     def __init__(
@@ -62,17 +62,21 @@ class KVCache:
         both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self.layers = [LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)]
         self._groups = _alike(self.pool, shapes)
+        self.block_size = block_size
         self.states: StatePool | None = None
+        self.index: StatePool | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys, values and states."""
-        return self.pool.nbytes + (0 if self.states is None else self.states.num_bytes)
+        """Return the bytes of keys, values, index keys and states."""
+        return self.pool.nbytes + sum(each.num_bytes for each in (self.states, self.index) if each is not None)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to others in all layers. sources, targets: [slots] int64; no slot is in both."""
         for group in self._groups:
             group.index_copy_(1, targets, group.index_select(1, sources))
+        if self.index is not None:
+            self.index.write(targets, self.index.read(sources))
 
 
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -116,6 +120,9 @@ def measure_scales(cache: KVCache) -> list[Scales]:
     return [(measure(layer.keys), measure(layer.values)) for layer in cache.layers]
 
 
-def block_bytes(layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: keys and values of all layers."""
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+def block_bytes(
+    layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype, index_keys: Sequence[StateShape] = ()
+) -> int:
+    """Return the bytes of one block: keys and values of all layers in this dtype, index keys in their own."""
+    token_bytes = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    return block_size * (token_bytes + state_bytes(index_keys))

@@ -39,9 +39,14 @@ class Span:
 
 @dataclass(frozen=True)
 class TorchMetadata(AttentionMetadata):
-    """The step's sequences in row order."""
+    """The step's sequences in row order.
+
+    chosen: of a layer whose queries see these tokens alone, [1 or kv_heads, rows, any] integers: their places in the
+    sequence, each once. One that is below 0 or after the query is none.
+    """
 
     spans: list[Span]
+    chosen: Tensor | None = None
 
 
 class TorchBackend(KernelBackend):
@@ -52,6 +57,7 @@ class TorchBackend(KernelBackend):
     """
 
     name = "torch"
+    takes_index = True
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
@@ -83,9 +89,12 @@ class TorchBackend(KernelBackend):
         explicit = features.soft_cap is not None or sinks is not None or slopes is not None
         attend = partial(_attend_explicitly, sinks=sinks, slopes=slopes) if explicit else _attend
         for span in metadata.spans:
-            for piece in _cut(span, features, explicit=explicit):
-                keys, values, mask = _seen(piece, cache, features, query.dtype, always_mask=explicit)
+            for piece in _cut(span, features, explicit=explicit or metadata.chosen is not None):
                 rows = slice(piece.start, piece.end)
+                if metadata.chosen is None:
+                    keys, values, mask = _seen(piece, cache, features, query.dtype, always_mask=explicit)
+                else:
+                    keys, values, mask = _chosen(piece, cache, features, query.dtype, metadata.chosen[:, rows].long())
                 output[rows] = attend(query[rows], keys, values, mask, features)
         return output
 
@@ -108,20 +117,47 @@ def _seen(
     skipped = first // block_size
     blocks = span.block_ids[skipped : -(-end // block_size)]
     within = slice(first - skipped * block_size, end - skipped * block_size)
-    seen = [pool.index_select(0, blocks).flatten(0, 1)[within].transpose(0, 1) for pool in cache[:2]]
-    if cache.scales is not None:
-        scales = (each.to(dtype)[:, None, None] for each in cache.scales)
-        seen = [each.to(dtype) * scale for each, scale in zip(seen, scales, strict=True)]
+    keys, values = _heads([pool.index_select(0, blocks).flatten(0, 1)[within] for pool in cache[:2]], cache, dtype)
     mask = None
     if num_rows > 1 and (always_mask or num_rows < end or _first_seen(end - 1, features)):
-        rows = torch.arange(end - num_rows, end, device=blocks.device).unsqueeze(1)
-        tokens = torch.arange(first, end, device=blocks.device)
+        rows = torch.arange(end - num_rows, end, device=keys.device).unsqueeze(1)
+        tokens = torch.arange(first, end, device=keys.device)
         mask = tokens <= rows
         if features.window is not None:
             mask &= tokens > rows - features.window
         if features.chunk is not None:
             mask &= tokens >= rows // features.chunk * features.chunk
-    return seen[0], seen[1], mask
+    return keys, values, mask
+
+
+def _chosen(
+    span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_seen` does, of these tokens alone: gathered for one row, masked for several.
+
+    tokens: of the span's rows, as in TorchMetadata. The mask is [heads or 1, rows, seen].
+    """
+    end, block_size = span.context_len, cache.keys.shape[1]
+    places = torch.arange(end - (span.end - span.start), end, device=tokens.device)[:, None]
+    is_chosen = (tokens >= 0) & (tokens <= places)
+    if tokens.shape[:2] == (1, 1):
+        tokens = tokens.flatten().clamp(0, end - 1)
+        slots = span.block_ids[tokens // block_size] * block_size + tokens % block_size
+        keys, values = _heads([pool.flatten(0, 1)[slots] for pool in cache[:2]], cache, dtype)
+        return keys, values, is_chosen
+    keys, values, _ = _seen(span, cache, features, dtype, always_mask=False)
+    mask = torch.zeros(*tokens.shape[:2], end + 1, dtype=torch.bool, device=tokens.device)
+    mask.scatter_(-1, torch.where(is_chosen, tokens, end), value=True)
+    return keys, values, mask[..., :end].repeat_interleave(features.num_heads // len(tokens), 0)
+
+
+def _heads(stored: list[Tensor], cache: LayerKVCache, dtype: torch.dtype) -> list[Tensor]:
+    """Turn stored keys and values, [tokens, kv_heads, dim], into those of each head, [kv_heads, tokens, dim]."""
+    heads = [each.transpose(0, 1) for each in stored]
+    if cache.scales is None:
+        return heads
+    scales = (each.to(dtype)[:, None, None] for each in cache.scales)
+    return [each.to(dtype) * scale for each, scale in zip(heads, scales, strict=True)]
 
 
 def _first_seen(token: int, features: AttentionFeatures) -> int:

@@ -1,7 +1,7 @@
 """The calls of a transformers model's attention function, and the paged attention that answers them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
+from engine.attention.torch_backend import TorchMetadata
 from engine.errors import UnsupportedModel
 
 PLACE = "tokenmill_attention"  # the attribute of a module that holds who answers its calls
@@ -19,7 +20,7 @@ NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
 # Options by which attention differs and that are built, and those that say nothing about it.
-BUILT = frozenset({"alibi", "sliding_window", "softcap", "s_aux"})
+BUILT = frozenset({"alibi", "block_indices", "indices", "sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
     {
         "cache_position",
@@ -141,7 +142,10 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     if bias is not None and bias.numel() != call.query.shape[1] * bias.shape[-1]:
         raise UnsupportedModel(f"its bias is of shape {list(bias.shape)}; a slope for each head is built")
     head_dim = call.query.shape[-1]
+    is_indexed = chosen_by(call) is not None
     window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
+    if is_indexed and (window or chunk or bias is not None):
+        raise UnsupportedModel("an index chooses tokens within a window, a chunk or beside slopes, which is not built")
     return AttentionFeatures(
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
@@ -152,7 +156,17 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
         soft_cap=call.options.get("softcap"),
         has_sinks=sinks is not None,
         has_slopes=bias is not None,
+        is_indexed=is_indexed,
     )
+
+
+def chosen_by(call: AttentionCall) -> Tensor | None:
+    """Return the places of the tokens that a call attends to, [1 or kv_heads, tokens, any]; None for all."""
+    blocks: Tensor | None = call.options.get("block_indices")
+    if blocks is None:
+        return call.options.get("indices")
+    size: int = call.module.indexer.block_size  # type: ignore[union-attr, assignment]  # of such a class
+    return (blocks[0][..., None] * size + torch.arange(size, device=blocks.device)).flatten(-2)
 
 
 def _refuse_unbuilt(call: AttentionCall) -> None:
@@ -190,13 +204,24 @@ class PagedAttention:
     """Answers the calls of each forward pass in their recorded order. features: of all calls."""
 
     def __init__(
-        self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
+        self,
+        calls: Sequence[AttentionCall],
+        backend: KernelBackend,
+        max_positions: int,
+        dtype: torch.dtype,
+        chosen: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention."""
+        """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
+
+        chosen: returns the tokens to attend to, if the calls make a mask of them instead.
+        """
         self._modules = [call.module for call in calls]
         self._slopes = [_slopes_of(call) for call in calls]
         self._backend = backend
         self.features = [features_of(call, max_positions) for call in calls]
+        self._chosen = chosen
+        if chosen is not None:
+            self.features = [replace(each, is_indexed=True) for each in self.features]
         for each in self.features:
             backend.check_features(each)
         self._dtype = dtype
@@ -234,7 +259,11 @@ class PagedAttention:
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
-        attended = self._backend.forward(query, layer_cache, batch.attention, features, sinks, self._slopes[index])
+        chosen, metadata = chosen_by(call) if self._chosen is None else self._chosen(), batch.attention
+        if chosen is not None:
+            assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
+            metadata = replace(metadata, chosen=chosen)
+        attended = self._backend.forward(query, layer_cache, metadata, features, sinks, self._slopes[index])
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

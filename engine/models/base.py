@@ -31,6 +31,7 @@ class CausalModel(nn.Module, ABC):
 
     attention_layers: its attention layers in the order of the cache's, which is made after them.
     states: what it keeps of a sequence beside the cache, as its pool of states, which comes with it.
+    index_keys: what it keeps of a token beside keys and values, to choose by, in the cache too.
     hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
     probe_lengths: tokens of the two sequences by which a start checks it; see engine.run.forward.probe.
     may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
@@ -38,9 +39,10 @@ class CausalModel(nn.Module, ABC):
 
     attention_layers: Sequence[AttentionFeatures]
     states: Sequence[StateShape] = ()
+    index_keys: Sequence[StateShape] = ()
     hidden_size: int
     vocab_size: int
-    probe_lengths: ClassVar[tuple[int, int]] = (13, 9)
+    probe_lengths: tuple[int, int] = (13, 9)
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

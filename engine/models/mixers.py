@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from engine.attention.base import ForwardBatch
+from engine.attention.indexers import Indexers
+from engine.attention.kv_cache import KVCache
 from engine.attention.state_pool import StatePart, StateParts, StatePool, StateShape
 from engine.errors import UnsupportedModel
 
@@ -36,15 +39,26 @@ class StateCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.layers: Any = _Layers()
+        self.layers: Any = _Layers(self.update_indexer)
         self._running: list[nn.Module] = []
         self.mixers: dict[nn.Module, None] = {}
+        self.indexers: dict[nn.Module, None] = {}
+        self.index_keys: dict[int, StateShape] = {}
+        self.all_index_keys: Callable[[Tensor, int], Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def update_indexer(self, *_: Any, **__: Any) -> Tensor:
-        raise UnsupportedModel("its attention is to tokens that an index chooses, which is not built")
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        keys = indexer_key_states
+        if self._running:
+            self.indexers[self._running[-1]] = None
+        if self.all_index_keys is None:
+            self.index_keys[layer_idx] = StateShape(layer_idx, "index_keys", 0, tuple(keys.shape[2:]), keys.dtype)
+        else:
+            keys = self.all_index_keys(keys, layer_idx)
+        self.layers[layer_idx].keys = keys.new_empty(*keys.shape[:2], 0)
+        return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -108,40 +122,67 @@ class StateCache(Cache):
         ]
 
 
+class _Layer(LinearAttentionLayer):
+    """A cache's layer. update_index: as MiniMax M3 asks for index keys. keys: as many as those, for GLM 5 Next."""
+
+    keys: Tensor
+
+    def __init__(self, update_index: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(MAX_STATES)
+        self.update_index = update_index
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[1]
+
+
 class _Layers(dict[int, LinearAttentionLayer]):
     """A cache's layers, made when they are asked for. fill: gives a new one its states."""
 
     fill: Callable[[int, LinearAttentionLayer], None] | None = None
 
+    def __init__(self, update_indexer: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self._update_indexer = update_indexer
+
     def __missing__(self, index: int) -> LinearAttentionLayer:
-        layer = self[index] = LinearAttentionLayer(MAX_STATES)
+        layer = self[index] = _Layer(lambda keys: self._update_indexer(keys[:, 0], index)[:, None])
         if self.fill is not None:
             self.fill(index, layer)
         return layer
 
 
 class Mixers:
-    """The wrapped mixers of a model. states: of one sequence, in all layers."""
+    """The wrapped mixers and indexers of a model. states: of one sequence, in all layers. index_keys: of a token."""
 
     def __init__(self, cache: StateCache, argument: str) -> None:
         """cache: with which the model was run. argument: the body's name of it."""
         self.states = cache.shapes()
         self._cache, self._argument = cache, argument
+        self.index_keys = tuple(cache.index_keys.values())
         self._step: tuple[StateParts, StatePool] | None = None
-        self.end()
+        self._indexers = Indexers(cache.indexers)
+        cache.all_index_keys = self._indexers.all_keys
+        cache.layers.clear()
         for mixer in cache.mixers:
             self._wrap(mixer)
 
-    def begin(self, parts: StateParts | None, pool: StatePool | None) -> dict[str, Any]:
-        """Compute these parts from now on; return the body's arguments for that."""
-        assert parts is not None, "a model with states has parts in each step"
-        assert pool is not None, "and a pool"
-        self._step = parts, pool
+    def chosen(self) -> Tensor | None:
+        """Return the last choice of an indexer in this batch."""
+        return self._indexers.chosen
+
+    def begin(self, batch: ForwardBatch, cache: KVCache) -> dict[str, Any]:
+        """Compute this batch from now on; return the body's arguments for that."""
+        self._indexers.begin(batch, cache)
+        if self.states:
+            assert batch.states is not None, "a model with states has parts in each step"
+            assert cache.states is not None, "and a pool"
+            self._step = batch.states, cache.states
         return {self._argument: self._cache}
 
     def end(self) -> None:
         """Compute whole rows without a cache."""
         self._step = None
+        self._indexers.end()
         self._cache.layers.clear()
 
     def _wrap(self, mixer: nn.Module) -> None:

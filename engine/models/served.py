@@ -11,31 +11,31 @@ from engine.models.registry import ARCHITECTURES
 #: native by now are served natively unless model_path says otherwise.
 TRANSFORMERS = tuple(
     """
-    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
+    AXK1ForCausalLM AXK2ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
     BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BeamForCausalLM BertGenerationDecoder
     BertLMHeadModel BioGptForCausalLM BitNetForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM
     BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM
-    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM
-    Dots1ForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM
-    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
-    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM
-    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM
-    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
-    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
-    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM
-    Kolibri1ForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
-    Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MBartForCausalLM Mamba2ForCausalLM
-    MambaForCausalLM MarianForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
-    MiniMaxForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM
-    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM MptForCausalLM
-    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM OPTForCausalLM Olmo2ForCausalLM
-    Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PLBartForCausalLM
-    PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
-    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
-    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM
+    DiffLlamaForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM
+    Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM
+    FalconH1ForCausalLM FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel
+    GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM
+    Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+    Glm4MoeLiteForCausalLM GlmForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+    GraniteSWAForCausalLM HYV3ForCausalLM HYV4ForCausalLM HeliumForCausalLM HrmTextForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM
+    JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
+    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM LlamaForCausalLM
+    LongcatFlashForCausalLM MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM
+    MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
+    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
+    ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM
+    PLBartForCausalLM PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
+    PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
     WhisperForCausalLM YoutuForCausalLM Zamba2ForCausalLM ZambaForCausalLM
     """.split()  # noqa: SIM905  # as a list it would fill a page
 )
@@ -46,28 +46,34 @@ WITH_IMAGES = tuple(
     """
     AriaForConditionalGeneration AyaVisionForConditionalGeneration ChameleonForConditionalGeneration
     Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration
-    Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekVLForConditionalGeneration
-    DeepseekVLHybridForConditionalGeneration Emu3ForConditionalGeneration EvollaForProteinText2Text
+    Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration
+    DeepseekVLForConditionalGeneration DeepseekVLHybridForConditionalGeneration
+    Dots3NoteForConditionalGeneration Emu3ForConditionalGeneration EvollaForProteinText2Text
     Exaone4_5_ForConditionalGeneration FunAsrNanoForConditionalGeneration FuyuForCausalLM
     Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
     Glm46VForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
-    GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration GotOcr2ForConditionalGeneration
-    GraniteDoclingForConditionalGeneration GraniteSpeechForConditionalGeneration
-    GraniteSpeechPlusForConditionalGeneration HunYuanVLForConditionalGeneration
-    HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
-    Idefics3ForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
-    Kimi_K25ForConditionalGeneration LightOnOcrForConditionalGeneration Llama4ForConditionalGeneration
+    Glm5NextForConditionalGeneration GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration
+    GotOcr2ForConditionalGeneration GraniteDoclingForConditionalGeneration
+    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
+    HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration
+    Idefics2ForConditionalGeneration Idefics3ForConditionalGeneration InternVLForConditionalGeneration
+    JanusForConditionalGeneration Kimi_K25ForConditionalGeneration Lfm2VlForConditionalGeneration
+    Lfm3VlForConditionalGeneration LightOnOcrForConditionalGeneration Llama4ForConditionalGeneration
     LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
-    LlavaOnevisionForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
-    MllamaForConditionalGeneration Molmo2ForConditionalGeneration MossTranscribeDiarizeForConditionalGeneration
-    MuseGlimmerForConditionalGeneration Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration
-    Phi4MultimodalForCausalLM QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration
-    Qwen2VLForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
-    Qwen2_5_VLForConditionalGeneration Qwen3ASRForConditionalGeneration
-    Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration
-    Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
-    UnlimitedOcrForConditionalGeneration VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration
-    VipLlavaForConditionalGeneration VoxtralForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration MiniCPMOcrForConditionalGeneration
+    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+    MiniMaxM3SparseForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
+    MistralLarge4ForConditionalGeneration MllamaForConditionalGeneration Molmo2ForConditionalGeneration
+    MossTranscribeDiarizeForConditionalGeneration MuseGlimmerForConditionalGeneration
+    Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration Phi4MultimodalForCausalLM
+    QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2VLForConditionalGeneration
+    Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+    Qwen3ASRForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
+    UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration
+    VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration
+    VoxtralForConditionalGeneration
     """.split()  # noqa: SIM905
 )
 
@@ -77,6 +83,7 @@ REFUSED = {
         "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
         "RwkvForCausalLM": "Mamba2ForCausalLM",
     },
+    "adapters of a language, which no prompt names": {"XmodForCausalLM": "BertLMHeadModel"},
     "an attention of its own, which no other can take the place of": {
         "CodeGenForCausalLM": "Starcoder2ForCausalLM",
         "GPTJForCausalLM": "GPTNeoXForCausalLM",
@@ -85,10 +92,7 @@ REFUSED = {
         "XGLMForCausalLM": "OPTForCausalLM",
     },
     "attention to tokens that an index, a bias or a mask of its own chooses": {
-        "DeepseekV32ForCausalLM": "DeepseekV3ForCausalLM",
         "DogeForCausalLM": "SmolLM3ForCausalLM",
-        "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
-        "HYV4ForCausalLM": "HYV3ForCausalLM",
         "InklingForCausalLM": "Qwen3MoeForCausalLM",
         "Qwen4ExpForCausalLM": "Qwen3_5ForCausalLM",
     },

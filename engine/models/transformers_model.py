@@ -5,10 +5,10 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from engine.models.attention_calls import (
     AttentionCall,
     PagedAttention,
     answer,
+    chosen_by,
     describe_mask,
     features_of,
 )
@@ -54,7 +55,6 @@ MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 class TransformersModel(CausalModel):
     """A causal model of transformers over flat batches and the paged cache."""
 
-    probe_lengths = (150, 40)  # some architectures compress what lies 128 tokens back
     may_wait = True
 
     def __init__(
@@ -68,14 +68,17 @@ class TransformersModel(CausalModel):
         self._body = body
         self._attention, self._mixers = attention, mixers
         self.attention_layers = attention.features
-        self.states = () if mixers is None else mixers.states
+        if mixers is not None:
+            self.states, self.index_keys = mixers.states, mixers.index_keys
+        beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
+        self.probe_lengths = max(150, beyond + 100), 40  # some architectures compress what lies 128 tokens back
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self._attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
         told = {"position_ids": positions} if self._body.takes_positions else {}
-        states = {} if self._mixers is None else self._mixers.begin(batch.states, cache.states)
+        states = {} if self._mixers is None else self._mixers.begin(batch, cache)
         output = self._body.compute(input_ids=ids, use_cache=False, **told, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -160,11 +163,17 @@ def class_of(architecture: str) -> Any:
     return kind
 
 
+class Kept(NamedTuple):
+    """What a model keeps of a sequence: keys and values, states, index keys."""
+
+    layers: Sequence[AttentionFeatures]
+    states: Sequence[StateShape] = ()
+    index_keys: Sequence[StateShape] = ()
+
+
 @torch.inference_mode()
-def kept_by(
-    config: ModelConfig, folder: Path, dtype: torch.dtype
-) -> tuple[Sequence[AttentionFeatures], Sequence[StateShape]] | None:
-    """Find what a model keeps of a sequence by config.json alone: keys and values, states. None if it needs weights.
+def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | None:
+    """Find what a model keeps of a sequence by config.json alone. None if it needs weights.
 
     Raises UnsupportedModel if config.json is about another model.
     """
@@ -180,10 +189,14 @@ def kept_by(
             put_in_place(model)
             cache, argument = StateCache(), _name_of_cache(model)
             calls = _record(model, torch.device("meta"), more={argument: cache} if argument else {}).calls
-            shapes = [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in cache.shapes()]
-            return [features_of(call, config.max_position_embeddings) for call in calls], shapes
+            layers = [features_of(call, config.max_position_embeddings) for call in calls]
+            return Kept(layers, _in_dtype(cache.shapes(), dtype), _in_dtype(cache.index_keys.values(), dtype))
     except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
         return None
+
+
+def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateShape]:
+    return [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in traced]
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -376,6 +389,9 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and take its place."""
     recorded = _record(model, place.device)
+    are_told = any(chosen_by(call) is not None for call in recorded.calls)
+    if are_told:
+        _attend_by(model, UNMASKED)  # an indexer is given a mask in any case
     mixers = _find_mixers(model, place)
     if mixers is None and len(recorded.calls) < config.num_layers:
         raise UnsupportedModel(
@@ -390,7 +406,8 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
         return _record(body, place.device, first)
 
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
-    attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype)
+    chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
+    attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype, chosen)
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
     pack_linears(model, recorded.called)
@@ -414,14 +431,14 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
         with cache.recording(model):
             _record(model, place.device, more={} if argument is None else {argument: cache})
     except UnsupportedModel:  # a model that takes no such cache
-        if cache.mixers:
+        if cache.mixers or cache.indexers:
             raise
         return None
-    if argument is None or not cache.mixers:
+    if argument is None or not (cache.mixers or cache.indexers):
         return None
     if place.tp.size > 1:
         raise UnsupportedModel(
-            f"tensor_parallel_size={place.tp.size}: it keeps states beside the KV cache, which no rank divides; "
+            f"tensor_parallel_size={place.tp.size}: it keeps more than keys and values, which no rank divides; "
             "set tensor_parallel_size=1"
         )
     return Mixers(cache, argument)
@@ -453,7 +470,7 @@ def _record(part: Any, device: torch.device, first: int | None = None, more: dic
         told["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with _attending(part, PAGED if tokens.is_meta else RECORDED), _problems_named():  # masks are made of values
+        with _attending(part, UNMASKED if tokens.is_meta else RECORDED), _problems_named():  # masks have values
             part(input_ids=tokens, use_cache=False, **told)
     finally:
         for hook in hooks:

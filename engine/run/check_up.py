@@ -124,9 +124,9 @@ def _pool_sizes(config: EngineConfig, model: ModelConfig, folder: Path, dtype: s
     found = kept_by(model, folder, getattr(torch, dtype))
     if found is None:
         return None
-    layers, states = found
     kv_dtype = getattr(torch, dtype) if config.kv_cache_dtype == "auto" else FP8
-    return PoolSizes(block_bytes(layers, config.block_size, kv_dtype), state_bytes(states))
+    block = block_bytes(found.layers, config.block_size, kv_dtype, found.index_keys)
+    return PoolSizes(block, state_bytes(found.states))
 
 
 def _check_memory(

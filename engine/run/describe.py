@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.folder import find_here
 from engine.errors import ModelNotFound, WeightMismatch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.attention.features import AttentionFeatures
     from engine.checkpoint.model_config import ModelConfig
     from engine.models.load import ModelPath
+    from engine.models.transformers_model import Kept
 
 MIB = 2**20
 
@@ -73,14 +74,13 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     if kept is None:
         yield "attention", "only its weights can tell, or it is refused at the start"
         return
-    layers, states = kept
-    for each, number in Counter(layers).items():
+    for each, number in Counter(kept.layers).items():
         yield "attention", f"{number} of {model.num_layers} layers: {_kind(each)}"
     if experts := _experts(model):
         yield "experts", experts
-    token = block_bytes(layers, 1, getattr(torch, dtype))
+    token = block_bytes(kept.layers, 1, getattr(torch, dtype), kept.index_keys)
     yield "KV cache", f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens"
-    state = sum(prod(each.shape) * each.dtype.itemsize for each in states)
+    state = sum(prod(each.shape) * each.dtype.itemsize for each in kept.states)
     yield "state", f"{state:,} bytes a sequence" if state else "none beside the KV cache"
 
 
@@ -102,8 +102,9 @@ def _template(source: str | None) -> str:
     return "a chat template" + (" that cannot be parsed: chats are refused" if read_variables(source) is None else "")
 
 
-def _native(path: ModelPath) -> tuple[Sequence[AttentionFeatures], Sequence[Any]]:
+def _native(path: ModelPath) -> Kept:
     from engine.attention.features import AttentionFeatures
+    from engine.models.transformers_model import Kept
 
     decoder = path.decoder
     assert decoder is not None
@@ -111,7 +112,8 @@ def _native(path: ModelPath) -> tuple[Sequence[AttentionFeatures], Sequence[Any]
     heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, decoder.attention_scale)
     sinks, soft_cap = decoder.flags.sinks, decoder.attention_soft_cap
     layers = decoder.within(sizes.max_position_embeddings).layers
-    return [AttentionFeatures(*heads, window=layer.window, soft_cap=soft_cap, has_sinks=sinks) for layer in layers], ()
+    kept = [AttentionFeatures(*heads, window=layer.window, soft_cap=soft_cap, has_sinks=sinks) for layer in layers]
+    return Kept(kept)
 
 
 def _kind(layer: AttentionFeatures) -> str:
@@ -122,6 +124,7 @@ def _kind(layer: AttentionFeatures) -> str:
         "a soft cap": layer.soft_cap,
         "sinks": layer.has_sinks,
         "slopes (ALiBi)": layer.has_slopes,
+        "to tokens that an index chooses": layer.is_indexed,
     }
     heads = f"{layer.num_heads} heads over {layer.num_kv_heads} of keys and values, of {layer.head_dim} numbers"
     return ", ".join([heads, *(words for words, there in parts.items() if there)])

@@ -78,7 +78,7 @@ def differences_of(reference: Reference, *, six_modes: bool) -> tuple[str, list[
         runner = built._open_runner()
         assert isinstance(runner, ModelRunner)
         way = "natively" if type(runner.model).__name__.startswith("Decoder") else "through transformers"
-        size = block_bytes(runner.model.attention_layers, BLOCK_SIZE, torch.float32)
+        size = block_bytes(runner.model.attention_layers, BLOCK_SIZE, torch.float32, runner.model.index_keys)
     found = [
         f"{mode}: {difference}"
         for mode, changes in (SIX if six_modes else {"all": MODES["all"]}).items()

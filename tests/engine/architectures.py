@@ -169,10 +169,64 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "chunk_size": 32,
     },
 }
-SERVED |= WITH_STATES
+INDEX = {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 16}
+#: Served with index keys beside keys and values.
+INDEXED: dict[str, dict[str, Any]] = {
+    "axk2": {**LATENT, **INDEX},
+    "deepseek_v32": {**LATENT, **INDEX},
+    "dots3_note_text": {
+        **LATENT,
+        **INDEX,
+        "head_dim": 24,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "per_layer_config": {"01": {**LATENT, "head_dim": 24}},
+    },
+    "glm_moe_dsa": {**LATENT, **INDEX, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {**LATENT, **INDEX},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse"] * 3,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+        "index_local_blocks": 1,
+    },
+}
+#: The same below a model that reads images too.
+WITH_INDEX_AND_IMAGES: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "text_config": INDEXED["dots3_note_text"],
+        "vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 32, "adapter_out_dim": 48},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 48},
+    },
+    "glm5_next": {
+        "text_config": {
+            **LATENT,
+            **INDEX,
+            "qk_rope_head_dim": 0,
+            "index_kpool": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "indexer_types": ["full", "full", "shared"],
+        }
+    },
+    "minimax_m3_vl": {"text_config": INDEXED["minimax_m3_vl_text"]},
+    "mistral_large4": {
+        "text_config": {
+            **LATENT,
+            **INDEX,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "kv_source_layers": [0, 1, 0, 3],
+            "indexer_types": ["full", "shared", "full", "shared"],
+        }
+    },
+}
+SERVED |= WITH_STATES | INDEXED
 REFUSED: dict[str, dict[str, Any]] = {
     **as_they_are("""
-    deepseek_v32 doge glm_moe_dsa hy_v4 inkling_text openai-gpt recurrent_gemma rwkv xglm
+    doge inkling_text openai-gpt recurrent_gemma rwkv xglm xmod
     """),
     "codegen": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
@@ -243,8 +297,9 @@ class ArchitectureRuns:
         with Engine(config) as built:
             runner = built._open_runner()
             assert isinstance(runner, ModelRunner)
-            layers = runner.model.attention_layers
-            return engine.attention.kv_cache.block_bytes(layers, BLOCK_SIZE, torch.float32)
+            model = runner.model
+            block_bytes = engine.attention.kv_cache.block_bytes
+            return block_bytes(model.attention_layers, BLOCK_SIZE, torch.float32, model.index_keys)
 
 
 Architectures = Callable[[str], ArchitectureRuns]

@@ -232,6 +232,9 @@ class ModelRunner:
         )
         if self.model.states:
             cache.states = StatePool(self.model.states, num_states, self.device)
+        if self.model.index_keys:
+            num_slots = num_blocks * self._config.block_size
+            cache.index = StatePool(self.model.index_keys, num_slots, self.device)
         return cache
 
     @torch.inference_mode()
@@ -282,8 +285,9 @@ class ModelRunner:
             most, default = allowed_bytes() // num_ranks, default_cpu_kv_cache_bytes(num_ranks)
             owner = "the memory this process may still take"
         check_pool_bytes(config, most, owner)
-        size = block_bytes(self.model.attention_layers, config.block_size, self._kv_dtype)
-        sizes = PoolSizes(size, state_bytes(self.model.states))
+        model = self.model
+        size = block_bytes(model.attention_layers, config.block_size, self._kv_dtype, model.index_keys)
+        sizes = PoolSizes(size, state_bytes(model.states))
         num_blocks, states = divide_pool(sizes, config, most, default, self._longest)
         num_blocks = self._tp.minimum(num_blocks)
         max_model_len = fit_pool(num_blocks, config, self._model_config.max_position_embeddings)
@@ -324,7 +328,7 @@ class ModelRunner:
         # not self: the graphs shall go with this object
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed or model.states:
+        if capture is None or self._graphs_failed or model.states or model.index_keys:
             return None
         assert isinstance(backend, CapturableBackend)
         try:
