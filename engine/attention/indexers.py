@@ -18,6 +18,7 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.torch_backend import Span, TorchMetadata
 
 NONE = -1  # the place of no token
+SCORES_AT_ONCE = 1 << 20  # of each head of an index: modules write out all of them
 
 
 class Indexers:
@@ -65,9 +66,11 @@ class Indexers:
         metadata = self._step[0].attention
         assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
         chosen = []
-        for self._span in metadata.spans:
-            given, more = tree_map(partial(_part, self._span, metadata.spans[-1].end), (args, options))
-            chosen.append(compute(*given, **more))
+        for span in metadata.spans:
+            pieces = [*span.pieces(max(1, SCORES_AT_ONCE // span.context_len))]
+            for self._span in reversed(pieces):  # each stores its keys for those after it
+                given, more = tree_map(partial(_part, self._span, metadata.spans[-1].end), (args, options))
+                chosen.append(compute(*given, **more))
         self._span = None
         width = max(each.shape[-1] for each in chosen)
         self.chosen = torch.cat([F.pad(each, (0, width - each.shape[-1]), value=NONE) for each in chosen], dim=-2)

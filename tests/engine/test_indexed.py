@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.attention.indexers
 import engine.attention.torch_backend
 from engine import AttentionRefused, Engine, NotDeterministic, SamplingParams, UnsupportedModel, check_up
 from engine.attention.features import AttentionFeatures
@@ -51,8 +52,11 @@ def test_an_index_that_holds_all_tokens_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_hits_that_end_inside_a_block_bring_their_index_keys(folder: Path, overlap: bool) -> None:
-    """Two samples of a prompt share its blocks, too; the last one is copied before either writes to it."""
+def test_hits_that_end_inside_a_block_bring_their_index_keys(
+    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples of a prompt share its blocks, too; an index scores some rows at a time."""
+    monkeypatch.setattr(engine.attention.indexers, "SCORES_AT_ONCE", 200)
     asked = [[7 * i % 500 + 3 for i in range(37)] + tail for tail in ([], [9], [8, 8, 8], [9])]
     reference = Reference(folder, asked, num_new_tokens=12, use_cache=False)
     with Engine(small(folder, dtype="float32", async_scheduling=overlap)) as built:
