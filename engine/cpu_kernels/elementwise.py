@@ -24,7 +24,7 @@ from engine.cpu_kernels.scalars import (
     row_pointer,
     wide,
 )
-from engine.cpu_kernels.softmax import exp_of_negative
+from engine.cpu_kernels.softmax import sigmoid
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
@@ -101,6 +101,14 @@ def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 silu_and_mul, gelu_and_mul = partial(_gate, gelu=False), partial(_gate, gelu=True)
+
+
+def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate). x: [tokens, dim] contiguous; gate: the same, where rows may lie apart."""
+    num_tokens, dim = x.shape
+    out = torch.empty_like(x)
+    _sigmoid_kernel(x.dtype)(_num_tasks(num_tokens), num_tokens, x, gate, gate.stride(0), out, dim)
+    return out
 
 
 def _num_tasks(num_rows: int) -> int:
@@ -227,12 +235,29 @@ def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
                     x = gate
                     if gelu:
                         x = GELU_LINEAR * x + GELU_CUBIC * x * x * x
-                    small = exp_of_negative(-abs(x))
-                    rising = np.float32(1) if x >= 0 else small
-                    out[d] = narrow(gate * wide(ups[d]) * (rising / (np.float32(1) + small)), element)
+                    out[d] = narrow(gate * wide(ups[d]) * sigmoid(x), element)
             task = next_task(parameters)
 
     return Kernel(gate_and_mul)
+
+
+@cache
+def _sigmoid_kernel(dtype: torch.dtype) -> Kernel:
+    element = ELEMENTS[dtype]
+
+    def scale_by_gate(parameters: Any) -> None:
+        num_rows, dim = parameters[3], parameters[8]
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                x = _row(parameters[4], i, dim, dim, element)
+                gates = _row(parameters[5], i, parameters[6], dim, element)
+                out = _row(parameters[7], i, dim, dim, element)
+                for d in range(dim):
+                    out[d] = narrow(wide(x[d]) * sigmoid(wide(gates[d])), element)
+            task = next_task(parameters)
+
+    return Kernel(scale_by_gate)
 
 
 @cache
