@@ -16,9 +16,11 @@ from torch import Tensor
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import FLOAT32, FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
 from engine.cpu_kernels.softmax import ONE, exp_of_negative, sigmoid
+from engine.cpu_kernels.vectors import score_tokens
 
 NORM_EPS = np.float32(1e-6)  # as in engine.layers.gated_delta_net
 PART = 5  # fields of a part
+ROWS = 16  # of a state, for values, which stay in the nearest cache from one pass to the next
 ZERO = np.float32(0)
 
 
@@ -27,7 +29,7 @@ def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence
     out = x.new_empty(len(x), heads.num_values * heads.value_dim)
     num_decodes, num_parts = len(parts.decodes), len(parts.table)
     num_chains = num_decodes + (num_parts > num_decodes)
-    scratch = 2 * heads.key_dim + (heads.group + 1) * heads.value_dim
+    scratch = 2 * heads.key_dim + (heads.group + 1) * heads.value_dim + 2 * ROWS
     kernel = _kernel(heads.key_dim, heads.value_dim, heads.kernel_size, x.dtype)
     kernel(
         num_chains * heads.num_heads, x, x.shape[1], *memory, parts.table, num_decodes, num_parts, *weights,
@@ -83,18 +85,18 @@ def _scale(x: Any, factor: Any) -> None:
         x[i] *= factor
 
 
-@njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _correct(state: Any, query: Any, key: Any, value: Any, out: Any, decay: Any, rate: Any, key_dim: Any) -> None:
-    """Let a head's state fade, take one value in, and answer the query. state: [value_dim * key_dim]."""
-    both = _product(query, key)
-    for d in range(len(value)):
-        row = state[d * key_dim : (d + 1) * key_dim]
-        found, asked = ZERO, ZERO
-        for i in range(key_dim):
-            found += row[i] * key[i]
-            asked += row[i] * query[i]
-        added = (value[d] - decay * found) * rate
-        out[d] = decay * asked + both * added
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _correct(rows: Any, key: Any, values: Any, answers: Any, out: Any, factors: Any) -> None:
+    """Let rows of a head's state fade, and take a value in. rows: [values * key_dim].
+
+    answers: [2, ROWS], to the key and to the query.  factors: decay, rate, key times query.
+    """
+    decay, rate, both = factors
+    key_dim = len(key)
+    for d in range(len(values)):
+        added = (values[d] - decay * answers[d]) * rate
+        out[d] = decay * answers[ROWS + d] + both * added
+        row = rows[d * key_dim : (d + 1) * key_dim]
         for i in range(key_dim):
             row[i] = decay * row[i] + added * key[i]
 
@@ -103,6 +105,7 @@ def _correct(state: Any, query: Any, key: Any, value: Any, out: Any, decay: Any,
 def _kernel(key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype) -> Kernel:
     """A task is a head of keys with its values, of a decode or of all other parts."""
     element, steps = ELEMENTS[dtype], kernel_size - 1
+    row_bytes, value_bytes = key_dim * FLOAT_BYTES, value_dim * FLOAT_BYTES
     item_bytes, state_size = element.bitwidth // 8, key_dim * value_dim
     scale, value_size = np.float32(key_dim**-0.5), np.float32(value_dim)
 
@@ -118,10 +121,12 @@ def _kernel(key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype) 
         keys_size, values_size = num_heads * key_dim, num_values * value_dim
         num_channels = 2 * keys_size + values_size
         scratch = parameters[16] + worker_number(parameters) * parameters[17] * FLOAT_BYTES
-        query = carray(pointer_to(scratch, FLOAT32), (key_dim,))
-        key = carray(pointer_to(scratch + key_dim * FLOAT_BYTES, FLOAT32), (key_dim,))
-        values = carray(pointer_to(scratch + 2 * key_dim * FLOAT_BYTES, FLOAT32), (group * value_dim,))
-        found = carray(pointer_to(scratch + (2 * key_dim + group * value_dim) * FLOAT_BYTES, FLOAT32), (value_dim,))
+        key = carray(pointer_to(scratch, FLOAT32), (key_dim,))
+        query = carray(pointer_to(scratch + row_bytes, FLOAT32), (key_dim,))
+        values = carray(pointer_to(scratch + 2 * row_bytes, FLOAT32), (group * value_dim,))
+        found = carray(pointer_to(scratch + 2 * row_bytes + group * value_bytes, FLOAT32), (value_dim,))
+        scores = scratch + 2 * row_bytes + (group + 1) * value_bytes
+        answers = carray(pointer_to(scores, FLOAT32), (2 * ROWS,))
         task = next_task(parameters)
         while task >= 0:
             chain, head = task // num_heads, task % num_heads
@@ -147,6 +152,7 @@ def _kernel(key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype) 
                         )  # fmt: skip
                     _scale(query, scale / np.sqrt(_product(query, query) + NORM_EPS))
                     _scale(key, ONE / np.sqrt(_product(key, key) + NORM_EPS))
+                    both = _product(query, key)
                     for own in range(group):
                         value_head = head * group + own
                         rate = sigmoid(wide(x[num_channels + values_size + value_head]))
@@ -154,9 +160,17 @@ def _kernel(key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype) 
                         softplus = max(step_size, ZERO) + np.float32(math.log1p(exp_of_negative(-abs(step_size))))
                         decay = exp_of_negative(decays[value_head] * softplus)
                         place = target * num_values + value_head
-                        state = carray(row_pointer(states, place, state_size, FLOAT32), (state_size,))
-                        value = values[own * value_dim : (own + 1) * value_dim]
-                        _correct(state, query, key, value, found, decay, rate, key_dim)
+                        factors = (decay, rate, both)
+                        for d in range(0, value_dim, ROWS):
+                            length = min(ROWS, value_dim - d)
+                            rows = states + (place * value_dim + d) * row_bytes
+                            score_tokens(
+                                scratch, rows, row_bytes, length, rows + ROWS * row_bytes, scores, ROWS * FLOAT_BYTES,
+                                2, key_dim, FLOAT32,
+                            )  # fmt: skip
+                            state = carray(pointer_to(rows, FLOAT32), (length * key_dim,))
+                            taken = values[own * value_dim + d : own * value_dim + d + length]
+                            _correct(state, key, taken, answers, found[d : d + length], factors)
                         factor = ONE / np.sqrt(_product(found, found) / value_size + eps)
                         first = num_channels + value_head * value_dim
                         gates = x[first : first + value_dim]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch, KernelBackend
-from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -84,15 +83,7 @@ class DecoderAttention(WeightedModule):
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
         self.backend = parts.backend
-        self.features = AttentionFeatures(
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            sizes.head_dim,
-            scale=config.attention_scale,
-            window=layer.window,
-            soft_cap=config.attention_soft_cap,
-            has_sinks=config.flags.sinks,
-        )
+        self.features = config.attention(layer, tp)
         self.backend.check_features(self.features)
 
     def forward(
@@ -278,8 +269,7 @@ class DecoderForCausalLM(CausalModel):
         self.lm_head = ParallelLMHead(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
-        self.states = config.states(parts.tp, parts.dtype)
-        self.attention_layers = [m.features for m in self.modules() if isinstance(m, DecoderAttention)]
+        self.attention_layers, self.states = config.kept(parts.tp, parts.dtype)
         self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
 
     def tie_weights(self) -> None:

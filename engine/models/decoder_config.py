@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.features import AttentionFeatures
 from engine.attention.state_pool import StateShape
 from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number
 from engine.errors import ConfigError, UnsupportedModel
@@ -197,10 +198,23 @@ class DecoderConfig:
     ropes: tuple[Rope, ...]
     layers: tuple[LayerConfig, ...]
 
-    def states(self, tp: TensorParallel, dtype: torch.dtype) -> list[StateShape]:
-        """Return what one rank keeps of a sequence beside the KV cache. dtype: of the model."""
+    def kept(self, tp: TensorParallel, dtype: torch.dtype) -> tuple[list[AttentionFeatures], list[StateShape]]:
+        """Return what one rank keeps of a sequence: KV of such attention, and states. dtype: the model's."""
+        features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
         each = [(i, layer.delta.share(tp)) for i, layer in enumerate(self.layers) if layer.delta is not None]
-        return [state for i, heads in each for state in heads.states(i, dtype)]
+        return features, [state for i, heads in each for state in heads.states(i, dtype)]
+
+    def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
+        """Return the attention of a layer on one rank. Raises ConfigError."""
+        return AttentionFeatures(
+            tp.share(self.sizes.num_heads, "attention heads").length,
+            tp.share_or_copy(self.sizes.num_kv_heads, "KV heads").length,
+            self.sizes.head_dim,
+            scale=self.attention_scale,
+            window=layer.window,
+            soft_cap=self.attention_soft_cap,
+            has_sinks=self.flags.sinks,
+        )
 
     def within(self, max_positions: int) -> DecoderConfig:
         """Limit sequences to so many tokens: a window that holds them all is dropped."""
