@@ -3,8 +3,7 @@
 import functools
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -196,69 +195,38 @@ class ReplicatedLinear(WeightedModule):
             self.weight = pack_weight(self.weight)
 
 
-class Stack(NamedTuple):
-    """A checkpoint's tensor that holds several matrices: their names, one letter each, and the groups of its rows.
-
-    In every group are some rows of each matrix, in this order.
-    """
-
-    names: str
-    groups: int = 1
-
-
-def fill_rows(
-    place: Tensor, tensor: CheckpointTensor, rows: Mapping[str, Share], names: Sequence[str], groups: int = 1
-) -> None:
-    """Copy this rank's rows of a tensor that holds those matrices. place: of all `rows`. Raises WeightMismatch."""
-    total = sum(rows[name].total for name in names)
-    if tensor.shape[:1] != (total,):
-        raise WeightMismatch(f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected")
-    lengths = [share.length for share in rows.values()]
-    places = dict(zip(rows, torch.split(place, lengths), strict=True))
-    begin, period = 0, total // groups
-    for name in names:
-        share, part = rows[name], rows[name].total // groups
-        if groups == 1:
-            found = tensor.read(0, begin + share.start, share.length)
-        else:
-            of_groups = tensor.read(0, share.start // part * period, share.length // part * period)
-            found = of_groups.view(-1, period, *tensor.shape[1:])[:, begin : begin + part].flatten(0, 1)
-        fill(places[name], found)
-        begin += part
-
-
 class ColumnParallelLinear(ReplicatedLinear):
     """Output features split over the ranks: x whole -> this rank's part of y.
 
     rows: this rank's share of each matrix over the same input that is stacked here, by shard name.
-    stacks: shards that hold several of them.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        rows: dict[str, Share],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        stacks: Mapping[str, Stack] | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_features, sum(share.length for share in rows.values()), bias=bias, dtype=dtype)
-        self.rows, self.stacks = rows, stacks or {}
-        stacked = "".join(stack.names for stack in self.stacks.values())
-        self.shards = (*self.stacks, *(name for name in rows if name not in stacked))
+        self.rows = rows
+        self.shards = tuple(rows)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's rows of `tensor` into the rows of `shard`; without one it stacks all shards."""
-        names, groups = (tuple(self.rows), 1) if shard is None else self.stacks.get(shard, ((shard,), 1))
-        fill_rows(self.get_parameter(name), tensor, self.rows, names, groups)
+        total = sum(share.total for share in self.rows.values())
+        if shard is None and tensor.shape[:1] != (total,):
+            raise WeightMismatch(f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected")
+        start = stacked = 0
+        for other, share in self.rows.items():
+            place = self.get_parameter(name)[start : start + share.length]
+            if shard is None:
+                fill(place, tensor.read(0, stacked + share.start, share.length))
+            elif other == shard:
+                fill(place, share.read(tensor, 0))
+            start += share.length
+            stacked += share.total
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values as one matrix, whole heads on each rank.
 
     With fewer KV heads than ranks, each rank holds the one its query heads attend to.
-    gated: a gate of each query comes behind the values; a checkpoint has it behind the head's query.
+    gated: behind each head's query is a gate.
     """
 
     def __init__(
@@ -275,24 +243,22 @@ class QKVParallelLinear(ColumnParallelLinear):
     ) -> None:
         heads = tp.share(num_heads, "attention heads")
         kv_heads = tp.share_or_copy(num_kv_heads, "KV heads")
-        rows = {"q": heads.times(head_dim), "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
-        stacks = {}
-        if gated:
-            rows["g"], stacks["q"] = rows["q"], Stack("qg", num_heads)
-        super().__init__(hidden_size, rows, bias=bias, dtype=dtype, stacks=stacks)
-        self.head_dim = head_dim
+        queries = heads.times(2 * head_dim if gated else head_dim)
+        rows = {"q": queries, "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
+        super().__init__(hidden_size, rows, bias=bias, dtype=dtype)
+        self.head_dim, self.gated = head_dim, gated
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim], and gates.
 
-        Gates: [tokens, heads * dim], or [tokens, 0]. All are views.
+        Gates are as the queries, None without. Heads of each are adjacent; keys and values are views.
         """
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        end = (num_heads + 2 * num_kv_heads) * self.head_dim
-        heads = qkv[:, :end].view(len(qkv), -1, self.head_dim)
-        query, rest = heads[:, :num_heads], heads[:, num_heads:]
-        return query, rest[:, :num_kv_heads], rest[:, num_kv_heads:], qkv[:, end:]
+        heads, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
+        query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)
+        if self.gated:
+            query, gate = query[:, ::2].contiguous(), query[:, 1::2].contiguous()
+        return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :], gate
 
 
 class RowParallelLinear(ReplicatedLinear):

@@ -104,8 +104,9 @@ class DecoderAttention(WeightedModule):
         query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
         attended = self.backend.forward(query, cache, batch.attention, self.features, self.sinks).flatten(1)
         if rows is not None:
-            attended, gate, total = attended[rows], gate[rows], total[rows]
-        if gate.shape[1]:
+            attended, total = attended[rows], total[rows]
+        if gate is not None:
+            gate = gate.flatten(1) if rows is None else gate.flatten(1)[rows]
             fused = None if self.kernels is None else self.kernels.sigmoid_and_mul
             attended = attended * gate.sigmoid() if fused is None else fused(attended, gate)
         return self.products.add(attended, self.o_proj, norms.after, total)
