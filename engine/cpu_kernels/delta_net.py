@@ -102,6 +102,7 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
     num_values = group * value_dim
     num_channels, state_size = 2 * key_dim + num_values, num_values * key_dim
     num_rows = num_channels + num_values + 2 * group
+    conv_size, seen_size = kernel_size * num_channels, steps * num_channels
     scale, value_size = np.float32(key_dim**-0.5), np.float32(value_dim)
 
     def mix(parameters: Any) -> None:
@@ -118,15 +119,15 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
         task = next_task(parameters)
         while task >= 0:
             chain, head = task // num_heads, task % num_heads
-            weights = carray(row_pointer(parameters[9], head, kernel_size * num_channels, FLOAT32), (kernel_size * num_channels,))
+            weights = carray(row_pointer(parameters[9], head, conv_size, FLOAT32), (conv_size,))
             decays = carray(row_pointer(parameters[10], head, group, FLOAT32), (group,))
             biases = carray(row_pointer(parameters[11], head, group, FLOAT32), (group,))
             for part in range(chain, chain + 1 if chain < num_decodes else num_parts):
                 first, target, saved = part * FIELDS, parts[part * FIELDS + 3], parts[part * FIELDS + 4]
-                _copy(seen, parts[first + 2], target, steps * num_channels, num_heads, head, element)
+                _copy(seen, parts[first + 2], target, seen_size, num_heads, head, element)
                 _copy(states, parts[first + 2], target, state_size, num_heads, head, FLOAT32)
                 place = target * num_heads + head
-                before = carray(row_pointer(seen, place, steps * num_channels, element), (steps * num_channels,))
+                before = carray(row_pointer(seen, place, seen_size, element), (seen_size,))
                 for token in range(parts[first], parts[first + 1]):
                     row = token * num_heads + head
                     x = carray(row_pointer(parameters[3], row, num_rows, element), (num_rows,))
@@ -160,7 +161,7 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
                             normed = found[d] * factor * norm[d]
                             out[own * value_dim + d] = narrow(normed * gate * sigmoid(gate), element)
                 if saved >= 0:
-                    _copy(seen, target, saved, steps * num_channels, num_heads, head, element)
+                    _copy(seen, target, saved, seen_size, num_heads, head, element)
                     _copy(states, target, saved, state_size, num_heads, head, FLOAT32)
             task = next_task(parameters)
 

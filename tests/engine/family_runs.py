@@ -58,7 +58,7 @@ def config_of(
         max_model_len=max_model_len,
         attention_backend=backend,
         block_size=BLOCK_SIZE,
-        kv_cache_bytes=changes.pop("pool_blocks", 300) * (block_bytes or num_layers * layer_bytes),
+        kv_cache_bytes=changes.pop("pool_blocks", 300) * (block_bytes or max(1, num_layers) * layer_bytes),
         **changes,
     )
 
