@@ -81,6 +81,7 @@ class CpuBackend(KernelBackend):
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
         from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
+        from engine.cpu_kernels.delta_net import delta_net
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
@@ -92,6 +93,8 @@ class CpuBackend(KernelBackend):
             elementwise.rms_norm,
             elementwise.gelu_and_mul,
             quantize_rows=elementwise.quantize_rows,
+            sigmoid_and_mul=elementwise.sigmoid_and_mul,
+            delta_net=delta_net,
         )
 
     @classmethod

@@ -66,6 +66,11 @@ class KVCache:
         self.states: StatePool | None = None
         self.index: StatePool | None = None
 
+    def states_of(self, layer: int) -> list[Tensor]:
+        """Return the states of a layer of the model, [rows, *shape] each."""
+        assert self.states is not None, "a model with states has a pool of them"
+        return [tensor for _, tensor in self.states.layers[layer]]
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of keys, values, index keys and states."""

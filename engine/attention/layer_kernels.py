@@ -56,6 +56,8 @@ class LayerKernels:
     rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
     experts, products: None where a backend has none.
     quantize_rows(x) -> as engine.layers.linear has it, None likewise.
+    sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
+    delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.
     """
 
@@ -67,3 +69,5 @@ class LayerKernels:
     experts: ExpertKernels | None = None
     products: ProductKernels | None = None
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    sigmoid_and_mul: Callable[[Tensor, Tensor], Tensor] | None = None
+    delta_net: Callable[..., Tensor] | None = None

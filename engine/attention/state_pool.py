@@ -76,10 +76,12 @@ class StateParts:
     """A step's rows, cut where states are read and written; the parts are computed in this order.
 
     decodes: [decodes] int64, the pool's row of each of the batch's first rows, a token each.
+    table: [parts, 5] int64, the fields of StatePart of all parts, those of the decodes first.
     """
 
     decodes: Tensor
     others: Sequence[StatePart]
+    table: Tensor
 
 
 def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:
@@ -87,8 +89,8 @@ def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:
     starts, ends, sources, targets, saved = parts.T
     others = ((ends - starts != 1) | (sources != targets) | (saved >= 0)).nonzero()[0]
     num_decodes = int(others[0]) if len(others) else len(parts)
-    (decodes,) = upload([np.ascontiguousarray(targets[:num_decodes])], device)
-    return StateParts(decodes, [StatePart(*part) for part in parts[num_decodes:].tolist()])
+    decodes, table = upload([np.ascontiguousarray(targets[:num_decodes]), parts], device)
+    return StateParts(decodes, [StatePart(*part) for part in parts[num_decodes:].tolist()], table)
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

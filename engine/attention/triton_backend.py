@@ -21,6 +21,7 @@ from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.attention.rotary import norm_rotate_and_store
+from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
@@ -89,6 +90,7 @@ class TritonBackend(CapturableBackend):
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
             ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
+            delta_net=delta_net,
         )
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count

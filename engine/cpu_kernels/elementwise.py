@@ -24,7 +24,7 @@ from engine.cpu_kernels.scalars import (
     row_pointer,
     wide,
 )
-from engine.cpu_kernels.softmax import exp_of_negative
+from engine.cpu_kernels.softmax import sigmoid
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
@@ -92,15 +92,25 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return levels, scales
 
 
-def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def _gate(gate_up: Tensor, *, kind: str) -> Tensor:
     """silu(gate) * up, or gelu by tanh. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
-    _gate_kernel(gelu, gate_up.dtype)(_num_tasks(num_tokens), num_tokens, gate_up, out, width // 2)
+    _gate_kernel(kind, gate_up.dtype)(
+        _num_tasks(num_tokens), num_tokens, gate_up, gate_up[:, width // 2 :], width, out, width // 2
+    )
     return out
 
 
-silu_and_mul, gelu_and_mul = partial(_gate, gelu=False), partial(_gate, gelu=True)
+silu_and_mul, gelu_and_mul = partial(_gate, kind="silu"), partial(_gate, kind="gelu")
+
+
+def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate). x, gate: [tokens, dim] contiguous."""
+    num_tokens, dim = x.shape
+    out = torch.empty_like(x)
+    _gate_kernel("sigmoid", x.dtype)(_num_tasks(num_tokens), num_tokens, gate, x, dim, out, dim)
+    return out
 
 
 def _num_tasks(num_rows: int) -> int:
@@ -210,26 +220,25 @@ def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> K
 
 
 @cache
-def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
+def _gate_kernel(kind: str, dtype: torch.dtype) -> Kernel:
     """Gate by sigmoid: gelu by tanh is gate * sigmoid(2 * the tanh's argument) as well."""
-    element = ELEMENTS[dtype]
+    element, gelu, bare = ELEMENTS[dtype], kind == "gelu", kind == "sigmoid"
 
     def gate_and_mul(parameters: Any) -> None:
-        num_rows, dim = parameters[3], parameters[6]
+        num_rows, stride, dim = parameters[3], parameters[6], parameters[8]
         task = next_task(parameters)
         while task >= 0:
             for i in _rows_of_task(task, num_rows):
-                gates = _row(parameters[4], 2 * i, dim, dim, element)
-                ups = _row(parameters[4], 2 * i + 1, dim, dim, element)
-                out = _row(parameters[5], i, dim, dim, element)
+                gates = _row(parameters[4], i, stride, dim, element)
+                ups = _row(parameters[5], i, stride, dim, element)
+                out = _row(parameters[7], i, dim, dim, element)
                 for d in range(dim):
                     gate = wide(gates[d])
                     x = gate
                     if gelu:
                         x = GELU_LINEAR * x + GELU_CUBIC * x * x * x
-                    small = exp_of_negative(-abs(x))
-                    rising = np.float32(1) if x >= 0 else small
-                    out[d] = narrow(gate * wide(ups[d]) * (rising / (np.float32(1) + small)), element)
+                    factor = np.float32(1) if bare else gate
+                    out[d] = narrow(factor * wide(ups[d]) * sigmoid(x), element)
             task = next_task(parameters)
 
     return Kernel(gate_and_mul)

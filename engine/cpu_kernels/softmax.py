@@ -46,6 +46,13 @@ def tanh(x: Any) -> Any:
     return near if size < np.float32(0.625) else np.copysign(far, x)
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)) for a float32 x, 1e-7 relative."""
+    small = exp_of_negative(-abs(x))
+    return (ONE if x >= 0 else small) / (ONE + small)
+
+
 @njit(fastmath=True)  # type: ignore[untyped-decorator]
 def softmax_numerators(scores: Any, scale: Any, least: Any) -> Any:
     """Replace each score by exp(scale * (score - the highest)); return their sum and the highest.

@@ -226,6 +226,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values as one matrix, whole heads on each rank.
 
     With fewer KV heads than ranks, each rank holds the one its query heads attend to.
+    gated: behind each head's query is a gate.
     """
 
     def __init__(
@@ -238,19 +239,26 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         bias: bool,
         dtype: torch.dtype,
+        gated: bool = False,
     ) -> None:
         heads = tp.share(num_heads, "attention heads")
         kv_heads = tp.share_or_copy(num_kv_heads, "KV heads")
-        rows = {"q": heads.times(head_dim), "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
+        queries = heads.times(2 * head_dim if gated else head_dim)
+        rows = {"q": queries, "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
         super().__init__(hidden_size, rows, bias=bias, dtype=dtype)
-        self.head_dim = head_dim
+        self.head_dim, self.gated = head_dim, gated
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim]; views."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        query, rest = heads[:, : self.num_heads], heads[:, self.num_heads :]
-        return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :]
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim], and gates.
+
+        Gates are as the queries, None without. Heads of each are adjacent; keys and values are views.
+        """
+        heads, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
+        query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)
+        if self.gated:
+            query, gate = query[:, ::2].contiguous(), query[:, 1::2].contiguous()
+        return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :], gate
 
 
 class RowParallelLinear(ReplicatedLinear):

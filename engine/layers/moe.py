@@ -89,6 +89,7 @@ class Experts:
     normalised: a token's weights sum to 1; otherwise they are the softmax over all experts.
     bias: the router and every projection of the experts add one.
     swiglu: alpha and limit of ClampedSwigluAndMul, None for silu(gate) * up.
+    shared_size: of the MLP that every token goes through, multiplied by the sigmoid of a gate; 0 without.
     interleaved: a checkpoint's tensors are [experts, in, out] with gate and up columns alternating (gpt-oss);
         otherwise [experts, out, in], the rows of gate before those of up.
     """
@@ -100,6 +101,7 @@ class Experts:
     bias: bool = False
     swiglu: tuple[float, float] | None = None
     interleaved: bool = False
+    shared_size: int = 0
 
 
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,10 @@ class ExpertMLPs(WeightedModule):
 
 
 class SparseMLP(nn.Module):
-    """A router, on every rank, and its experts, in the place of an MLP."""
+    """A router, on every rank, and its experts, in the place of an MLP.
+
+    shared_expert: computes rows beside them, see Experts.
+    """
 
     def __init__(
         self,
@@ -226,8 +231,12 @@ class SparseMLP(nn.Module):
         *,
         dtype: torch.dtype,
         kernels: LayerKernels | None,
+        shared_expert: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.shared_expert = shared_expert
+        if shared_expert is not None:
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, bias=False, dtype=dtype)
         self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
         fused = None if kernels is None else kernels.experts
         self.choose = choose_experts if fused is None else fused.choose
@@ -240,4 +249,6 @@ class SparseMLP(nn.Module):
             return hidden
         weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)
         output: Tensor = self.experts(hidden, weights, chosen)
+        if self.shared_expert is not None:
+            output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return output

@@ -1,6 +1,7 @@
 """The residual stream, with the norms, activations and products around it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,16 @@ class ParallelRMSNorm(RMSNorm):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's part of `tensor` into parameter `name`."""
         fill(self.weight, self.share.read(tensor, 0))
+
+
+class NormPair(NamedTuple):
+    """The norms before and after attention or MLP; None for one that the model lacks.
+
+    before: of the residual stream.  after: of the output, before it joins the stream.
+    """
+
+    before: RMSNorm | None
+    after: RMSNorm | None
 
 
 class GatedActivation(nn.Module):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ class ModelPlace:
     device: torch.device
     dtype: torch.dtype
     max_positions: int
+
+
+class Kept(NamedTuple):
+    """What a model keeps of a sequence: keys and values, states, index keys."""
+
+    layers: Sequence[AttentionFeatures]
+    states: Sequence[StateShape] = ()
+    index_keys: Sequence[StateShape] = ()
 
 
 class CausalModel(nn.Module, ABC):

@@ -2,22 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch, KernelBackend
-from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WeightedModule, fill
 from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.row_tiles import each_row
-from engine.layers.stream import GatedActivation, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
+from engine.layers.stream import GatedActivation, NormPair, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 
@@ -53,16 +52,6 @@ class DecoderParts:
         return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
 
 
-class NormPair(NamedTuple):
-    """The norms before and after attention or MLP; None for one that the model lacks.
-
-    before: of the residual stream.  after: of the output, before it joins the stream.
-    """
-
-    before: RMSNorm | None
-    after: RMSNorm | None
-
-
 class DecoderAttention(WeightedModule):
     """Self-attention. sinks: [this rank's heads] float32, None without."""
 
@@ -78,6 +67,7 @@ class DecoderAttention(WeightedModule):
             tp,
             bias=config.qkv_bias,
             dtype=dtype,
+            gated=config.flags.gated_attention,
         )
         self.o_proj = RowParallelLinear(
             sizes.num_heads * sizes.head_dim, sizes.hidden_size, tp, bias=config.output_bias, dtype=dtype
@@ -93,15 +83,7 @@ class DecoderAttention(WeightedModule):
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
         self.backend = parts.backend
-        self.features = AttentionFeatures(
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            sizes.head_dim,
-            scale=config.attention_scale,
-            window=layer.window,
-            soft_cap=config.attention_soft_cap,
-            has_sinks=config.flags.sinks,
-        )
+        self.features = config.attention(layer, tp)
         self.backend.check_features(self.features)
 
     def forward(
@@ -115,7 +97,7 @@ class DecoderAttention(WeightedModule):
     ) -> Stream:
         """Return the residual stream after attention, or of those `rows` alone."""
         qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
-        query, key, value = self.qkv_proj.split(qkv)
+        query, key, value, gate = self.qkv_proj.split(qkv)
         if self.qk_norm == "whole":
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
@@ -123,11 +105,19 @@ class DecoderAttention(WeightedModule):
         attended = self.backend.forward(query, cache, batch.attention, self.features, self.sinks).flatten(1)
         if rows is not None:
             attended, total = attended[rows], total[rows]
+        if gate is not None:
+            gate = gate.flatten(1) if rows is None else gate.flatten(1)[rows]
+            fused = None if self.kernels is None else self.kernels.sigmoid_and_mul
+            attended = attended * gate.sigmoid() if fused is None else fused(attended, gate)
         return self.products.add(attended, self.o_proj, norms.after, total)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
+
+    def prepare(self, norm: RMSNorm | None) -> None:
+        """Fold the norm before into the products; once, before weights are packed."""
+        self.products.prepare(norm, self.qkv_proj, self.o_proj)
 
     def _norm_rotate_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, batch: ForwardBatch, cache: LayerKVCache
@@ -146,16 +136,17 @@ class DecoderAttention(WeightedModule):
 
 
 class DecoderMLP(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x)). intermediate_size: the model's if None."""
 
-    def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
+    def __init__(self, parts: DecoderParts, layer: LayerConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
         config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
         bias = config.mlp_bias
-        share = tp.share(sizes.intermediate_size, "features of gate and up")
+        size = intermediate_size or sizes.intermediate_size
+        share = tp.share(size, "features of gate and up")
         rows = {"gate": share, "up": share}
         self.gate_up_proj = ColumnParallelLinear(sizes.hidden_size, rows, bias=bias, dtype=dtype)
-        self.down_proj = RowParallelLinear(sizes.intermediate_size, sizes.hidden_size, tp, bias=bias, dtype=dtype)
+        self.down_proj = RowParallelLinear(size, sizes.hidden_size, tp, bias=bias, dtype=dtype)
         self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
         self.products = parts.products(layer)
 
@@ -165,18 +156,41 @@ class DecoderMLP(nn.Module):
         return self.products.add(gated, self.down_proj, norms.after, total)
 
 
+class SharedExpert(DecoderMLP):
+    """The MLP beside experts, of rows in place of the stream."""
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        """Compute hidden [tokens, hidden] -> [tokens, hidden]."""
+        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return output
+
+
 class DecoderLayer(WeightedModule):
     """One block; the residual stream travels beside the hidden states so that each norm adds it."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(parts, layer)
         size, kernels = parts.config.sizes.hidden_size, parts.backend.layer_kernels
+        self.self_attn: DecoderAttention | GatedDeltaNet
+        if layer.delta is None:
+            self.self_attn = DecoderAttention(parts, layer)
+        else:
+            self.self_attn = GatedDeltaNet(
+                layer.delta, size, parts.tp, parts.products(layer), dtype=parts.dtype, kernels=kernels
+            )
         self.mlp: DecoderMLP | SparseMLP
         if layer.experts is None:
             self.mlp = DecoderMLP(parts, layer)
         else:
-            self.mlp = SparseMLP(layer.experts, size, parts.tp, dtype=parts.dtype, kernels=kernels)
+            shared = layer.experts.shared_size
+            self.mlp = SparseMLP(
+                layer.experts,
+                size,
+                parts.tp,
+                dtype=parts.dtype,
+                kernels=kernels,
+                shared_expert=SharedExpert(parts, layer, shared) if shared else None,
+            )
         named = {name: parts.norm(size) for name in parts.config.flags.norms if name}
         for name, norm in named.items():
             self.add_module(name, norm)
@@ -188,11 +202,14 @@ class DecoderLayer(WeightedModule):
         stream: Stream,
         rotations: Sequence[Rotation],
         batch: ForwardBatch,
-        cache: LayerKVCache,
+        cache: LayerKVCache | Sequence[Tensor],
         rows: Tensor | None = None,
     ) -> Stream:
         """Return the residual stream after the block, of `rows` alone if given."""
-        stream = self.self_attn(stream, self.attention_norms, rotations, batch, cache, rows)
+        if isinstance(self.self_attn, DecoderAttention):
+            stream = self.self_attn(stream, self.attention_norms, rotations, batch, cache, rows)
+        else:
+            stream = self.self_attn(stream, self.attention_norms, batch.states, cache, rows)
         if isinstance(self.mlp, DecoderMLP):
             after: Stream = self.mlp(stream, self.mlp_norms)
             return after
@@ -202,8 +219,8 @@ class DecoderLayer(WeightedModule):
 
     def finish_loading(self) -> None:
         """Fold norms into products before these pack their weights."""
-        attention, mlp = self.self_attn, self.mlp
-        attention.products.prepare(self.attention_norms.before, attention.qkv_proj, attention.o_proj)
+        self.self_attn.prepare(self.attention_norms.before)
+        mlp = self.mlp
         if isinstance(mlp, DecoderMLP):
             mlp.products.prepare(self.mlp_norms.before, mlp.gate_up_proj, mlp.down_proj)
 
@@ -220,6 +237,7 @@ class DecoderModel(nn.Module):
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
         self.norm = parts.norm(sizes.hidden_size)
+        self.with_states = [i for i, layer in enumerate(config.layers) if layer.delta is not None]
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, rotations: Sequence[Rotation], rows: Tensor | None = None
@@ -229,10 +247,11 @@ class DecoderModel(nn.Module):
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
         stream = Stream(hidden)
-        last = len(self.layers) - 1
-        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        last, caches = len(self.layers) - 1, iter(cache.layers)
+        for i, layer in enumerate(self.layers):
             wanted = rows if i == last else None
-            stream = layer(stream, rotations, batch, layer_cache, wanted)
+            kept = next(caches) if i not in self.with_states else cache.states_of(i)
+            stream = layer(stream, rotations, batch, kept, wanted)
         normed, _ = stream.normed(self.norm)
         return normed
 
@@ -251,7 +270,7 @@ class DecoderForCausalLM(CausalModel):
         self.lm_head = ParallelLMHead(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
-        self.attention_layers = [m.features for m in self.modules() if isinstance(m, DecoderAttention)]
+        self.attention_layers, self.states, self.index_keys = config.kept(parts.tp, parts.dtype)
         self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
 
     def tie_weights(self) -> None:

@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 from reprlib import repr as brief  # short
 from typing import Any
 
+import torch
+
+from engine.attention.features import AttentionFeatures
 from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number
 from engine.errors import ConfigError, UnsupportedModel
+from engine.layers.gated_delta_net import DeltaHeads
 from engine.layers.moe import Experts
+from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import Rope
 from engine.layers.stream import ACTIVATIONS
+from engine.models.base import Kept
 from engine.models.registry import DecoderFlags
 
 
@@ -50,6 +56,7 @@ def read_experts(
         bias=flags.expert_bias,
         swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit")) if "swiglu_alpha" in known else None,
         interleaved=flags.interleaved_experts,
+        shared_size=size(known, "shared_expert_intermediate_size") if "shared_expert_intermediate_size" in known else 0,
     )
     if experts.num_chosen > experts.num_experts:
         raise ConfigError(
@@ -67,6 +74,26 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
             f"config.json: mlp_only_layers must hold numbers of the {num_layers} layers, got {brief(dense)}"
         )
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
+
+
+def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> DeltaHeads | None:
+    """Return the heads of layers of type LINEAR, None for an architecture without. Raises ConfigError."""
+    if "linear_num_key_heads" not in known:
+        return None
+    if known["hidden_act"] != "silu":
+        raise UnsupportedModel(f"delta nets with hidden_act {known['hidden_act']!r} are not supported natively")
+    num_heads, num_values = size(known, "linear_num_key_heads"), size(known, "linear_num_value_heads")
+    if num_values % num_heads:
+        raise ConfigError(f"config.json: {num_values} heads of values cannot share {num_heads} of keys")
+    return DeltaHeads(
+        num_heads,
+        num_values // num_heads,
+        size(known, "linear_key_head_dim"),
+        size(known, "linear_value_head_dim"),
+        size(known, "linear_conv_kernel_dim"),
+        eps,
+        interleaved=flags.interleaved_delta,
+    )
 
 
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the length before they stretched it
@@ -120,7 +147,9 @@ def _read_rope(
     return rope
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+#: Keys of how many layers there are from one of FULL to the next, and the kind of the others.
+PATTERNS = {"sliding_window_pattern": SLIDING, "full_attention_interval": LINEAR}
 
 #: Keys that every architecture reads, with the value that a missing key stands for.
 COMMON_KEYS = {
@@ -138,12 +167,13 @@ class LayerConfig:
     """One layer's own configuration, where a model's layers differ.
 
     window: tokens that a query sees, itself included; None if it sees all before it.
-    rope: the index of its rotation.  experts: None if it has an MLP.
+    rope: the index of its rotation.  experts: None if it has an MLP.  delta: None if it has attention.
     """
 
     window: int | None
     rope: int
     experts: Experts | None
+    delta: DeltaHeads | None
 
 
 @dataclass(frozen=True)
@@ -167,6 +197,24 @@ class DecoderConfig:
     tie_word_embeddings: bool
     ropes: tuple[Rope, ...]
     layers: tuple[LayerConfig, ...]
+
+    def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
+        """Return what one rank keeps of a sequence: KV of such attention, and states. dtype: the model's."""
+        features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
+        each = [(i, layer.delta.share(tp)) for i, layer in enumerate(self.layers) if layer.delta is not None]
+        return Kept(features, [state for i, heads in each for state in heads.states(i, dtype)])
+
+    def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
+        """Return the attention of a layer on one rank. Raises ConfigError."""
+        return AttentionFeatures(
+            tp.share(self.sizes.num_heads, "attention heads").length,
+            tp.share_or_copy(self.sizes.num_kv_heads, "KV heads").length,
+            self.sizes.head_dim,
+            scale=self.attention_scale,
+            window=layer.window,
+            soft_cap=self.attention_soft_cap,
+            has_sinks=self.flags.sinks,
+        )
 
     def within(self, max_positions: int) -> DecoderConfig:
         """Limit sequences to so many tokens: a window that holds them all is dropped."""
@@ -197,9 +245,11 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     kinds = _layer_kinds(known, model.num_layers)
     if SLIDING in kinds and not known.get("use_sliding_window", True):
         raise ConfigError("config.json: layer_types has sliding_attention, and use_sliding_window is false")
-    windows = {FULL: None, SLIDING: size(known, "sliding_window") if SLIDING in kinds else None}
+    windows = {FULL: None, LINEAR: None, SLIDING: size(known, "sliding_window") if SLIDING in kinds else None}
     ropes = read_ropes(known, model.head_dim, model.max_position_embeddings)
     experts = read_experts(known, flags, model.num_layers, model.intermediate_size)
+    eps = number(model.values, "rms_norm_eps")
+    delta = read_delta(known, flags, eps)
     attention_bias = truth(known, "attention_bias")
     name = "hidden_activation" if "hidden_activation" in known else "hidden_act"
     if known[name] not in ACTIVATIONS:
@@ -207,7 +257,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     return DecoderConfig(
         flags=flags,
         sizes=model,
-        rms_norm_eps=number(model.values, "rms_norm_eps"),
+        rms_norm_eps=eps,
         activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,
         output_bias=truth(known, "attention_out_bias") if "attention_out_bias" in known else attention_bias,
@@ -218,24 +268,24 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         tie_word_embeddings=truth(known, "tie_word_embeddings"),
         ropes=ropes,
         layers=tuple(
-            LayerConfig(windows[kind], int(kind == SLIDING and len(ropes) > 1), each)
+            LayerConfig(windows[kind], int(kind == SLIDING and len(ropes) > 1), each, delta if kind == LINEAR else None)
             for kind, each in zip(kinds, experts, strict=True)
         ),
     )
 
 
 def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
-    """FULL or SLIDING for each layer, as config.json lists them or by the architecture's own rule."""
+    """FULL, SLIDING or LINEAR for each layer, as config.json lists them or by the architecture's own rule."""
     if known.get("layer_types"):
         kinds = list(known["layer_types"])
         if len(kinds) != num_layers:
             raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
-        if unknown := sorted(set(map(str, kinds)) - {FULL, SLIDING}):
+        known_kinds = {FULL, LINEAR if "linear_num_key_heads" in known else SLIDING}
+        if unknown := sorted(set(map(str, kinds)) - known_kinds):
             raise UnsupportedModel(f"layers of type {', '.join(unknown)} are not supported natively")
         return kinds
-    if "sliding_window_pattern" in known:
-        pattern = size(known, "sliding_window_pattern")
-        return [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
+    for key in PATTERNS.keys() & known.keys():
+        return [PATTERNS[key] if (i + 1) % size(known, key) else FULL for i in range(num_layers)]
     if known.get("sliding_window") is None or not known.get("use_sliding_window", True):
         return [FULL] * num_layers
     first = known.get("max_window_layers", 0)

@@ -16,7 +16,7 @@ from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
 #: Other names of modules, by their names here.
-RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
+RENAMED = {"block_sparse_moe": "mlp", "router": "gate", "linear_attn": "self_attn"}
 #: Last names of modules in the checkpoint, with the module that holds each here and its shard.
 PACKED = {
     "q_proj": ("qkv_proj", "q"),
@@ -24,9 +24,12 @@ PACKED = {
     "v_proj": ("qkv_proj", "v"),
     "gate_proj": ("gate_up_proj", "gate"),
     "up_proj": ("gate_up_proj", "up"),
+    **{f"in_proj_{shard}": ("in_proj", shard) for shard in ("qkv", "z", "b", "a", "qkvz", "ba")},
 }
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
+#: Beginnings of the names of tensors that guess tokens ahead, for which nothing here asks.
+GUESSING = ("mtp.",)
 
 BODY = "model."  # how the names begin of all tensors but the LM head's
 
@@ -73,7 +76,7 @@ def load_weights(
         for name, tensor in own_names(plain, is_text_part=config.is_text_part).items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
-            if not name.endswith(COMPUTED):
+            if not name.endswith(COMPUTED) and not name.startswith(GUESSING):
                 missing.difference_update(_load_tensor(modules, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)

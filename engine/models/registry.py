@@ -4,7 +4,7 @@ To add one: an entry here, and a line in tests/engine/families.py for the compar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import UnsupportedModel
@@ -39,10 +39,12 @@ class DecoderFlags:
     float32_norms: norm weights multiply before the result is rounded to the model's dtype, not after.
     float32_rotation: cosines and sines are not rounded to the model's dtype.
     qk_norm: queries and keys are normalised before the rotation, each head by itself or all as one vector.
+    gated_attention: what heads attend to is multiplied by the sigmoid of a gate.
     qkv_bias: queries, keys and values have a bias whatever config.json says.
     scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
     sinks: every head has one, see AttentionFeatures.
     expert_bias, interleaved_experts: as `bias` and `interleaved` of Experts.
+    interleaved_delta: as `interleaved` of DeltaHeads.
     """
 
     model_type: str
@@ -54,11 +56,13 @@ class DecoderFlags:
     float32_norms: bool = False
     float32_rotation: bool = False
     qk_norm: Literal["head", "whole"] | None = None
+    gated_attention: bool = False
     qkv_bias: bool = False
     scaled_embeddings: bool = False
     sinks: bool = False
     expert_bias: bool = False
     interleaved_experts: bool = False
+    interleaved_delta: bool = False
 
 
 QWEN_WINDOWS = {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -70,6 +74,27 @@ GEMMA = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+DELTA = {
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+}
+SHARED_EXPERT = {
+    "moe_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_local_experts": None,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_5 = DecoderFlags(
+    "qwen3_5_text", keys=DELTA, norm_offset=1.0, float32_norms=True, qk_norm="head", gated_attention=True
+)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": DecoderFlags("llama", keys={"attention_bias": False, "mlp_bias": False}),
@@ -129,6 +154,18 @@ ARCHITECTURES = {
         },
         qk_norm="head",
     ),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(
+        QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        keys={**DELTA, **SHARED_EXPERT, "num_experts": 256, "num_experts_per_tok": 8},
+    ),
+    "Qwen3NextForCausalLM": replace(
+        QWEN3_5,
+        model_type="qwen3_next",
+        keys={**DELTA, **SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True},
+        interleaved_delta=True,
+    ),
     "GptOssForCausalLM": DecoderFlags(
         "gpt_oss",
         keys={
@@ -160,9 +197,12 @@ ARCHITECTURES = {
 
 #: The same without an LM head, as checkpoints for embeddings are: what is beside the head is alike.
 BODIES = {name.replace("ForCausalLM", "Model"): name for name in ARCHITECTURES} | {
-    "Gemma3TextModel": "Gemma3ForCausalLM"
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Qwen3_5TextModel": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeTextModel": "Qwen3_5MoeForCausalLM",
 }
-del BODIES["Gemma3Model"]  # which reads images too
+for with_images in ("Gemma3Model", "Qwen3_5Model", "Qwen3_5MoeModel"):
+    del BODIES[with_images]
 
 
 def decoder_flags(architecture: str) -> DecoderFlags:

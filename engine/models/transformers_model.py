@@ -5,17 +5,16 @@ batch and the cache: engine.run.forward.probe checks that.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.attention.base import ForwardBatch
-from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import KVCache
 from engine.attention.state_pool import StateShape
 from engine.checkpoint.folder import list_weight_files
@@ -33,7 +32,7 @@ from engine.models.attention_calls import (
     describe_mask,
     features_of,
 )
-from engine.models.base import CausalModel, ModelPlace
+from engine.models.base import CausalModel, Kept, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
 from engine.models.own_attention import plainest, put_in_place
 from engine.models.own_positions import Recorded, find_positions, takes_positions, tell_positions
@@ -161,14 +160,6 @@ def class_of(architecture: str) -> Any:
             f"{nearest(architecture)}"
         )
     return kind
-
-
-class Kept(NamedTuple):
-    """What a model keeps of a sequence: keys and values, states, index keys."""
-
-    layers: Sequence[AttentionFeatures]
-    states: Sequence[StateShape] = ()
-    index_keys: Sequence[StateShape] = ()
 
 
 @torch.inference_mode()

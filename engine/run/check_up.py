@@ -15,6 +15,7 @@ from engine.run.observation import Observation, fault_of
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_config import ModelConfig
+    from engine.models.load import ModelPath
     from engine.run.forward.memory import PoolSizes
 
 
@@ -108,20 +109,26 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     else:
         yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
     if entries:
-        sizes = None if path.decoder is not None else _pool_sizes(config, model, folder, dtype.name)
+        sizes = _pool_sizes(config, model, path, folder, dtype.name)
         yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name], sizes)
 
 
-def _pool_sizes(config: EngineConfig, model: ModelConfig, folder: Path, dtype: str) -> PoolSizes | None:
-    """Return the bytes of a block and a state of a model of transformers; None where its weights alone tell."""
+def _pool_sizes(
+    config: EngineConfig, model: ModelConfig, path: ModelPath, folder: Path, dtype: str
+) -> PoolSizes | None:
+    """Return the bytes of a block and a state of a model on one rank; None where its weights alone tell."""
     import torch
 
     from engine.attention.kv_cache import FP8, block_bytes
     from engine.attention.state_pool import state_bytes
+    from engine.layers.parallel import TensorParallel
     from engine.models.transformers_model import kept_by
     from engine.run.forward.memory import PoolSizes
 
-    found = kept_by(model, folder, getattr(torch, dtype))
+    if path.decoder is None:
+        found = kept_by(model, folder, getattr(torch, dtype))
+    else:
+        found = path.decoder.kept(TensorParallel(0, config.tensor_parallel_size), getattr(torch, dtype))
     if found is None:
         return None
     kv_dtype = getattr(torch, dtype) if config.kv_cache_dtype == "auto" else FP8

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from engine.attention.features import AttentionFeatures
     from engine.checkpoint.model_config import ModelConfig
     from engine.models.load import ModelPath
-    from engine.models.transformers_model import Kept
 
 MIB = 2**20
 
@@ -42,6 +41,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     from engine.attention.kv_cache import block_bytes
     from engine.checkpoint.heads import read_classes
+    from engine.layers.parallel import TensorParallel
     from engine.models.load import read_supported
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of, kept_by
@@ -70,7 +70,10 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
         yield "gives", "embeddings" if classes is None else f"classes: {', '.join(classes.labels)}"
         yield "state", "none: each text is read in one pass, without a KV cache"
         return
-    kept = _native(path) if path.decoder is not None else kept_by(model, folder, getattr(torch, dtype))
+    if path.decoder is None:
+        kept = kept_by(model, folder, getattr(torch, dtype))
+    else:
+        kept = path.decoder.within(model.max_position_embeddings).kept(TensorParallel(), getattr(torch, dtype))
     if kept is None:
         yield "attention", "only its weights can tell, or it is refused at the start"
         return
@@ -100,20 +103,6 @@ def _template(source: str | None) -> str:
     if source is None:
         return "no chat template: chats are refused"
     return "a chat template" + (" that cannot be parsed: chats are refused" if read_variables(source) is None else "")
-
-
-def _native(path: ModelPath) -> Kept:
-    from engine.attention.features import AttentionFeatures
-    from engine.models.transformers_model import Kept
-
-    decoder = path.decoder
-    assert decoder is not None
-    sizes = decoder.sizes
-    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, decoder.attention_scale)
-    sinks, soft_cap = decoder.flags.sinks, decoder.attention_soft_cap
-    layers = decoder.within(sizes.max_position_embeddings).layers
-    kept = [AttentionFeatures(*heads, window=layer.window, soft_cap=soft_cap, has_sinks=sinks) for layer in layers]
-    return Kept(kept)
 
 
 def _kind(layer: AttentionFeatures) -> str:

@@ -29,7 +29,7 @@ from engine.models.load import choose_path
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
 from engine.run.forward.model_runner import ModelRunner
-from engine.run.forward.runner import PendingTokens, PoolSize, Runner
+from engine.run.forward.runner import PendingTokens, PoolSize, Runner, StateRows
 from engine.run.forward.single_pass_runner import SinglePassRunner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
@@ -153,7 +153,8 @@ class RankGroup:
             self.backend_name: str
             self.has_graphs: bool
             size, self.backend_name, self.has_graphs = self._start(config, folder, devices, start_timeout_s)
-            self.pool_size = PoolSize(**size)
+            states = size.pop("states")
+            self.pool_size = PoolSize(**size, states=None if states is None else StateRows(*states))
         except BaseException:
             self._kill()
             raise

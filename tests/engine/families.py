@@ -46,6 +46,20 @@ def rope(rope_type: str = "default", theta: float = 500.0, **parameters: Any) ->
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
 EXPERTS = {"rope_parameters": rope(), "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+DELTA = {
+    "rope_parameters": rope(partial_rotary_factor=0.5),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+LINEAR_LAST = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 GEMMA = {"rope_parameters": rope(), "query_pre_attn_scalar": 40, "sliding_window": 20}
 GEMMA3_LAYERS = {
     "rope_parameters": {
@@ -103,6 +117,21 @@ FAMILIES = [
         "qwen3_moe",
         {**EXPERTS, "attention_bias": True, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4},
     ),
+    Family("qwen3_5", "qwen3_5_text", {**DELTA, **LINEAR_LAST}),
+    Family(
+        "qwen3_5_interval",
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "num_hidden_layers": 4,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    Family("qwen3_5_moe", "qwen3_5_moe_text", {**DELTA, **LINEAR_LAST, **SHARED_EXPERT}),
+    Family("qwen3_next", "qwen3_next", {**DELTA, **LINEAR_LAST, **SHARED_EXPERT, "mlp_only_layers": [0]}),
     Family(
         "gpt_oss",
         "gpt_oss",

@@ -52,6 +52,22 @@ def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) 
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_a_model_with_states_depend_on_the_request_alone(tmp_path: Path, dtype: str) -> None:
+    """States are computed alike in chunks, from snapshots and token by token."""
+    folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == "qwen3_5"))
+    settings, requests = config(folder, dtype=dtype), make_requests(24)
+    limits = {
+        "max_num_batched_tokens": 61,
+        "max_num_seqs": 24,
+        "kv_cache_bytes": 1 << (17 if dtype == "float32" else 16),
+    }
+    found, stats = run_all(replace(settings, **limits, async_scheduling=True), requests)
+    assert found == run_alone(settings, requests)
+    assert stats.num_preemptions > 0
+    assert stats.cached_tokens > 0
+
+
 def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
     """Which a small model's bits would not tell: oneDNN sums few inputs alike in any batch."""
     for is_deterministic in (True, False):

@@ -39,7 +39,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> References:
     return find
 
 
-ON_CPU = ("gemma2", "gpt_oss", "phi3_longrope", "qwen2_windows")
+ON_CPU = ("gemma2", "gpt_oss", "phi3_longrope", "qwen2_windows", "qwen3_5")
 CASES = [
     *((name, "torch") for name in BY_NAME),
     *((name, "cpu") for name in ON_CPU),
@@ -107,7 +107,9 @@ def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, 
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", ["olmo2", pytest.param("gpt_oss", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_oss", "qwen3_next"))]
+)
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     """Norms over the heads of all ranks; experts."""
     differences, _ = run(family(name), "tp2", "auto")

@@ -26,16 +26,20 @@ from tests.engine.test_isolation import PREFIX, Poisoned, prompts, run
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(params=["lfm2", "jamba", "mamba2"])
+NATIVE = "qwen3_5_text"
+
+
+@pytest.fixture(params=["lfm2", "jamba", "mamba2", NATIVE])
 def folder(request: pytest.FixtureRequest, architecture: Architectures) -> Path:
-    """Of convolutions; of Mamba-1, whose scan is ours; both with attention; and of states alone."""
+    """Of convolutions; of Mamba-1, whose scan is ours; both with attention; of states alone; and our delta net."""
     found: Path = architecture(request.param).reference.folder
     return found
 
 
 def start(folder: Path, **changes: Any) -> Engine:
     values = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 60, "max_model_len": 200, **changes}
-    return Engine(small(folder, attention_backend="torch", **values))
+    backend = "auto" if folder.name.startswith(NATIVE) else "torch"
+    return Engine(small(folder, attention_backend=backend, **values))
 
 
 @pytest.fixture(params=[False, True], ids=["in turns", "overlap"])
@@ -61,25 +65,29 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypat
     runner = built._open_runner()
     assert isinstance(runner, ModelRunner)
     model: Any = runner.model
-    last = list(model._mixers._cache.mixers)[-1]
-    compute, positions = last.forward, lambda: model._attention.positions.tolist()
+    if Path(built.config.model).name.startswith(NATIVE):
+        last, name = model.model.layers[-1].self_attn, "mix"
+    else:
+        last, name = list(model._mixers._cache.mixers)[-1], "forward"
+    compute = getattr(last, name)
     poisoned = {len(PREFIX) + 3 + step for step in (-1, 4)}
 
     def raises(*args: Any, **options: Any) -> Any:
         found = compute(*args, **options)
-        if 666 in seeds and poisoned & set(positions()):
+        if 666 in seeds and poisoned & set(positions):
             raise Poisoned("a part of the prompt")
         return found
 
     seeds: list[int] = []
+    positions: list[int] = []
     launch = runner.launch
 
     def watched(step: Any, sampling: Any) -> Any:
-        seeds[:] = sampling.values["seed"].tolist()
+        seeds[:], positions[:] = sampling.values["seed"].tolist(), step.positions.tolist()
         return launch(step, sampling)
 
     with monkeypatch.context() as patch:
-        patch.setattr(last, "forward", raises)
+        patch.setattr(last, name, raises)
         patch.setattr(runner, "launch", watched)
         done = run(built)
     assert {key[0] for key, completion in done.items() if completion.finish_reason == "error"} == {"6"}
@@ -175,7 +183,8 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
         fit_states(row, config, kept + row - 1, 1 << 30)
 
 
-def test_ranks_divide_no_states(folder: Path) -> None:
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_ranks_divide_no_states_of_transformers(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size=2: .*set tensor_parallel_size=1"):
         ModelRunner(small(folder), read_model_config(folder), folder, TensorParallel(0, 2))
 
@@ -202,6 +211,7 @@ def test_a_scan_goes_on_where_another_ended() -> None:
     assert torch.allclose(state, last, atol=1e-6)
 
 
+@pytest.mark.parametrize("folder", ["lfm2", "jamba", "mamba2"], indirect=True)
 def test_a_state_that_no_cache_sees_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of which one mixer is not found answers as if it forgot."""
     note = StateCache._note

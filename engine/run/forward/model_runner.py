@@ -39,7 +39,7 @@ from engine.run.forward.memory import (
 from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
-from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
+from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled, StateRows
 from engine.run.forward.to_device import pool, to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
@@ -290,6 +290,8 @@ class ModelRunner:
         sizes = PoolSizes(size, state_bytes(model.states))
         num_blocks, states = divide_pool(sizes, config, most, default, self._longest)
         num_blocks = self._tp.minimum(num_blocks)
+        if states is not None:
+            states = StateRows(*map(self._tp.minimum, states))
         max_model_len = fit_pool(num_blocks, config, self._model_config.max_position_embeddings)
         self.pool_size = PoolSize(num_blocks, num_blocks * size, max_model_len, states)
         if states is not None:

@@ -16,10 +16,13 @@ import torch
 
 from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
+from engine.attention.state_pool import state_parts
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_store import store_kv
+from engine.kernels.delta_net import delta_net
 from engine.kernels.upload import upload
+from engine.layers.gated_delta_net import DeltaHeads, DeltaWeights
 from engine.layers.linear import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
@@ -71,6 +74,8 @@ KERNELS = {
     "fused_product_kernel": Kernel(
         variants=3, of_layer=("IN", "OUT", "GATED"), warps=4, product="wgmma", wide=0.5, buffers=3
     ),
+    "convolve_kernel": Kernel(warps=28, wide=0.25),
+    "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
@@ -214,12 +219,25 @@ def write_alone(num_rows: int) -> None:
         static.write(step, sampling_batch(num_rows), sampled)
 
 
+def mix_alone(num_rows: int) -> None:
+    """In a delta net of Qwen3.5-9B, so many rows that decode."""
+    heads = DeltaHeads(16, 2, 128, 128, 4, 1e-6)
+    with META:
+        memory = [torch.empty(num_rows, *state.shape, dtype=state.dtype) for state in heads.states(0, torch.bfloat16)]
+        sizes = ((16, 4, heads.num_channels), (16, 2), (16, 2), (128,))
+        weights = DeltaWeights(*(torch.empty(size) for size in sizes))
+        x = torch.empty(num_rows, 16 * sum(heads.rows.values()), dtype=torch.bfloat16)
+    parts = state_parts(np.tile((0, 1, 0, 0, -1), (num_rows, 1)), META)
+    delta_net(x, memory, parts, weights, heads)
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
     model_case("Qwen3-0.6B", fp8=True),
     model_case("gpt-oss-20b", fp8=True),
+    Case("Qwen3.5-9B, its delta nets", mix_alone),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),

@@ -1,0 +1,246 @@
+"""The gated delta net: in place of attention a short convolution, and for each head a matrix that tokens correct.
+
+Source: arXiv:2412.06464; in chunks of tokens by matrix products, as arXiv:2406.06484 has it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.layer_kernels import LayerKernels
+from engine.attention.state_pool import StateParts, StateShape
+from engine.checkpoint.weights import CheckpointTensor
+from engine.errors import WeightMismatch
+from engine.layers.linear import ReplicatedLinear, RowParallelLinear, WeightedModule, fill
+from engine.layers.parallel import Share, TensorParallel
+from engine.layers.stream import NormPair, RMSNorm, Stream, StreamProducts
+
+CHUNK = 64
+NORM_EPS = 1e-6  # of queries' and keys' lengths, whatever config.json says
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a layer, or of one rank.
+
+    num_heads: of queries and keys.  group: heads of values that share one of them.  key_dim, value_dim: of a head.
+    kernel_size: tokens that the convolution sees.  eps: of the norm behind.
+    interleaved: a checkpoint's tensors have the rows of a head together, head after head.
+    """
+
+    num_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    eps: float
+    interleaved: bool = False
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Return how many numbers each projection has for a head: q, k and v are convolved."""
+        values = self.group * self.value_dim
+        return {"q": self.key_dim, "k": self.key_dim, "v": values, "z": values, "b": self.group, "a": self.group}
+
+    @property
+    def num_channels(self) -> int:
+        """Return how many of a head's numbers are convolved."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    def share(self, tp: TensorParallel) -> "DeltaHeads":
+        """Return those of this rank. Raises ConfigError."""
+        return replace(self, num_heads=tp.share(self.num_heads, "key heads of a delta net").length)
+
+    def states(self, layer: int, dtype: torch.dtype) -> list[StateShape]:
+        """Return a sequence's states: tokens that the convolution sees again, and matrices, transposed."""
+        seen = (self.num_heads, self.kernel_size - 1, self.num_channels)
+        matrices = (self.num_heads, self.group, self.value_dim, self.key_dim)
+        return [
+            StateShape(layer, "conv_states", 0, seen, dtype),
+            StateShape(layer, "recurrent_states", 0, matrices, torch.float32),
+        ]
+
+
+class DeltaWeights(NamedTuple):
+    """Weights beside the projections, float32.
+
+    conv: [heads, kernel, channels].  decay, dt_bias: [heads, group].  norm: [value_dim].
+    """
+
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool) -> None:
+    """Copy this rank's heads out of a tensor of several matrices, with so many rows for a head. Raises WeightMismatch.
+
+    place: [heads, rows, ...].  together: all rows of a head are, else all of a matrix.
+    """
+    period, rest = sum(sizes), tensor.shape[1:]
+    if tensor.shape[:1] != (heads.total * period,):
+        raise WeightMismatch(f"shape {list(tensor.shape)} found, {heads.total * period} rows expected")
+    found, begin = [], 0
+    for size in [period] if together else sizes:
+        rows = tensor.read(0, begin + heads.start * size, heads.length * size)
+        found.append(rows.view(heads.length, size, *rest))
+        begin += heads.total * size
+    fill(place, torch.cat(found, dim=1))
+
+
+class DeltaProjection(ReplicatedLinear):
+    """All projections of the input, this rank's heads one after the other, with the numbers of DeltaHeads.rows each."""
+
+    def __init__(self, in_features: int, heads: DeltaHeads, share: Share, *, dtype: torch.dtype) -> None:
+        super().__init__(in_features, share.length * sum(heads.rows.values()), bias=False, dtype=dtype)
+        self.heads, self.share = heads, share
+        self.shards = ("qkvz", "ba") if heads.interleaved else ("qkv", "z", "b", "a")
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy the matrices that `shard` names."""
+        assert shard is not None
+        rows = self.heads.rows
+        sizes = [rows[each] for each in shard]
+        start = sum(list(rows.values())[: list(rows).index(shard[0])])
+        place = self.weight.view(self.share.length, -1, self.in_features)[:, start : start + sum(sizes)]
+        fill_heads(place, tensor, sizes, self.share, together=self.heads.interleaved)
+
+
+class GatedDeltaNet(WeightedModule):
+    """One layer's gated delta net, this rank's heads of it."""
+
+    def __init__(
+        self,
+        heads: DeltaHeads,
+        hidden_size: int,
+        tp: TensorParallel,
+        products: StreamProducts,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels | None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.products = heads.share(tp), products
+        self.share = tp.share(heads.num_heads, "key heads of a delta net")
+        self.in_proj = DeltaProjection(hidden_size, heads, self.share, dtype=dtype)
+        width = heads.num_heads * heads.group * heads.value_dim
+        self.out_proj = RowParallelLinear(width, hidden_size, tp, bias=False, dtype=dtype)
+        self.norm = RMSNorm(heads.value_dim, heads.eps, dtype=torch.float32)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            weight = torch.empty(self.share.length, *shape, dtype=torch.float32)
+            return nn.Parameter(weight, requires_grad=False)
+
+        self.conv1d = parameter(heads.num_channels, 1, heads.kernel_size)
+        self.A_log, self.dt_bias = parameter(heads.group), parameter(heads.group)
+        self.mix = mix if kernels is None or kernels.delta_net is None else kernels.delta_net
+
+    def forward(
+        self,
+        stream: Stream,
+        norms: NormPair,
+        parts: StateParts | None,
+        memory: Sequence[Tensor],
+        rows: Tensor | None = None,
+    ) -> Stream:
+        """Return the residual stream behind it, or of those `rows` alone. memory: the pool's states of this layer."""
+        assert parts is not None, "a model with states has parts in each step"
+        x, total = self.products.after_norm(stream, norms.before, self.in_proj)
+        mixed = self.mix(x, memory, parts, self.weights, self.heads)
+        if rows is not None:
+            mixed, total = mixed[rows], total[rows]
+        return self.products.add(mixed, self.out_proj, norms.after, total)
+
+    def place_of(self, name: str) -> tuple[str, str | None] | None:
+        """Find the convolution's weight by the checkpoint's name too."""
+        return super().place_of(name.removesuffix(".weight"))
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy this rank's part of `tensor` into parameter `name`."""
+        rows = self.heads.rows
+        sizes = [rows[each] for each in ("qkv" if name == "conv1d" else "a")]
+        fill_heads(self.get_parameter(name), tensor, sizes, self.share, together=False)
+
+    def finish_loading(self) -> None:
+        """Lay out the weights as they are read."""
+        conv = self.conv1d.squeeze(2).mT.contiguous()
+        self.weights = DeltaWeights(conv, -self.A_log.exp(), self.dt_bias.data, self.norm.weight.data)
+
+    def prepare(self, norm: RMSNorm | None) -> None:
+        """Fold the norm before into the products; once, before weights are packed."""
+        self.products.prepare(norm, self.in_proj, self.out_proj)
+
+
+def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: DeltaWeights, heads: DeltaHeads) -> Tensor:
+    """Compute all between both products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
+
+    memory: the states in the pool, [rows, *shape] each, which move on by all parts of the batch.
+    """
+    x = x.view(len(x), heads.num_heads, -1)
+    out = x.new_empty(len(x), heads.num_heads * heads.group * heads.value_dim)
+    num_decodes = len(parts.decodes)
+    if num_decodes:
+        before = [kept.index_select(0, parts.decodes) for kept in memory]
+        mixed, after = _advance(x[:num_decodes, None], before, weights, heads)
+        out[:num_decodes] = mixed[:, 0]
+        for kept, values in zip(memory, after, strict=True):
+            kept.index_copy_(0, parts.decodes, values)
+    for part in parts.others:
+        before = [kept[part.source, None] if part.source >= 0 else torch.zeros_like(kept[:1]) for kept in memory]
+        mixed, after = _advance(x[None, part.start : part.end], before, weights, heads)
+        out[part.start : part.end] = mixed[0]
+        for row in (part.target, part.saved) if part.saved >= 0 else (part.target,):
+            for kept, values in zip(memory, after, strict=True):
+                kept[row] = values[0]
+    return out
+
+
+def _advance(x: Tensor, before: Sequence[Tensor], weights: DeltaWeights, heads: DeltaHeads) -> tuple[Tensor, Any]:
+    """Compute x [sequences, tokens, heads, rows], behind such states -> (output, the states after)."""
+    x = x.transpose(1, 2)  # head by head from here on, and in the end each head's values
+    mixed, z, b, a = torch.split(x, [heads.num_channels, *list(heads.rows.values())[3:]], dim=-1)
+    seen = torch.cat((before[0], mixed), dim=2)
+    kernel = weights.conv.mT.flatten(0, 1)[:, None]
+    convolved = F.silu(F.conv1d(seen.float().mT.flatten(1, 2), kernel, groups=len(kernel)))
+    convolved = convolved.view(*x.shape[:2], heads.num_channels, -1).mT[:, :, None]
+    query, key, values = torch.split(convolved, list(heads.rows.values())[:3], dim=-1)
+
+    def of_group(rows: Tensor) -> Tensor:
+        return rows.reshape(*x.shape[:3], heads.group, -1).transpose(2, 3)
+
+    query, key = (rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key))
+    query = query * heads.key_dim**-0.5
+    decay = weights.decay[:, None] * F.softplus(a.float() + weights.dt_bias[:, None])
+    rate, decay = b.float().sigmoid().mT[..., None], decay.mT[..., None]
+    given = (query, key, of_group(values), rate, decay)
+    state, chunks = before[1].mT, []
+    for start in range(0, x.shape[2], CHUNK):
+        found, state = _chunk(state, *(each[..., start : start + CHUNK, :] for each in given))
+        chunks.append(found)
+    out = torch.cat(chunks, dim=-2)
+    out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * weights.norm
+    gated = (out * F.silu(of_group(z).float())).to(x.dtype)
+    return gated.permute(0, 3, 1, 2, 4).flatten(2), (seen[:, :, x.shape[2] :], state.mT)
+
+
+def _chunk(
+    state: Tensor, query: Tensor, key: Tensor, values: Tensor, rate: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute tokens behind a state [..., key_dim, value_dim] -> (output, the state after).
+
+    query, key, values, rate, decay: [..., tokens, numbers]; the last is a logarithm.
+    """
+    total = decay.cumsum(-2)
+    is_later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=key.device).triu(1)
+    faded = (total - total.mT).masked_fill(is_later, -torch.inf).exp()
+    corrected = key * rate
+    wanted = values * rate - (corrected * total.exp()) @ state
+    added = torch.linalg.solve_triangular((corrected @ key.mT) * faded, wanted, upper=False, unitriangular=True)
+    out = (query * total.exp()) @ state + ((query @ key.mT) * faded) @ added
+    last = total[..., -1:, :]
+    return out, state * last.exp() + (key * (last - total).exp()).mT @ added
