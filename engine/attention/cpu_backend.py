@@ -55,7 +55,7 @@ class CpuBackend(KernelBackend):
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
-    least_prefill = 2  # new tokens of a sequence; one alone is a decode, which has a kernel of its own
+    least_prefill = 12  # new tokens of a sequence; fewer are rows of the decodes' kernel
 
     @classmethod
     def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -163,18 +163,22 @@ class CpuBackend(KernelBackend):
             )
         for prefix in prefixes:
             begins[prefix.seqs] = prefix.num_tokens
-        decodes = np.flatnonzero((lens == 1) & (lens < self.least_prefill))
-        seen = step.context_lens[decodes] - begins[decodes]
-        decodes = decodes[np.argsort(-seen, kind="stable")]
+        few = np.flatnonzero(lens < self.least_prefill)
+        decodes = np.repeat(few, lens[few])
+        places = np.arange(len(decodes)) - np.repeat(np.cumsum(lens[few]) - lens[few], lens[few])
+        context_lens = step.context_lens[decodes] - lens[decodes] + places + 1
+        seen = context_lens - begins[decodes]
+        order = np.argsort(-seen, kind="stable")
+        decodes = decodes[order]
         chosen = np.flatnonzero(lens >= self.least_prefill)
         of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
-        of_decodes = (starts, step.context_lens, step.block_tables, begins)
-        rows, context_lens, tables, firsts = (torch.from_numpy(each[decodes]) for each in of_decodes)
+        of_decodes = (starts[decodes] + places[order], context_lens[order], step.block_tables[decodes], begins[decodes])
+        rows, lens_seen, tables, firsts = map(torch.from_numpy, of_decodes)
         return Parts(
             shared,
             prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
-            self._decoding.DecodeRows(rows, context_lens, tables, firsts, int(seen.max(initial=0))),
+            self._decoding.DecodeRows(rows, lens_seen, tables, firsts, int(seen.max(initial=0))),
         )
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
 from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.drafts import Drafts, LookedUp
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.outputs import EngineStats
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -81,13 +82,14 @@ class StepStats:
 class Stepper:
     """Owns the launched steps that nobody has waited for.
 
-    overlaps: launch a step before the tokens of the one before are there.
+    overlaps: launch a step, without drafts, before the tokens of the one before are there.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, overlaps: bool) -> None:
         self.overlaps = overlaps
         self.stats = StepStats()
         self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
+        self.drafts: Drafts | None = None if overlaps else LookedUp()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
         self._suspects: dict[Sequence, int] = {}  # the tokens each had when steps in flight were withdrawn
@@ -120,6 +122,8 @@ class Stepper:
             prefill_tokens=scheduler.prefill_tokens,
             cached_tokens=scheduler.cached_tokens,
             decode_tokens=scheduler.decode_tokens,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
             num_blocks=scheduler.blocks.num_blocks,
             free_blocks=scheduler.blocks.num_free_blocks,
             cpu_threads=torch.get_num_threads(),
@@ -157,11 +161,15 @@ class Stepper:
         if self._pending and self._scheduler.slots.num_constrained and not self._receive_all_but(0):
             return
         with self.stats.schedule:
-            batch = self._scheduler.schedule()
+            drafts = None if self._suspects or self._pending else self.drafts
+            batch = self._scheduler.schedule(drafts)
+        began = time.perf_counter()
         if self._suspects and self._has_suspects():
             self._run_by_halves()
         else:
             self._run(batch)
+        if drafts is not None and batch.launched and not batch.prefills:
+            drafts.timed(batch.num_tokens, time.perf_counter() - began)
 
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in the steps that have arrived."""
@@ -219,7 +227,10 @@ class Stepper:
     def _receive(self, arrived: Arrived) -> None:
         self.stats.count(len(self._scheduler.in_flight[0].seqs))
         with self.stats.update:
-            self._finished += self._scheduler.receive(*arrived)
+            finished = self._scheduler.receive(*arrived)
+            if self.drafts is not None:
+                self.drafts.learn(finished)
+            self._finished += finished
 
     def _write_text(self, seq: Sequence) -> None:
         """Write the text of a finished sequence, which fails alone if that raises."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.schedule.block_manager import Block, BlockCopy
+from engine.schedule.drafts import Drafted, Drafts
 from engine.schedule.lanes import SlotGroup
 from engine.schedule.sequence import Sequence
 from engine.schedule.snapshots import StateMoves
@@ -24,6 +25,7 @@ class ScheduledBatch:
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed.
     states: of a model that keeps states.
+    drafted: sequences with a row for each guess too, behind all others; each row samples.
     scored, pooled: of a step that was built, sequences, and how many of their tokens score others, or are pooled.
     launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. ending: sequences
     that have nothing else to do.
@@ -40,6 +42,7 @@ class ScheduledBatch:
     published: list[Block] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     states: StateMoves | None = None
+    drafted: list[Drafted] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -51,6 +54,14 @@ class ScheduledBatch:
         self.decode_slots = np.concatenate((self.decode_slots, group.slots))
         self.num_tokens += len(group.seqs)
         self.num_decode_tokens += num_generated
+
+    def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
+        """Compute guesses behind the last tokens of `decodes`, [] for none."""
+        is_drafted = np.array([bool(own) for own in guesses])
+        self.drafted = [Drafted(self.decodes[i], guesses[i], drafts) for i in np.flatnonzero(is_drafted).tolist()]
+        self.decodes = [self.decodes[i] for i in np.flatnonzero(~is_drafted).tolist()]
+        self.decode_slots = self.decode_slots[~is_drafted]
+        self.num_tokens += sum(map(len, guesses))
 
     def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
         """Compute the next `num_new_tokens` tokens of `seq`."""
@@ -89,35 +100,42 @@ class ScheduledBatch:
 
     @cached_property
     def seqs(self) -> list[Sequence]:
-        """The sequences of a scheduled step, decodes first."""
-        return self.decodes + self.prefills
+        """The sequences of a scheduled step, decodes first, those with guesses last."""
+        return self.decodes + self.prefills + [each.seq for each in self.drafted]
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
         """[seqs] int64, the slot of each while this step is built and launched."""
-        return np.concatenate((self.decode_slots, np.array([seq.slot for seq in self.prefills], np.int64)))
+        others = self.seqs[len(self.decodes) :]
+        return np.concatenate((self.decode_slots, np.array([seq.slot for seq in others], np.int64)))
 
     @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
         """[seqs] int64, the tokens to compute for each."""
-        return np.concatenate((np.ones_like(self.decode_slots), np.array(self.prefill_lens, np.int64)))
+        others = self.prefill_lens + [1 + len(each.guesses) for each in self.drafted]
+        return np.concatenate((np.ones_like(self.decode_slots), np.array(others, np.int64)))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """[seqs] bool, whether each samples its next token."""
-        samples = np.ones(len(self.seqs), np.bool_)
-        samples[len(self.decodes) :] = self.prefill_samples
+        """[seqs] bool, whether each samples its next token, and that alone."""
+        samples = np.zeros(len(self.seqs), np.bool_)
+        samples[: len(self.decodes) + len(self.prefills)] = [*[True] * len(self.decodes), *self.prefill_samples]
         return samples
 
     @cached_property
     def sampling(self) -> list[Sequence]:
-        """The sequences that sample, in the order of `seqs`."""
+        """The sequences that sample one token, in the order of `seqs`."""
         return self.decodes + [seq for seq, _, samples in self.each_prefill() if samples]
 
     @cached_property
     def sampling_slots(self) -> NDArray[np.int64]:
         """[samples] int64, the slots of `sampling` when the step is launched."""
         return self.slots[self.samples]
+
+    @cached_property
+    def num_guessed(self) -> int:
+        """The rows of `drafted`."""
+        return sum(1 + len(each.guesses) for each in self.drafted)
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
         """Yield each of `prefills`, its tokens to compute, and whether it samples then."""

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.schedule.block_manager import BlockManager
+from engine.schedule.drafts import Drafted, Drafts
 from engine.schedule.lanes import AdmissionGate, RunningList, SlotGroup, urgency
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -64,6 +65,7 @@ class Scheduler:
         self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
         self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
@@ -88,8 +90,10 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, drafts: Drafts | None = None) -> ScheduledBatch:
         """Choose the next step and reserve its blocks; it is empty if it has no tokens.
+
+        drafts: guesses tokens; then no step may be in flight, nor be launched before this one's tokens are received.
 
         Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
         """
@@ -104,6 +108,8 @@ class Scheduler:
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
             self.in_flight.pop()
+        elif drafts is not None and not batch.prefills and batch.states is None:
+            self._draft(batch, drafts)
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
@@ -115,7 +121,8 @@ class Scheduler:
             wanted = seq.targets if seq.pooled is None else seq.pooled
             assert wanted is not None
             wanted.next += count
-        self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
+        ordinary = slice(len(batch.seqs) - len(batch.drafted))
+        self.slots.advance(batch.slots[ordinary], batch.num_new_tokens[ordinary], batch.samples[ordinary])
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
             seq.num_computed_tokens += 1
@@ -151,15 +158,17 @@ class Scheduler:
         if pooled is not None:
             give_pooled(pooled, batch)
         slots = batch.sampling_slots
+        ordinary = token_ids[: len(slots)]
         is_held = self.slots.generations[slots] == batch.generations
-        goes_on = is_held & ~self.slots.may_end(slots, token_ids)
-        self.slots.add_known(slots[is_held], token_ids[is_held])
-        self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
+        goes_on = is_held & ~self.slots.may_end(slots, ordinary)
+        self.slots.add_known(slots[is_held], ordinary[is_held])
+        num_guesses = batch.num_guessed - len(batch.drafted)
+        self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
         gone = () if is_held.all() else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
         finished, num_dropped = [], 0
-        for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
+        for seq, token_id, is_plain in zip(batch.sampling, ordinary.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
                 seq.token_ids.append(token_id)
             elif seq.num_stale:
@@ -178,6 +187,7 @@ class Scheduler:
             if seq.status is not SequenceStatus.FINISHED:
                 seq.end_scored()
                 finished.append(seq)
+        finished += self._receive_drafted(batch.drafted, token_ids[len(batch.sampling) :].tolist())
         for seq in finished:
             self._remove(seq)
             seq.status = SequenceStatus.FINISHED
@@ -251,6 +261,51 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             return group
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
+
+    def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
+        """Let guesses be computed with the decodes, as far as there are blocks and tokens for them."""
+        slots, size = self.slots, self.blocks.block_size
+        may_draft = slots.may_draft(batch.decode_slots)
+        most = min(self.max_num_seqs, self.max_num_batched_tokens) - batch.num_tokens
+        if most <= 0 or not may_draft.any():
+            return
+        group = SlotGroup(batch.decodes, batch.decode_slots).select(may_draft)
+        known = (slots.token_ids[slot, : seq.num_tokens] for seq, slot in zip(group.seqs, group.slots, strict=True))
+        chosen = iter(drafts.choose(group.seqs, known, most))
+        guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
+        for seq, own in zip(batch.decodes, guesses, strict=True):
+            del own[most:]
+            most -= len(own)
+            while own and seq.num_tokens + len(own) > len(seq.block_table) * size:
+                if self.blocks.num_free_blocks > len(self.running):
+                    self._add_block(seq)
+                else:
+                    own.pop()
+            slots.token_ids[seq.slot, seq.num_tokens : seq.num_tokens + len(own)] = own
+        batch.add_guesses(guesses, drafts)
+
+    def _receive_drafted(self, drafted: list[Drafted], token_ids: list[int]) -> list[Sequence]:
+        """Fill in sampled tokens up to the first that was not guessed; return the sequences that finished.
+
+        token_ids: sequence by sequence, one behind its last token and one behind each guess.
+        """
+        finished, start = [], 0
+        for each in drafted:
+            seq, guesses = each.seq, each.guesses
+            sampled, start = token_ids[start : start + len(guesses) + 1], start + len(guesses) + 1
+            num_right = next((i for i, guess in enumerate(guesses) if guess != sampled[i]), len(guesses))
+            num_before = len(seq.token_ids)
+            if any(seq.ends_with(token_id) for token_id in sampled[: num_right + 1]):
+                finished.append(seq)
+            each.drafts.count(seq, len(guesses), num_right)
+            num_new = len(seq.token_ids) - num_before
+            seq.num_tokens, seq.num_computed_tokens = len(seq.token_ids), len(seq.token_ids) - 1
+            self.slots.move_on(seq, num_new)
+            self.generation_tokens += num_new
+            self.decode_tokens += num_new - 1
+            self.drafted_tokens += len(guesses)
+            self.accepted_tokens += num_right
+        return finished
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
         num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
@@ -331,8 +386,11 @@ class Scheduler:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:
                     return
-            self.blocks.grow(seq)
-            self.slots.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
+            self._add_block(seq)
+
+    def _add_block(self, seq: Sequence) -> None:
+        self.blocks.grow(seq)
+        self.slots.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
     def _preempt(self) -> Sequence:
         """Take slot and blocks from the least urgent sequence; return it."""

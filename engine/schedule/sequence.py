@@ -59,7 +59,7 @@ class Sequence:
     each of these, or NOT_WANTED. A sequence that does not generate is branch `index` of `tree`, or its hidden states
     are `pooled`. `followers` wait until it is finished. The first `num_continued` tokens behind the prompt came with
     the request, and the `num_resumed` behind those are of another engine. `arrived_at`, `first_token_at`: monotonic
-    seconds.
+    seconds. `drafts`: how many guesses of its tokens were right and were tried, lately.
 
     follows_text: the prompt holds text, and not special tokens alone.
     stop_token_ids: every id that ends it, the model's own included unless ignored.
@@ -101,6 +101,7 @@ class Sequence:
     num_resumed: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     num_published_blocks: int = field(default=0, init=False)
+    drafts: tuple[float, float] | None = field(default=None, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     slot: int = field(default=-1, init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)

@@ -26,6 +26,7 @@ class SlotTable:
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
     is_edited: [slots] bool, whether the sequence may have edits of its logits, but for the bans of min_tokens.
+    is_free: [slots] bool, whether neither edits nor a grammar nor forced tokens depend on the tokens before.
     generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
     While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
     before with new ones after them.
@@ -53,6 +54,7 @@ class SlotTable:
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_free: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
@@ -86,6 +88,7 @@ class SlotTable:
         self.sample_top[slot] = seq.sample_top
         samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
         self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
+        self.is_free[slot] = seq.matcher is None and seq.edits is None and seq.forcing is None
         self.num_edited += int(self.is_edited[slot])
         self.num_constrained += seq.matcher is not None
         self.rewrite(seq)
@@ -125,6 +128,19 @@ class SlotTable:
         """Write the first pending token of each of these slots."""
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
+
+    def move_on(self, seq: Sequence, num_new: int) -> None:
+        """Write the last num_new tokens of a sequence that has no pending one."""
+        slot, known = seq.slot, seq.num_tokens
+        self.token_ids[slot, known - num_new : known] = seq.token_ids[known - num_new :]
+        self.num_tokens[slot] = self.num_known[slot] = known
+        self.num_computed[slot] = seq.num_computed_tokens
+
+    def may_draft(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return [slots] bool: whether a sequence's tokens may be guessed."""
+        is_alone = self.is_free[slots] & (self.sample_top[slots] == NOT_WANTED)
+        may_draft: NDArray[np.bool_] = is_alone & (self.num_tokens[slots] >= self.min_len[slots])
+        return may_draft
 
     def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [slots] bool: whether a sequence may end with this token, and must be looked at.

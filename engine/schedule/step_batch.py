@@ -51,7 +51,8 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
 def _sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
     if not slots.num_wanting:
         return NOTHING
-    tops = slots.sample_top[batch.sampling_slots]
+    tops = np.full(len(batch.sampling) + batch.num_guessed, NOT_WANTED)
+    tops[: len(batch.sampling)] = slots.sample_top[batch.sampling_slots]
     return tops if (tops != NOT_WANTED).any() else NOTHING
 
 
@@ -220,19 +221,19 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
     token_rows, positions = rows, context_lens - 1
-    if batch.prefills:
+    if batch.prefills or batch.drafted:
         token_rows = np.repeat(rows, num_new)
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
     moves = batch.states
-    is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
+    is_pending = (context_lens > slots.num_known[rows]) & (np.arange(len(rows)) < len(rows) - len(batch.drafted))
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
-        sample_rows=ends[batch.samples] - 1,
+        sample_rows=np.concatenate((ends[batch.samples] - 1, np.arange(ends[-1] - batch.num_guessed, ends[-1]))),
         block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
         context_lens=context_lens,
         query_lens=num_new,
@@ -262,6 +263,12 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     """Cut the sampling values of the sequences that sample in this step out of the slot table."""
     rows = batch.sampling_slots
     position = slots.num_tokens[rows]
+    if batch.drafted:
+        counts = batch.num_new_tokens[-len(batch.drafted) :]
+        own = np.repeat(batch.slots[-len(batch.drafted) :], counts)
+        rows = np.concatenate((rows, own))
+        places = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+        position = np.concatenate((position, slots.num_tokens[own] + places))
     edits, masks = build_logit_edits(batch, slots)
     values = slots.sampling.take(rows)  # of a structured array a tenth of indexing's time
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

@@ -11,6 +11,7 @@ from engine import Completion, SamplingParams
 from engine.attention.state_pool import state_parts
 from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.schedule.block_manager import BlockManager, hash_block
+from engine.schedule.drafts import Drafts
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
@@ -70,9 +71,10 @@ class ShadowDevice:
             context = pool[slots[:context_len]].tolist()
             prefix = list(self._prefixes[context[-1]])
             assert context == self.prefixes(prefix), "it attends to a prefix that is not its own"
-            row += query_len
-            if row - 1 in sample_rows:
-                samples.append(self.next_token(prefix))
+            for num_tokens in range(context_len - query_len + 1, context_len + 1):
+                if row in sample_rows:
+                    samples.append(self.next_token(prefix[:num_tokens]))
+                row += 1
         self._compute_states(step, [0, *prefix_of_row])
         for place, token_id in enumerate(only):
             samples[place] = samples[place] if token_id is None else token_id
@@ -163,6 +165,7 @@ class ShadowEngine:
         batches_admissions: bool = False,
         make_forcing: Callable[[list[int]], Forcing | None] = lambda prompt: None,
         num_snapshots: int | None = None,
+        make_drafts: Callable[[ShadowDevice], Drafts] | None = None,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks,
@@ -182,6 +185,7 @@ class ShadowEngine:
         self.make_forcing = make_forcing
         num_states = 0 if num_snapshots is None else max_num_seqs + num_snapshots
         self.device = ShadowDevice(num_blocks, block_size, num_states)
+        self.drafts = None if make_drafts is None else make_drafts(self.device)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -223,7 +227,7 @@ class ShadowEngine:
         """Schedule, compute, check; `fails` leaves what the step wrote as garbage and withdraws it."""
         waiting = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         must_run = self._must_run()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(None if self._launched else self.drafts)
         self.admitted += [seq for seq in batch.prefills if seq in waiting]  # in the order of their admission
         preempted = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         self.num_preempted_pending += any(seq.num_pending_tokens for seq in preempted)
@@ -292,11 +296,12 @@ class ShadowEngine:
     def _check_batch(self, batch: ScheduledBatch) -> None:
         scheduler = self.scheduler
         num_new = batch.num_new_tokens.tolist()
+        num_guesses = Counter({each.seq: len(each.guesses) for each in batch.drafted})
         assert sum(num_new) == batch.num_tokens <= scheduler.max_num_batched_tokens
         assert len({id(seq) for seq in batch.seqs}) == len(num_new)
         for seq, n in zip(batch.seqs, num_new, strict=True):
             assert seq.status is SequenceStatus.RUNNING
-            assert 0 < n <= seq.num_tokens - seq.num_computed_tokens
+            assert 0 < n <= seq.num_tokens - seq.num_computed_tokens + num_guesses[seq]
 
     def _check_step(self, batch: ScheduledBatch, step: StepBatch) -> None:
         """Two sequences never write one slot, and nobody writes what others may read."""

@@ -2,16 +2,19 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from engine.schedule.block_manager import hash_block
+from engine.schedule.drafts import Drafts
 from engine.schedule.sequence import Sequence
-from tests.engine.shadow import NUM_TOKENS, ShadowEngine
+from tests.engine.shadow import NUM_TOKENS, ShadowDevice, ShadowEngine
 
 Operation = tuple[Any, ...]
 
@@ -168,3 +171,40 @@ class Rule:
 def test_forced_tokens_stand_where_they_must_in_every_history(history: list[Operation], sizes: dict[str, Any]) -> None:
     """Preempted, withdrawn, in chunks, with a step in flight: the same tokens, right keys and values."""
     play(history, sizes, make_forcing=Rule)
+
+
+class Guesses(Drafts):
+    """Guesses by a share that are right: 1 always, 0 never, at each place of a draft."""
+
+    def __init__(self, device: ShadowDevice, share: float) -> None:
+        self._device, self._share, self._random = device, share, random.Random(3)
+
+    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+        assert all(seq.token_ids == known.tolist() for seq, known in zip(seqs, token_ids, strict=True))
+        return [self._guess(list(seq.token_ids), min(6, seq.max_len - len(seq.token_ids) - 1)) for seq in seqs]
+
+    def _guess(self, token_ids: list[int], most: int) -> list[int]:
+        num_known = len(token_ids)
+        for _ in range(self._random.randrange(7) if most > 0 else 0):
+            right = self._device.next_token(token_ids)
+            token_ids.append(right if self._random.random() < self._share else (right + 1) % NUM_TOKENS)
+        return token_ids[num_known : num_known + most]
+
+    def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        assert 0 <= num_right <= num_guesses
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_guesses_change_no_token_of_any_history(share: float) -> None:
+    """Adversarial, random and perfect ones; with lanes, preemption, stops, failures and aborts."""
+    num_right = 0
+
+    @settings(THOROUGH, max_examples=40)
+    @given(HISTORIES, SIZES)
+    def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
+        nonlocal num_right
+        shadow = play(history, sizes | {"overlap": False}, make_drafts=lambda device: Guesses(device, share))
+        num_right += shadow.scheduler.accepted_tokens
+
+    histories()
+    assert (num_right > 0) == (share > 0)

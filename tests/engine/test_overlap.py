@@ -65,7 +65,9 @@ class LateRunner:
 def start(folder: Path, runner: LateRunner, *, overlap: bool = True, **changes: Any) -> Engine:
     values = {"block_size": BLOCK, "max_num_seqs": 6, "max_num_batched_tokens": 20} | changes
     config = EngineConfig(str(folder), async_scheduling=overlap, **values)
-    return Engine(config, start_runner=lambda *args: runner)
+    engine = Engine(config, start_runner=lambda *args: runner)
+    engine._stepper.drafts = None
+    return engine
 
 
 def drain(built: Engine) -> list[Completion]:

@@ -1,0 +1,147 @@
+"""Drafts: guesses at a sequence's next tokens, which the step that computes them also checks.
+
+A token depends on the tokens before it and on its row's seed and place alone: sampling behind each guess gives what
+would have come without it, and guesses are kept as far as they are what was sampled. Source: arXiv:2304.04487.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.sequence import Sequence
+
+NUM_LAST = 3  # tokens by which a place is found again
+MOST = 8  # tokens of a draft
+MAX_ANSWERED = 1 << 16  # tokens of earlier answers that are looked up; as many older ones stay
+TOKEN_BYTES = 4
+LEAST_GAIN = 0.02  # of the tokens of a step without drafts
+RETRY_STEPS = 256  # and at the latest after so many steps all that is found is tried
+PLAIN_STEPS = 32  # of steps with drafts one in so many has none, to know how long that takes
+FORGETTING = 0.9  # what an older observation weighs beside the one after it
+GROWTH = 1.01  # of the least seconds of a size with each step: others disturb, and contexts grow
+STEPS_OF_DOUBLE = 4  # numbers of rows between one and its double whose seconds are kept
+
+
+class Drafts(Protocol):
+    """Makes drafts, and hears what became of them."""
+
+    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+        """Return guesses for each sequence, at best `most` in all. token_ids: [tokens], those known of each."""
+
+    def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        """Hear how many guesses were what was sampled."""
+
+    def timed(self, num_rows: int, seconds: float) -> None:
+        """Hear how long a step took that computed so many rows, all of which sampled."""
+
+    def learn(self, finished: list[Sequence]) -> None:
+        """Hear of sequences that have finished."""
+
+
+class Drafted(NamedTuple):
+    """A sequence that is computed with guesses behind its last token, and who made them."""
+
+    seq: Sequence
+    guesses: list[int]
+    drafts: Drafts
+
+
+class LookedUp(Drafts):
+    """Guesses what followed the same last tokens in the sequence's own text, else in earlier answers.
+
+    It drafts where that gives more tokens a second, by the seconds of steps and the shares of right guesses so far.
+    """
+
+    def __init__(self) -> None:
+        self._answered: tuple[Answers, Answers] = Answers(), Answers()  # the newer, and the older
+        self._seconds: dict[int, tuple[float, float]] = {}  # by size of step: rows and least seconds
+        self._right, self._tried = 1.0, 2.0
+        self._num_steps = 0
+
+    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+        self._num_steps += 1
+        if self._num_steps % PLAIN_STEPS == 1:
+            return [[] for _ in seqs]
+        costs = self._costs(len(seqs), most)
+        tries_all = self._num_steps % RETRY_STEPS == 0
+        cheapest = 0.0 if tries_all else float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
+        shares = np.array([self._share(seq) for seq in seqs])
+        guesses = [
+            self._guess(seq, ids) if share > cheapest else []
+            for seq, ids, share in zip(seqs, token_ids, shares.tolist(), strict=True)
+        ]
+        lens = np.array([len(own) for own in guesses])
+        likely = shares[:, None] ** np.arange(1, MOST + 1)  # that a guess and those before it are right
+        likely[np.arange(MOST) >= lens[:, None]] = 0
+        in_order = np.sort(likely[likely > 0])[::-1][:most]
+        gains = np.cumsum(in_order) - costs[1 : len(in_order) + 1]
+        best = len(in_order) if tries_all else int(gains.argmax()) + 1 if len(gains) else 0
+        if not best or (gains[best - 1] <= LEAST_GAIN * len(seqs) and not tries_all):
+            return [[] for _ in seqs]
+        counts = np.minimum((likely >= in_order[best - 1]).sum(axis=1), lens)
+        return [own[:count] for own, count in zip(guesses, counts.tolist(), strict=True)]
+
+    def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        num_tried = min(num_right + 1, num_guesses)
+        right, tried = seq.drafts or (self._right, self._tried)
+        seq.drafts = FORGETTING * right + num_right, FORGETTING * tried + num_tried
+        self._right = FORGETTING * self._right + num_right
+        self._tried = FORGETTING * self._tried + num_tried
+
+    def timed(self, num_rows: int, seconds: float) -> None:
+        size = round(STEPS_OF_DOUBLE * float(np.log2(num_rows)))
+        _, least = self._seconds.get(size, (num_rows, seconds))
+        self._seconds[size] = num_rows, min(seconds, least * GROWTH)
+
+    def learn(self, finished: list[Sequence]) -> None:
+        if len(self._answered[0].token_ids) > MAX_ANSWERED:
+            self._answered = Answers(), self._answered[0]
+        for seq in finished:
+            self._answered[0].add(seq.generated_token_ids)
+
+    def _guess(self, seq: Sequence, token_ids: NDArray[np.int32]) -> list[int]:
+        room = min(MOST, seq.max_len - len(token_ids) - 1)
+        text, last = token_ids[:-1].tobytes(), token_ids[-NUM_LAST:].tobytes()
+        place = text.rfind(last)
+        while place % TOKEN_BYTES and place > 0:
+            place = text.rfind(last, 0, place + len(last) - 1)
+        if place >= 0 and place % TOKEN_BYTES == 0:
+            start = place // TOKEN_BYTES + NUM_LAST
+            guesses: list[int] = token_ids[start : start + room].tolist()
+            return guesses
+        return next((own for answers in self._answered if (own := answers.behind(last, room))), [])
+
+    def _share(self, seq: Sequence) -> float:
+        right, tried = seq.drafts or (self._right, self._tried)
+        return right / tried
+
+    def _costs(self, num_rows: int, most: int) -> NDArray[np.float64]:
+        """Return [most + 1] float64, how many tokens without drafts take the seconds that so many more rows take."""
+        known = np.array(sorted(self._seconds.values()) or [(1, 1.0)])
+        seconds = np.interp(num_rows + np.arange(most + 1), known[:, 0], known[:, 1])
+        costs: NDArray[np.float64] = num_rows * (seconds / seconds[0] - 1)
+        return costs
+
+
+class Answers:
+    """The tokens of answers, one behind another, and the place behind each few."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._behind: dict[bytes, int] = {}
+
+    def add(self, token_ids: list[int]) -> None:
+        """Add an answer."""
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        text = np.array(token_ids, np.int32).tobytes()
+        size = NUM_LAST * TOKEN_BYTES
+        for i in range(len(token_ids) - NUM_LAST):
+            self._behind[text[i * TOKEN_BYTES : i * TOKEN_BYTES + size]] = start + i + NUM_LAST
+
+    def behind(self, last: bytes, most: int) -> list[int]:
+        """Return at most so many tokens that followed these; [] for none."""
+        place = self._behind.get(last)
+        return [] if place is None else self.token_ids[place : place + most]

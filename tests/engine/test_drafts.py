@@ -1,0 +1,129 @@
+"""Drafts: what is guessed, when it pays, and that a real model answers the same with any guesses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from engine.schedule.drafts import MOST, PLAIN_STEPS, RETRY_STEPS, Drafts, LookedUp
+from engine.schedule.sequence import Sequence
+from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
+
+TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 5, 6, 7]
+
+
+def sequence(token_ids: list[int], max_tokens: int = 40) -> Sequence:
+    return Sequence("a", token_ids, SamplingParams(max_tokens=max_tokens))
+
+
+def choose(drafts: LookedUp, seqs: list[Sequence]) -> list[list[int]]:
+    return drafts.choose(seqs, (np.array(seq.token_ids, np.int32) for seq in seqs), 100)
+
+
+def after(drafts: LookedUp, num_steps: int, seqs: list[Sequence]) -> list[list[int]]:
+    """What is chosen in the last of so many steps."""
+    found = [choose(drafts, seqs) for _ in range(num_steps)]
+    return found[-1]
+
+
+def test_what_followed_the_same_tokens_is_guessed() -> None:
+    """In the text itself, the last time; else in an answer before. Never beyond the longest the sequence may get."""
+    drafts, unlike = LookedUp(), sequence([50, 51, 52, 53])
+    answered = sequence([1])
+    for token_id in (49, 51, 52, 53, 54, 55, 56):
+        answered.append(token_id)
+    assert after(drafts, 2, [sequence(TEXT), unlike]) == [TEXT[3 : 3 + MOST], []]
+    drafts.learn([answered])
+    assert choose(drafts, [sequence(TEXT), unlike]) == [TEXT[3 : 3 + MOST], [54, 55, 56]]
+    assert choose(drafts, [sequence([*TEXT, 8, 30, 5, 6, 7])])[0][:2] == [8, 30]
+    assert choose(drafts, [sequence(TEXT, max_tokens=3)]) == [[8, 9]]
+    assert choose(drafts, [sequence(TEXT, max_tokens=1), sequence([1, 2])]) == [[], []]
+
+
+def test_tokens_are_found_whole() -> None:
+    """Not at bytes that two tokens have together."""
+    text = np.frombuffer(b"\0" + np.array([900, 901, 902], np.int32).tobytes() + b"\0\0\0", np.int32)
+    drafts = LookedUp()
+    assert after(drafts, 2, [sequence([*text.tolist(), 900, 901, 902])]) == [[]]
+
+
+def test_it_drafts_where_that_gives_more_tokens_a_second() -> None:
+    """Rows that cost nothing, rows that cost as much as a step, and guesses that are never right."""
+    seq = sequence(TEXT)
+    free, dear = LookedUp(), LookedUp()
+    for num_rows in range(1, 20):
+        free.timed(num_rows, 1.0)
+        dear.timed(num_rows, float(num_rows))
+    assert after(free, 2, [seq]) == [TEXT[3 : 3 + MOST]]
+    assert after(dear, 2, [seq]) == [[]]
+    for num_rows in range(1, 20):
+        free.timed(num_rows, 0.9 + num_rows / 10)
+    for _ in range(30):
+        free.count(seq, 4, 0)
+    assert after(free, 2, [seq]) == [[]]
+
+
+def test_a_loss_is_tried_again_and_a_gain_is_compared() -> None:
+    """Each few hundred steps all guesses are computed, and of steps with guesses some have none."""
+    seq, dear, free = sequence(TEXT), LookedUp(), LookedUp()
+    for num_rows in range(1, 20):
+        dear.timed(num_rows, float(num_rows))
+    assert sum(choose(dear, [seq]) != [[]] for _ in range(2 * RETRY_STEPS)) == 2
+    assert sum(choose(free, [seq]) == [[]] for _ in range(10 * PLAIN_STEPS)) == 10
+
+
+class Known(Drafts):
+    """Guesses from the answers without guesses; by a share they are right."""
+
+    def __init__(self, answers: list[Completion], share: float) -> None:
+        self._answers, self._share, self._random = answers, share, random.Random(7)
+
+    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+        return [self._guess(seq) for seq in seqs]
+
+    def _guess(self, seq: Sequence) -> list[int]:
+        start = len(seq.token_ids) - seq.num_prompt_tokens
+        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(1, 6)]
+        draws = [self._random.random() < self._share for _ in rest]
+        guesses = [token if right else (token + 1) % VOCAB_SIZE for token, right in zip(rest, draws, strict=True)]
+        return guesses[: seq.max_len - len(seq.token_ids) - 1]
+
+
+def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion], EngineStats]:
+    rng = random.Random(1)
+    with Engine(config) as engine:
+        engine._stepper.drafts = drafts
+        for i in range(12):
+            prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 60))]
+            params = SamplingParams(max_tokens=30, temperature=(i % 3) * 0.7, seed=i, ignore_eos=i % 2 == 0)
+            mixed = {"repetition_penalty": 1.2} if i % 4 == 3 else {"min_tokens": 5, "logprobs": 1 if i == 4 else None}
+            engine.add(str(i), prompt, replace(params, **mixed))
+        done: list[Completion] = []
+        while engine.has_unfinished:
+            done += engine.step()
+        return sorted(done, key=lambda completion: int(completion.request_id)), engine.stats()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path], share: float) -> None:
+    """Bit by bit in deterministic mode: greedy and drawn, some rows with penalties or log probabilities."""
+    shape = next(shape for shape in SHAPES if shape.name == "gqa2_bias")
+    config = EngineConfig(
+        str(folders[shape.name]), deterministic=True, device="cpu", max_model_len=128, max_num_seqs=12,
+        kv_cache_bytes=pool_bytes(shape, 40),
+    )  # fmt: skip
+    plain, plain_stats = answer(config, None)
+    guessed, stats = answer(config, Known(plain, share))
+    assert guessed == [
+        replace(own, num_cached_tokens=each.num_cached_tokens) for own, each in zip(plain, guessed, strict=True)
+    ]
+    assert stats.drafted_tokens > 20
+    assert stats.generation_tokens == plain_stats.generation_tokens
+    assert (stats.accepted_tokens == 0) == (share == 0)
