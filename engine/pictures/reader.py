@@ -51,7 +51,7 @@ class PictureReader:
         self.processor = open_processor(folder)
         self.mark: str = self.processor.image_token
         self.placeholder_id = _placeholder_id(folder)
-        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
+        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id) or ""
         self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()
         self._key_ids: dict[bytes, int] = {}
         self._next_id = count(1)
@@ -72,14 +72,7 @@ class PictureReader:
         for part in parts:
             if not isinstance(part, str | np.ndarray):
                 raise InvalidPrompt(f"the parts of a prompt must be texts and pictures, got {type(part).__name__}")
-            self.check_text(part if isinstance(part, str) else "")
         return "".join(part if isinstance(part, str) else self._frame for part in parts)
-
-    def check_text(self, text: str) -> None:
-        """Raise InvalidPrompt for a text with a mark or placeholder in it, which no picture is for."""
-        for each in (self.mark, self._placeholder):
-            if each in text:
-                raise InvalidPrompt(f"{each!r} stands for a picture; give the picture itself as a part")
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise InvalidPrompt for tokens of a prompt without pictures that has a placeholder."""
@@ -95,12 +88,12 @@ class PictureReader:
         seen = [self._see(picture) for picture in pictures]
         texts = text.split(self.mark)
         if len(texts) != len(seen) + 1:
-            raise InvalidPrompt(f"{len(pictures)} pictures came, and the text has places for {len(texts) - 1}")
+            raise InvalidPrompt(f"{self.mark!r} stands for a picture: {len(texts) - 1} in the text, {len(seen)} came")
         expanded = [each for picture, behind in zip(seen, texts[1:], strict=True) for each in (picture.text, behind)]
         token_ids = encode("".join([texts[0], *expanded]))
         rows = np.flatnonzero(np.array(token_ids) == self.placeholder_id)
         if len(rows) != sum(picture.num_rows for picture in seen):
-            raise InvalidPrompt("the text changes a picture's own tokens; put a space beside it")
+            raise InvalidPrompt(f"{self._placeholder!r} is in the text, or the text changes a picture's own tokens")
         key_ids = list(token_ids)
         for row, key_id in zip(
             rows.tolist(), (each.key_id for each in seen for _ in range(each.num_rows)), strict=True

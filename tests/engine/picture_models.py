@@ -4,9 +4,10 @@ import inspect
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,13 @@ SQUARE = {"height": 28, "width": 28}
 PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}}
 
 
-class Model(NamedTuple):
+@dataclass(frozen=True)
+class Model:
     """What a type's checkpoint needs: arguments of its image processor, of its processor, of its configuration."""
 
-    of_images: dict[str, Any] = {}
-    of_processor: dict[str, Any] = {}
-    of_config: dict[str, Any] = {}
+    of_images: dict[str, Any] = field(default_factory=dict)
+    of_processor: dict[str, Any] = field(default_factory=dict)
+    of_config: dict[str, Any] = field(default_factory=dict)
 
 
 MODELS: dict[str, Model] = {
