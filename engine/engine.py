@@ -15,7 +15,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
-from engine.models.load import choose_path, generates, read_supported
+from engine.models.load import generates, read_supported
 from engine.pictures.reader import PictureReader, find_reader
 from engine.pictures.waiting import PictureQueue
 from engine.run.check_machine import check_support
@@ -62,12 +62,9 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
-        self._reader = reader = (
-            find_reader(folder, model) if may_read_pictures(config) and not path.is_single_pass else None
-        )
-        if reader is not None:
-            model = replace(model, reads_pictures=True)
-            path = choose_path(model, config.model_path)
+        self._reader: PictureReader | None = None
+        if may_read_pictures(config):
+            model, path, self._reader = find_reader(folder, model, path)
         logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(
@@ -83,8 +80,8 @@ class Engine:
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
-        if reader is not None:
-            self._read_pictures(reader)
+        if self._reader is not None:
+            self._read_pictures(self._reader)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(

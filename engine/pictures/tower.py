@@ -67,7 +67,8 @@ class Tower:
         if not self.has_positions:
             return None
         told = {"input_ids": token_ids, "mm_token_type_ids": kinds}
-        rows = {name: torch.tensor([values]) for name, values in told.items()}
+        known = inspect.signature(self._body.get_rope_index).parameters
+        rows = {name: torch.tensor([values]) for name, values in told.items() if name in known}
         positions, _ = self._body.get_rope_index(**rows, **sizes)
         found: NDArray[np.int64] = positions[:, 0].numpy()
         return found

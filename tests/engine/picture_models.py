@@ -37,6 +37,7 @@ class Model:
     of_images: dict[str, Any] = field(default_factory=dict)
     of_processor: dict[str, Any] = field(default_factory=dict)
     of_config: dict[str, Any] = field(default_factory=dict)
+    frame: str = "({})"
 
 
 MODELS: dict[str, Model] = {
@@ -60,8 +61,8 @@ GRID = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 MODELS |= {
     "aria": Model(
         {"max_image_size": 490},
-        {"size_conversion": {490: 4}},
-        {"projector_patch_to_query_dict": {"1225": 4}, "vision_config": {"image_size": 490}},
+        {"size_conversion": {"980": 4}},
+        {"projector_patch_to_query_dict": {"4900": 4}, "vision_config": {"image_size": 980}},
     ),
     "aya_vision": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}),
     "cohere2_vision": Model({**ONE, "patch_size": 14}, {}),
@@ -71,7 +72,7 @@ MODELS |= {
     "gemma3": Model(ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}),
     "granite4_vision": Model({**CUT, **GRID}, {**OF_CLIP, "downsample_rate": "1/2"}, GRID),
     "granite_docling": Model(ONE, {"image_seq_len": 4}),
-    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}),
+    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}, frame="<image_start_token>{}<image_end_token>"),
     "idefics2": Model({"size": {"shortest_edge": 28, "longest_edge": 56}}, {"image_seq_len": 4}),
     "idefics3": Model(TILES, {"image_seq_len": 1}),
     "internvl": Model(
@@ -105,17 +106,22 @@ MODELS |= {
     ),
     "smolvlm": Model(TILES, {"image_seq_len": 1}),
     "video_llava": Model(CUT, OF_CLIP),
-    "vipllava": Model(CUT, OF_CLIP),
+    "vipllava": Model(CUT, OF_CLIP, {"vision_feature_layers": [0, 1]}),
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5", "cohere_compass", "video_llama_3", "lfm3_vl"),
         Model(PIXELS),
     ),
+    **dict.fromkeys(("hyperclovax_vision_v2", "ernie4_5_vl_moe", "minimax_m3_vl"), Model(PIXELS)),
     **dict.fromkeys(
-        ("hyperclovax_vision_v2", "qwen2_5_omni_thinker", "ernie4_5_vl_moe", "minimax_m3_vl"), Model(PIXELS)
-    ),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
+        ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"),
         Model({**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}),
+    ),
+}
+OMNI = "<vision_bos_token>{}<vision_eos_token>"
+MODELS |= {
+    "qwen2_5_omni_thinker": Model(PIXELS, frame=OMNI),
+    "qwen3_omni_moe_thinker": Model(
+        {**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}, OMNI
     ),
 }
 #: Types whose checkpoints name the processor of another.
@@ -155,8 +161,10 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     opened = open_processor(folder)
     from PIL import Image
 
-    made = opened(text=[opened.image_token], images=[Image.fromarray(picture(0, 100, 100))], add_special_tokens=False)
-    special = Counter(each for each in made["input_ids"][0] if each in tokenizer.all_special_ids)
+    framed = model.frame.format(opened.image_token)
+    made = opened(text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt")
+    found = [int(each) for each in made["input_ids"][0]]
+    special = Counter(each for each in found if each >= len(make_tokenizer()))
     opened.image_token_id = special.most_common(1)[0][0]
     ids = {
         name + end: token_id
@@ -165,9 +173,12 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
         if isinstance(token_id := getattr(opened, f"{name}_id", None) or getattr(tokenizer, f"{name}_id", None), int)
     }
     known = CONFIG_MAPPING[model_type]()
+    for ours, theirs in (("vision_start", "vision_bos"), ("vision_end", "vision_eos")):
+        if f"<{theirs}_token>" in tokenizer.get_vocab():
+            ids[f"{ours}_token_id"] = tokenizer.convert_tokens_to_ids(f"<{theirs}_token>")
     ids = {name: token_id for name, token_id in ids.items() if hasattr(known, name)}
     make(folder, WITH_IMAGES, model_type, **ids, **model.of_config)
-    tokenizer.chat_template = TEMPLATE.replace("FRAME", f"({opened.image_token})")
+    tokenizer.chat_template = TEMPLATE.replace("FRAME", model.frame.format(opened.image_token))
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -182,7 +193,7 @@ def _tokenizer_for(kind: Any) -> Any:
     """Make a tokenizer with all special tokens that a processor's source speaks of."""
     source = Path(inspect.getsourcefile(kind) or "").read_text()
     tokenizer = make_tokenizer()
-    names = {*re.findall(r"tokenizer\.(\w+_token)\b", source)} - PLAIN
+    names = {*re.findall(r"tokenizer(?:\.|, \")(\w+_token)\b", source)} - PLAIN
     texts = sorted({*re.findall(r"\"(<[^\" {]{1,40}>|\[[A-Z_]+\])\"", source)})
     tokenizer.add_special_tokens({"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]})
     named = {name: f"<{name}>" for name in sorted(names)}
@@ -215,7 +226,7 @@ class PictureReference:
         self.folder = folder
         self.model = getattr(transformers, WITH_IMAGES[model_type]).from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = open_processor(folder)
-        self.frame = f"({self.processor.image_token})"
+        self.frame = MODELS.get(model_type, Model()).frame.format(self.processor.image_token)
 
     def inputs(self, parts: Parts) -> dict[str, Any]:
         """The processor's, of a prompt."""

@@ -173,13 +173,16 @@ class ModelRunner:
             )
             try:
                 probe()
-            except UnsupportedModel:
+            except UnsupportedModel as error:
                 windows = [
                     n for each in self.model.attention_layers for n in (each.window, each.chunk) if n is not None
                 ]
                 most = self._config.max_num_batched_tokens - self._config.max_num_seqs
                 reader.block_limits = most, min(windows, default=None)
-                probe()
+                try:
+                    probe()
+                except UnsupportedModel as other:
+                    raise UnsupportedModel(f"{error} (where a picture's tokens see each other: {other})") from error
         return self._tower
 
     def close(self) -> None:
