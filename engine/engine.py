@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -13,13 +14,16 @@ from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import EngineBusy, EngineClosed, InvalidRequest, UnsupportedTask
+from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
 from engine.models.load import generates, read_supported
+from engine.pictures.reader import PictureReader, find_reader
+from engine.pictures.waiting import PictureQueue
 from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
-from engine.run.config import EngineConfig, model_identity
+from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import Runner
 from engine.run.intake import Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
@@ -29,12 +33,14 @@ from engine.sampling.request_kinds import ClassParams, PoolingParams, RequestPar
 from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
+from engine.schedule.pictures import PromptPictures
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
-from engine.text.prompts import Prompt, PromptReader
+from engine.text.chat_templates import WITH_PICTURES
+from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
@@ -44,7 +50,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    All calls must come from one thread, but for `prepare`, `prepare_grammar` and `chat_token_ids`.
+    All calls must come from one thread, but for `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids`.
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; later calls raise EngineClosed.
     A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
@@ -56,6 +62,9 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
+        self._reader: PictureReader | None = None
+        if may_read_pictures(config):
+            model, path, self._reader = find_reader(folder, model, path)
         logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(
@@ -70,6 +79,9 @@ class Engine:
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
+        self._looking: PictureQueue | None = None
+        if self._reader is not None:
+            self._read_pictures(self._reader)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -116,6 +128,17 @@ class Engine:
         self._sequences.grammars.close()
         self._unfinished.clear()
 
+    def _read_pictures(self, reader: PictureReader) -> None:
+        """Let pictures be read if the model does so exactly."""
+        assert isinstance(self._live_runner, ModelRunner)
+        reader.learn_frame(self._tokenizer)
+        try:
+            self._looking = PictureQueue(self._live_runner.read_pictures(reader))
+            logger.info("it reads pictures, each in the place of %r", reader.mark)
+        except UnsupportedModel as error:
+            self._reader = None
+            logger.warning("it is served for text alone: %s; model_path='native' may be faster", error)
+
     @property
     def model_name(self) -> str:
         """The model as the configuration names it."""
@@ -137,6 +160,11 @@ class Engine:
         return self._scheduler.max_model_len
 
     @property
+    def reads_pictures(self) -> bool:
+        """Whether prompts and chats may hold pictures."""
+        return self._reader is not None
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
@@ -153,15 +181,34 @@ class Engine:
 
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
+        if pictures := pictures_in(prompt):
+            reader = self._reader_for(truncate_prompt_tokens, pooling)
+            found = reader.read(reader.text_of(list(prompt)), pictures, self._tokenizer.encode)
+            return self._with_pictures(*found, scoring)
         if isinstance(pooling, ClassParams):
             return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
             return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
         if scoring is not None:
-            ends = tuple(sorted(self._sequences.eos_token_ids))
-            return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
+            return self._prepare_scores(prompt, scoring)
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
+        if self._reader is not None:
+            self._reader.check_ids(token_ids)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
+
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+    ) -> PreparedPrompt:
+        """Prepare a conversation as `chat_token_ids` does, and its pictures: parts {"type": "image", "image": array}.
+
+        For any thread. Raises UnsupportedTask for a picture where the model reads none.
+        """
+        if pictures := pictures_of(messages):
+            reader = self._reader_for(truncate_prompt_tokens)
+            text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
+            return self._with_pictures(*reader.read(text, pictures, self._tokenizer.encode_alone))
+        token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
+        return self.prepare(token_ids)
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
         """Compile the grammar of structured_outputs, once for equal ones; None for no grammar. For any thread.
@@ -222,6 +269,8 @@ class Engine:
         for seq in seqs:
             if seq.finish_reason is not None:
                 self._stepper.finish(seq)
+            elif self._looking is not None and seq.pictures is not None and seq.status is not SequenceStatus.HELD:
+                self._looking.add(seq)
             elif seq.status is not SequenceStatus.HELD:
                 self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
@@ -244,6 +293,11 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
+        for seq in self._looking.look() if self._looking is not None and launches else ():
+            if seq.error is not None:
+                self._stepper.finish(seq)
+            else:
+                self._scheduler.add(seq)
         finished, self._incomplete = self._incomplete + self._stepper.take(launches), []
         completions = map(self._finish, finished)
         return [completion for completion in completions if completion is not None]
@@ -255,7 +309,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
-        return self._stepper.engine_stats()
+        stats = self._stepper.engine_stats()
+        return stats if not self._looking else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -345,6 +400,28 @@ class Engine:
                 self.abort(request_id)
         return done
 
+    def _reader_for(self, truncate_prompt_tokens: int | None, pooling: object = None) -> PictureReader:
+        """Return what reads pictures. Raises UnsupportedTask or InvalidPrompt where nothing does."""
+        if self._reader is None:
+            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
+        if pooling is not None:
+            raise UnsupportedTask("prompts with pictures are not embedded or classified by a head: that is not built")
+        if truncate_prompt_tokens is not None:
+            raise InvalidPrompt("truncate_prompt_tokens: prompts with pictures are not cut; leave it out")
+        return self._reader
+
+    def _with_pictures(
+        self, token_ids: list[int], pictures: PromptPictures, scoring: ScoringParams | None = None
+    ) -> PreparedPrompt:
+        keys = self._scheduler.blocks.keys_of(pictures.key_ids)
+        if scoring is not None:
+            return replace(self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures)
+        return PreparedPrompt(self._prompts.token_ids(token_ids), keys, pictures=pictures)
+
+    def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
+        ends = tuple(sorted(self._sequences.eos_token_ids))
+        return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
+
     def _open_runner(self) -> Runner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
@@ -357,6 +434,8 @@ class Engine:
             is_short = most is None or most == -1 or len(prompt.token_ids) <= most
             if is_short if scoring is None else prompt.continued is not None:
                 return prompt
+            if prompt.pictures is not None:
+                raise InvalidPrompt("a prompt with pictures is neither cut nor scored once it is prepared")
             prompt = prompt.token_ids
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
 
@@ -373,7 +452,7 @@ class Engine:
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
-        while self._scheduler.num_waiting < self.config.max_num_seqs:
+        while self._scheduler.num_waiting + len(self._looking or ()) < self.config.max_num_seqs:
             request = next(requests, None)
             if request is None:
                 return True
