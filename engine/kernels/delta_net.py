@@ -12,6 +12,14 @@ NORM_EPS = tl.constexpr(1e-6)  # as in engine.layers.gated_delta_net
 FIELDS = tl.constexpr(5)  # of a part
 
 
+@triton.jit
+def load_token(new, kept, at, start, end, source, inside, ROW: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr):
+    """Load channels of the batch's token `at`, or, before the part, of one that was kept."""
+    found = tl.load(new + at * ROW, mask=inside & (at >= start) & (at < end), other=0.0)
+    is_kept = inside & (at < start) & (source >= 0)
+    return tl.where(at >= start, found, tl.load(kept + (at - start + STEPS) * KEPT, mask=is_kept, other=0.0))
+
+
 @triton.jit(do_not_specialize=["num_decodes", "num_parts"])
 def convolve_kernel(
     x_ptr, seen_ptr, parts_ptr, weights_ptr, out_ptr, num_decodes, num_parts,
@@ -22,6 +30,8 @@ def convolve_kernel(
     chain, head = tl.program_id(0), tl.program_id(1)
     channel = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside, ahead = channel < CHANNELS, tl.arange(0, TOKENS)[:, None]
+    ROW: tl.constexpr = NUM_HEADS * ROWS
+    new = x_ptr + head * ROWS + channel
     weights = weights_ptr + head * (STEPS + 1) * CHANNELS + channel
     for part in range(chain, tl.where(chain < num_decodes, chain + 1, num_parts)):
         first = parts_ptr + part * FIELDS
@@ -31,25 +41,17 @@ def convolve_kernel(
             token = tokens + ahead
             total = tl.zeros([TOKENS, TILE], tl.float32)
             for step in tl.static_range(STEPS + 1):
-                at = token - STEPS + step
-                is_new = (at >= start) & (at < end)
-                new = tl.load(x_ptr + (at * NUM_HEADS + head) * ROWS + channel, mask=inside & is_new, other=0.0)
-                is_kept = inside & (at < start) & (source >= 0)
-                kept = tl.load(before + (at - start + STEPS) * CHANNELS, mask=is_kept, other=0.0)
+                x = load_token(new, before, token - STEPS + step, start, end, source, inside, ROW, CHANNELS, STEPS)
                 weight = tl.load(weights + step * CHANNELS, mask=inside, other=0.0)
-                total += weight * tl.where(is_new, new, kept).to(tl.float32)
+                total += weight * x.to(tl.float32)
             total = total / (1 + tl.exp(-total))
             tl.store(out_ptr + (token * NUM_HEADS + head) * CHANNELS + channel, total, mask=inside & (token < end))
         for step in tl.static_range(STEPS):
-            at = end - STEPS + step
-            is_new = at >= start
-            new = tl.load(x_ptr + (at * NUM_HEADS + head) * ROWS + channel, mask=inside & is_new, other=0.0)
-            is_kept = inside & (at < start) & (source >= 0)
-            kept = tl.load(before + (at - start + STEPS) * CHANNELS, mask=is_kept, other=0.0)
+            x = load_token(new, before, end - STEPS + step, start, end, source, inside, ROW, CHANNELS, STEPS)
             for field in tl.static_range(3, 5):  # the row behind the part, and a snapshot's
                 row = tl.load(first + field)
                 after = seen_ptr + ((row * NUM_HEADS + head) * STEPS + step) * CHANNELS + channel
-                tl.store(after, tl.where(is_new, new, kept), mask=inside & (row >= 0))
+                tl.store(after, x, mask=inside & (row >= 0))
         tl.debug_barrier()  # the next part may begin at what this one has stored
 
 

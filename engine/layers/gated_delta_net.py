@@ -5,7 +5,7 @@ Source: arXiv:2412.06464; in chunks of tokens by matrix products, as arXiv:2406.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,18 +65,6 @@ class DeltaHeads:
         ]
 
 
-class DeltaWeights(NamedTuple):
-    """Weights beside the projections, float32.
-
-    conv: [heads, kernel, channels].  decay, dt_bias: [heads, group].  norm: [value_dim].
-    """
-
-    conv: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-
-
 def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool) -> None:
     """Copy this rank's heads out of a tensor of several matrices, with so many rows for a head. Raises WeightMismatch.
 
@@ -130,6 +118,7 @@ class GatedDeltaNet(WeightedModule):
         self.in_proj = DeltaProjection(hidden_size, heads, self.share, dtype=dtype)
         width = heads.num_heads * heads.group * heads.value_dim
         self.out_proj = RowParallelLinear(width, hidden_size, tp, bias=False, dtype=dtype)
+        self.ends = (self.in_proj, self.out_proj)
         self.norm = RMSNorm(heads.value_dim, heads.eps, dtype=torch.float32)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -169,17 +158,14 @@ class GatedDeltaNet(WeightedModule):
     def finish_loading(self) -> None:
         """Lay out the weights as they are read."""
         conv = self.conv1d.squeeze(2).mT.contiguous()
-        self.weights = DeltaWeights(conv, -self.A_log.exp(), self.dt_bias.data, self.norm.weight.data)
-
-    def prepare(self, norm: RMSNorm | None) -> None:
-        """Fold the norm before into the products; once, before weights are packed."""
-        self.products.prepare(norm, self.in_proj, self.out_proj)
+        self.weights = (conv, -self.A_log.exp(), self.dt_bias.data, self.norm.weight.data)
 
 
-def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: DeltaWeights, heads: DeltaHeads) -> Tensor:
+def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequence[Tensor], heads: DeltaHeads) -> Tensor:
     """Compute all between both products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
 
     memory: the states in the pool, [rows, *shape] each, which move on by all parts of the batch.
+    weights: float32, the convolution's [heads, kernel, channels], decay and its bias [heads, group], norm [value_dim].
     """
     x = x.view(len(x), heads.num_heads, -1)
     out = x.new_empty(len(x), heads.num_heads * heads.group * heads.value_dim)
@@ -200,12 +186,13 @@ def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: DeltaWe
     return out
 
 
-def _advance(x: Tensor, before: Sequence[Tensor], weights: DeltaWeights, heads: DeltaHeads) -> tuple[Tensor, Any]:
+def _advance(x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads) -> tuple[Tensor, Any]:
     """Compute x [sequences, tokens, heads, rows], behind such states -> (output, the states after)."""
     x = x.transpose(1, 2)  # head by head from here on, and in the end each head's values
     mixed, z, b, a = torch.split(x, [heads.num_channels, *list(heads.rows.values())[3:]], dim=-1)
+    conv, decay, dt_bias, norm = weights
     seen = torch.cat((before[0], mixed), dim=2)
-    kernel = weights.conv.mT.flatten(0, 1)[:, None]
+    kernel = conv.mT.flatten(0, 1)[:, None]
     convolved = F.silu(F.conv1d(seen.float().mT.flatten(1, 2), kernel, groups=len(kernel)))
     convolved = convolved.view(*x.shape[:2], heads.num_channels, -1).mT[:, :, None]
     query, key, values = torch.split(convolved, list(heads.rows.values())[:3], dim=-1)
@@ -215,7 +202,7 @@ def _advance(x: Tensor, before: Sequence[Tensor], weights: DeltaWeights, heads: 
 
     query, key = (rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key))
     query = query * heads.key_dim**-0.5
-    decay = weights.decay[:, None] * F.softplus(a.float() + weights.dt_bias[:, None])
+    decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
     rate, decay = b.float().sigmoid().mT[..., None], decay.mT[..., None]
     given = (query, key, of_group(values), rate, decay)
     state, chunks = before[1].mT, []
@@ -223,7 +210,7 @@ def _advance(x: Tensor, before: Sequence[Tensor], weights: DeltaWeights, heads: 
         found, state = _chunk(state, *(each[..., start : start + CHUNK, :] for each in given))
         chunks.append(found)
     out = torch.cat(chunks, dim=-2)
-    out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * weights.norm
+    out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * norm
     gated = (out * F.silu(of_group(z).float())).to(x.dtype)
     return gated.permute(0, 3, 1, 2, 4).flatten(2), (seen[:, :, x.shape[2] :], state.mT)
 

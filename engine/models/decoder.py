@@ -76,6 +76,7 @@ class DecoderAttention(WeightedModule):
             self.q_norm, self.k_norm = parts.norm(sizes.head_dim), parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
             self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
+        self.ends = (self.qkv_proj, self.o_proj)
         self.qk_norm = config.flags.qk_norm
         self.heads = tp.share(sizes.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
@@ -114,10 +115,6 @@ class DecoderAttention(WeightedModule):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
-
-    def prepare(self, norm: RMSNorm | None) -> None:
-        """Fold the norm before into the products; once, before weights are packed."""
-        self.products.prepare(norm, self.qkv_proj, self.o_proj)
 
     def _norm_rotate_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, batch: ForwardBatch, cache: LayerKVCache
@@ -219,8 +216,8 @@ class DecoderLayer(WeightedModule):
 
     def finish_loading(self) -> None:
         """Fold norms into products before these pack their weights."""
-        self.self_attn.prepare(self.attention_norms.before)
-        mlp = self.mlp
+        attention, mlp = self.self_attn, self.mlp
+        attention.products.prepare(self.attention_norms.before, *attention.ends)
         if isinstance(mlp, DecoderMLP):
             mlp.products.prepare(self.mlp_norms.before, mlp.gate_up_proj, mlp.down_proj)
 

@@ -85,15 +85,11 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
     num_heads, num_values = size(known, "linear_num_key_heads"), size(known, "linear_num_value_heads")
     if num_values % num_heads:
         raise ConfigError(f"config.json: {num_values} heads of values cannot share {num_heads} of keys")
-    return DeltaHeads(
-        num_heads,
-        num_values // num_heads,
-        size(known, "linear_key_head_dim"),
-        size(known, "linear_value_head_dim"),
-        size(known, "linear_conv_kernel_dim"),
-        eps,
-        interleaved=flags.interleaved_delta,
+    key_dim, value_dim, kernel_size = (
+        size(known, f"linear_{name}_dim") for name in ("key_head", "value_head", "conv_kernel")
     )
+    interleaved = flags.interleaved_delta
+    return DeltaHeads(num_heads, num_values // num_heads, key_dim, value_dim, kernel_size, eps, interleaved)
 
 
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the length before they stretched it

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine import ConfigError, UnsupportedModel
 from engine.attention.state_pool import state_parts
 from engine.checkpoint.model_config import read_model_config
-from engine.layers.gated_delta_net import DeltaHeads, DeltaWeights, mix
+from engine.layers.gated_delta_net import DeltaHeads, mix
 from engine.layers.parallel import TensorParallel
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
@@ -65,7 +65,7 @@ class Case:
 
         per_head = (heads.num_heads, heads.group)
         self.heads = heads
-        self.weights = DeltaWeights(
+        self.weights = (
             draw(heads.num_heads, heads.kernel_size, heads.num_channels),
             -draw(*per_head).abs(),
             draw(*per_head),

@@ -73,7 +73,11 @@ def make_reference(folder: Path, name: str) -> Reference:
 
 
 @pytest.fixture(
-    params=["gemma3", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "mistral3"))]
+    params=[
+        "gemma3",
+        "qwen2_5_vl",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "mistral3", "qwen3_5")),
+    ]
 )
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Reference:
     return make_reference(tmp_path / "model", request.param)

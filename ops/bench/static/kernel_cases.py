@@ -16,13 +16,11 @@ import torch
 
 from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
-from engine.attention.state_pool import state_parts
+from engine.attention.state_pool import StatePool, state_parts
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_store import store_kv
-from engine.kernels.delta_net import delta_net
 from engine.kernels.upload import upload
-from engine.layers.gated_delta_net import DeltaHeads, DeltaWeights
 from engine.layers.linear import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
@@ -34,6 +32,7 @@ from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.schedule.step_batch import StepBatch
 
 PROCESSORS = 132  # of an H200
 BLOCK_SIZE = 16
@@ -67,7 +66,7 @@ KERNELS = {
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
-    "norm_rotate_store_kernel": Kernel(wide=0.35),  # a half of each head at a time; slots of 8 bytes
+    "norm_rotate_store_kernel": Kernel(warps=16, wide=0.35),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     # a program has the largest tiles that fit: what hides its loads are the stages of its own loop
@@ -115,6 +114,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**common(3584, 14_336, 16, 8, 256, 256_000), "hidden_activation": "gelu_pytorch_tanh"},
     ),
     "gpt-oss-20b": ("GptOssForCausalLM", {**common(2880, 2880, 64, 8, 64, 201_088), "num_local_experts": 32}),
+    "Qwen3.5-9B": ("Qwen3_5ForCausalLM", {**common(4096, 12_288, 16, 4, 256, 248_320), "full_attention_interval": 2}),
     "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True}),
 }
 
@@ -130,8 +130,7 @@ def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCaus
     """The model as it is on an H200, with weights that have no values."""
     architecture, values = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps({"architectures": [architecture], **values})
-        (Path(folder) / "config.json").write_text(text)
+        (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
         model_config = read_model_config(Path(folder))
     config = read_decoder_config(model_config, decoder_flags(architecture))
     backend = TritonBackend(torch.device("cpu"))
@@ -147,6 +146,7 @@ def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCaus
     cache = KVCache(
         layers, num_blocks=4, block_size=BLOCK_SIZE, dtype=FP8 if fp8 else dtype, device=META, scales=scales
     )
+    cache.states = StatePool(model.states, 4, META)
     return model, backend, cache
 
 
@@ -171,20 +171,17 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
     """A recorded decode step over static buffers, one that is not recorded, and a mixed step."""
 
-    def make(num_tokens: int, attention: Any) -> ForwardBatch:
-        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=META)
-        return ForwardBatch(tokens, tokens, tokens, tokens, attention)
+    def make(step: StepBatch, attention: Any) -> ForwardBatch:
+        tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)
+        return ForwardBatch(tokens, tokens, tokens, tokens, attention, state_parts(step.state_parts, META))
 
+    decodes = make_step([1] * num_rows, [1000 + num_rows] * num_rows, BLOCK_SIZE, 4)
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
     tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
-    yield make(num_rows, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints))
-    for lens, contexts in (
-        ([1] * num_rows, [1000 + num_rows] * num_rows),
-        ([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN]),
-    ):
-        step = make_step(lens, contexts, BLOCK_SIZE, 4)
+    yield make(decodes, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints))
+    for step in decodes, make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4):
         metadata, _ = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
-        yield make(len(step.token_ids), metadata)
+        yield make(step, metadata)
 
 
 def store_alone(num_rows: int) -> None:
@@ -209,8 +206,7 @@ def fill_alone(num_rows: int) -> None:
 def write_alone(num_rows: int) -> None:
     """So many rows that join with a block each, then a new block of each, in an engine."""
     capacity, backend = max(num_rows, 256), TritonBackend(torch.device("cpu"))
-    blocks = MAX_MODEL_LEN // BLOCK_SIZE
-    static = StaticRows(capacity, blocks, BLOCK_SIZE, META, backend.write_rows)
+    static = StaticRows(capacity, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META, backend.write_rows)
     for length in (BLOCK_SIZE, BLOCK_SIZE + 1):
         step = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, 4)
         seqs = np.arange(num_rows)
@@ -219,25 +215,12 @@ def write_alone(num_rows: int) -> None:
         static.write(step, sampling_batch(num_rows), sampled)
 
 
-def mix_alone(num_rows: int) -> None:
-    """In a delta net of Qwen3.5-9B, so many rows that decode."""
-    heads = DeltaHeads(16, 2, 128, 128, 4, 1e-6)
-    with META:
-        memory = [torch.empty(num_rows, *state.shape, dtype=state.dtype) for state in heads.states(0, torch.bfloat16)]
-        sizes = ((16, 4, heads.num_channels), (16, 2), (16, 2), (128,))
-        weights = DeltaWeights(*(torch.empty(size) for size in sizes))
-        x = torch.empty(num_rows, 16 * sum(heads.rows.values()), dtype=torch.bfloat16)
-    parts = state_parts(np.tile((0, 1, 0, 0, -1), (num_rows, 1)), META)
-    delta_net(x, memory, parts, weights, heads)
-
-
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
     model_case("Qwen3-0.6B", fp8=True),
     model_case("gpt-oss-20b", fp8=True),
-    Case("Qwen3.5-9B, its delta nets", mix_alone),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),
