@@ -34,7 +34,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
-from engine.text.prompts import Prompt, PromptReader
+from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    All calls must come from one thread, but for `prepare`, `prepare_grammar` and `chat_token_ids`.
+    All calls must come from one thread, but for `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids`.
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; later calls raise EngineClosed.
     A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
@@ -137,6 +137,11 @@ class Engine:
         return self._scheduler.max_model_len
 
     @property
+    def reads_pictures(self) -> bool:
+        """Whether prompts and chats may hold pictures."""
+        return False
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
@@ -153,6 +158,8 @@ class Engine:
 
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
+        if pictures_in(prompt):
+            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
         if isinstance(pooling, ClassParams):
             return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
@@ -162,6 +169,18 @@ class Engine:
             return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
+
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+    ) -> PreparedPrompt:
+        """Prepare a conversation as `chat_token_ids` does, and its pictures: parts {"type": "image", "image": array}.
+
+        For any thread. Raises UnsupportedTask for a picture where the model reads none.
+        """
+        if pictures_of(messages):
+            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
+        token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
+        return self.prepare(token_ids)
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
         """Compile the grammar of structured_outputs, once for equal ones; None for no grammar. For any thread.

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterable, Sequence, Sized
 from threading import Lock
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.errors import InvalidPrompt, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 
@@ -87,10 +90,32 @@ def _last_words(text: str) -> list[str]:
     return [end[start:], end[start + 1 :]] if start >= 0 else []
 
 
-Prompt = str | list[int]
+Picture = NDArray[np.uint8]
+"""[height, width, 3], RGB."""
+Prompt = str | list[int] | list[str | Picture]
+"""A text, its token ids, or texts and the pictures among them."""
 Context = str | tuple[int, ...]
 
 SCORED_ROOM = -1  # of max_model_len: what is scored last is not computed
+
+
+def pictures_in(prompt: object) -> list[Picture]:
+    """Return the pictures among a prompt's parts. Raises InvalidPrompt for one of another shape."""
+    found = [part for part in prompt if isinstance(part, np.ndarray)] if isinstance(prompt, (list, tuple)) else []
+    for picture in found:
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+            raise InvalidPrompt(
+                f"a picture must be an array [height, width, 3] of uint8, got {list(picture.shape)} of {picture.dtype}"
+            )
+    return found
+
+
+def pictures_of(messages: object) -> list[Picture]:
+    """Return the pictures in a chat's messages. Raises InvalidPrompt for one of another shape."""
+    listed = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in listed if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return pictures_in([part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"])
 
 
 class PromptReader:
