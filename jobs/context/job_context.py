@@ -24,6 +24,11 @@ def never_interrupted() -> None:
     """Stand in for the check where nobody interrupts a job but by ending its process."""
 
 
+def no_pictures(context: "JobContext") -> Callable[[str], bytes]:
+    """Stand in for the reader of files where no job has any."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Lease:
     """What tells in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
@@ -43,6 +48,7 @@ class JobContext:
     check_interrupted: raises where the job was stopped, taken over or is late; long work calls it between its steps.
     file_timeout_s: within which a file's store must have answered.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
+    picture_reader: gives a job what reads pictures' files, by their paths below data_roots.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
     trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
@@ -64,6 +70,7 @@ class JobContext:
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
     file_timeout_s: float = 300.0
+    picture_reader: Callable[["JobContext"], Callable[[str], bytes]] = no_pictures
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)
     webhook_hosts: frozenset[str] = frozenset()

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
 from jobs.tasks import Request
 from worker.engine_thread.orders import Add
+from worker.engine_thread.pictures import decoded
 from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
-    from engine import Engine
+    from engine import Engine, PreparedPrompt
 
 SHORT = 2_048
 """Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""
@@ -30,6 +31,8 @@ TURN = 65_536
 """Characters of short prompts that a turn tokenizes: more than a step computes, in some 50 ms."""
 OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
+PICTURE = 8_192
+"""What a picture takes to be decoded, in the same measure."""
 THREADS = 2
 TURNS = 20
 """A lane that waits to be tokenized gets one turn in so many, as in the engine's scheduler."""
@@ -45,7 +48,7 @@ class _Waiting:
         self.request_id, self.request, self.lane = add.request_id, add.request, add.lane
         self.size = _size(add.request)
         self.is_prepared = self.size <= SHORT and not add.request.sampling.get("structured_outputs")
-        self.prepared: tuple[Any, RequestParams] | None = None
+        self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.form: Future[Any] | None = None
         self.error: BaseException | None = None
 
@@ -54,11 +57,7 @@ class _Waiting:
         if self.is_dropped:
             return
         try:
-            prompt, params = read_request(self.engine, self.request)
-            options: dict[str, Any] = {}
-            if not isinstance(params, SamplingParams):
-                options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
-            self.prepared = self.engine.prepare(prompt, **_truncation(params), **options), params
+            self.prepared = _, params = prepared_request(self.engine, self.request)
             if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 self.form = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
@@ -71,14 +70,18 @@ class _Waiting:
         return self.is_prepared and (self.form is None or self.form.done())
 
 
-def read_request(engine: Engine, request: Request) -> tuple[Any, RequestParams]:
-    """Return the prompt and sampling of a request. Raises InvalidRequest, or a chat template's error."""
-    params, prompt = request_params(request.kind, request.sampling), request.prompt
+def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
+    """Return the prompt of a request, prepared, and its sampling. Raises InvalidRequest, or a chat template's error."""
+    params, prompt, options = request_params(request.kind, request.sampling), request.prompt, dict[str, Any]()
+    if params.truncate_prompt_tokens is not None:
+        options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
+    if not isinstance(params, SamplingParams):
+        options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
     if request.messages is not None:
-        return engine.chat_token_ids(request.messages, **request.chat_options, **_truncation(params)), params
+        return engine.prepare_chat(decoded(request.messages), **request.chat_options, **options), params
     if prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
-    return prompt, params
+    return engine.prepare(decoded(prompt), **options), params
 
 
 class _Preparers(FunctionPool):
@@ -215,7 +218,7 @@ class Intake:
         if waiting.error is not None:
             return [_refused(request_id, waiting.error)]
         try:
-            prompt, params = waiting.prepared or read_request(self._engine, request)
+            prompt, params = waiting.prepared or prepared_request(self._engine, request)
             self._engine.add(
                 request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
             )
@@ -233,27 +236,25 @@ def _refused(request_id: str, error: BaseException) -> Completion:
     return Completion.refused(request_id, InvalidRequest(f"{type(error).__name__}: {error}"))
 
 
-def _truncation(params: RequestParams) -> dict[str, Any]:
-    """Return the sampling values that preparing a prompt needs."""
-    most = params.truncate_prompt_tokens
-    return {} if most is None else {"truncate_prompt_tokens": most}
-
-
 def _size(request: Request) -> int:
     """Count characters or token ids; a chat adds its rendering, a scored prompt its continuations."""
     continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
     continuations += len(request.continued) + sum(map(len, request.resumed.values()))
     if request.messages is None:
-        return len(request.prompt or "") + continuations
+        return _chars(request.prompt or "") + continuations
     return _chars(request.messages) + _chars(request.chat_options) + continuations
 
 
 def _chars(value: object) -> int:
-    """Count the characters of all texts in it, however deep, and some for each object."""
+    """Count the characters of all texts in it, however deep, token ids, and some for each object and picture."""
     size, left = 0, [value]
     while left:
         each = left.pop()
         if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, bytes):
+            size += PICTURE
+        elif isinstance(each, list) and each and isinstance(each[0], int):
             size += len(each)
         elif isinstance(each, Mapping):
             size += OVERHEAD

@@ -40,6 +40,9 @@ NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 #: Of the prompts that are answered, in characters: a result of the worker's has its limit.
 MAX_PICKED_CHARS = 4 << 20
 
+#: Of pictures, held for a character.
+PICTURE_BYTES = 32
+
 #: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
@@ -99,7 +102,7 @@ class SurveyWork(RowsTask):
             wanted, texts, left = {each.row for each in (*timed, *tried)}, dict[int, Row](), MAX_PICKED_CHARS
             for start, rows in rendered_shards(context, storage_now, plan_now, source, wanted):
                 for number, row in enumerate(rows, start):
-                    if number in wanted and isinstance(row, Row) and (left := left - len(row.prompt)) >= 0:
+                    if number in wanted and isinstance(row, Row) and (left := left - _size(row)) >= 0:
                         texts[number] = row
         self._tried = picked = [(each, texts[each.row]) for each in tried if each.row in texts]
         rows_asked = [row for _, row in picked] if has_answers else []
@@ -160,7 +163,9 @@ class SurveyWork(RowsTask):
         return {**told, "generated_tokens": generated, "completion_tokens": completion, "seconds": seconds}
 
     def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
-        prompt = json.loads(row.prompt) if self._spec.is_chat else [{"role": "prompt", "content": row.prompt}]
+        prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else row.prompt
+        if not self._spec.is_chat:
+            prompt = [{"role": "prompt", "content": prompt}]
         told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}
         if answer is None:
             return told
@@ -168,6 +173,11 @@ class SurveyWork(RowsTask):
         completions = list(zip(reasons, texts or (), strict=True)) if isinstance(reasons, tuple) else [(reasons, texts)]
         told |= {name: answer.column(name) for name in ("error", "label", "probabilities")}
         return {**told, "completions": completions, "tokens": answer.all_completion_tokens}
+
+
+def _size(row: Row) -> int:
+    """Count the characters of a prompt, and less for each byte of a picture, which is held and not told."""
+    return len(row.prompt) + sum(map(len, row.pictures)) // PICTURE_BYTES
 
 
 class Asked:
@@ -233,7 +243,6 @@ class _Counts:
         (request,) = self._ask.begin(row, numbers[0]).requests
         most = request.sampling.get(TRUNCATION)
         options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
-        assert not isinstance(request.prompt, list)
         try:
             token_ids = self._meter.token_ids(request.prompt, request.messages, options)
         except InvalidJob as error:
@@ -300,6 +309,8 @@ class _Timing:
         return (self._ended_at - self._began_at) / max(1, self._tokens)
 
     def _begun(self, row: Row, beginning: str) -> Row:
+        if row.pictures and not self._is_chat:
+            return row._replace(prompt=json.dumps([{"type": "text", "text": beginning}, *json.loads(row.prompt)]))
         if not self._is_chat:
             return row._replace(prompt=beginning + row.prompt)
         first, *others = json.loads(row.prompt)
