@@ -1,9 +1,10 @@
 """Engine: takes requests, steps the model, and returns completions."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -13,13 +14,16 @@ from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import EngineBusy, EngineClosed, InvalidRequest, UnsupportedTask
-from engine.models.load import generates, read_supported
+from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
+from engine.models.load import choose_path, generates, read_supported
+from engine.pictures.reader import PictureReader, find_reader
+from engine.pictures.waiting import PictureQueue
 from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
-from engine.run.config import EngineConfig, model_identity
+from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import Runner
 from engine.run.intake import Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
@@ -34,7 +38,8 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
-from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
+from engine.text.chat_templates import WITH_PICTURES
+from engine.text.prompts import Picture, Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
@@ -56,6 +61,12 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
+        self._reader = reader = (
+            find_reader(folder, model) if may_read_pictures(config) and not path.is_single_pass else None
+        )
+        if reader is not None:
+            model = replace(model, reads_pictures=True)
+            path = choose_path(model, config.model_path)
         logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(
@@ -70,6 +81,9 @@ class Engine:
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
+        self._looking: PictureQueue | None = None
+        if reader is not None:
+            self._read_pictures(reader)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -116,6 +130,17 @@ class Engine:
         self._sequences.grammars.close()
         self._unfinished.clear()
 
+    def _read_pictures(self, reader: PictureReader) -> None:
+        """Let pictures be read if the model does so exactly."""
+        assert isinstance(self._live_runner, ModelRunner)
+        reader.learn_frame(self._tokenizer)
+        try:
+            self._looking = PictureQueue(self._live_runner.read_pictures(reader))
+            logger.info("it reads pictures, each in the place of %r", reader.placeholder)
+        except UnsupportedModel as error:
+            self._reader = None
+            logger.warning("it is served for text alone: %s; model_path='native' may be faster", error)
+
     @property
     def model_name(self) -> str:
         """The model as the configuration names it."""
@@ -139,7 +164,7 @@ class Engine:
     @property
     def reads_pictures(self) -> bool:
         """Whether prompts and chats may hold pictures."""
-        return False
+        return self._reader is not None
 
     @property
     def has_unfinished(self) -> bool:
@@ -158,16 +183,20 @@ class Engine:
 
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
-        if pictures_in(prompt):
-            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
+        if pictures := pictures_in(prompt):
+            reader = self._reader_for(truncate_prompt_tokens, pooling)
+            assert isinstance(prompt, list)
+            encode = partial(self._tokenizer.encode, limit=self.max_model_len - 1)
+            return self._with_pictures(reader, reader.text_of(prompt), pictures, encode, scoring)
         if isinstance(pooling, ClassParams):
             return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
             return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
         if scoring is not None:
-            ends = tuple(sorted(self._sequences.eos_token_ids))
-            return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
+            return self._prepare_scores(prompt, scoring)
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
+        if self._reader is not None:
+            self._reader.check_ids(token_ids)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def prepare_chat(
@@ -177,8 +206,14 @@ class Engine:
 
         For any thread. Raises UnsupportedTask for a picture where the model reads none.
         """
-        if pictures_of(messages):
-            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
+        if pictures := pictures_of(messages):
+            reader = self._reader_for(truncate_prompt_tokens)
+            for message in messages:
+                for part in message["content"] if isinstance(message.get("content"), list) else [message]:
+                    reader.check_text(str(part.get("text") or part.get("content")))
+            text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
+            encode = partial(self._tokenizer.encode_alone, limit=self.max_model_len - 1)
+            return self._with_pictures(reader, text, pictures, encode)
         token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
         return self.prepare(token_ids)
 
@@ -241,6 +276,8 @@ class Engine:
         for seq in seqs:
             if seq.finish_reason is not None:
                 self._stepper.finish(seq)
+            elif self._looking is not None and seq.pictures is not None and seq.status is not SequenceStatus.HELD:
+                self._looking.add(seq)
             elif seq.status is not SequenceStatus.HELD:
                 self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
@@ -263,6 +300,11 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
+        for seq in self._looking.look() if self._looking is not None and launches else ():
+            if seq.error is not None:
+                self._stepper.finish(seq)
+            else:
+                self._scheduler.add(seq)
         finished, self._incomplete = self._incomplete + self._stepper.take(launches), []
         completions = map(self._finish, finished)
         return [completion for completion in completions if completion is not None]
@@ -274,7 +316,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
-        return self._stepper.engine_stats()
+        stats = self._stepper.engine_stats()
+        return stats if not self._looking else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -364,6 +407,35 @@ class Engine:
                 self.abort(request_id)
         return done
 
+    def _reader_for(self, truncate_prompt_tokens: int | None, pooling: object = None) -> PictureReader:
+        """Return what reads pictures. Raises UnsupportedTask or InvalidPrompt where nothing does."""
+        if self._reader is None:
+            raise UnsupportedTask("this model reads no pictures: it is served for text alone")
+        if pooling is not None:
+            raise UnsupportedTask("prompts with pictures are not embedded or classified by a head: that is not built")
+        if truncate_prompt_tokens is not None:
+            raise InvalidPrompt("truncate_prompt_tokens: prompts with pictures are not cut; leave it out")
+        return self._reader
+
+    def _with_pictures(
+        self,
+        reader: PictureReader,
+        text: str,
+        pictures: list[Picture],
+        encode: Callable[[str], list[int]],
+        scoring: ScoringParams | None = None,
+    ) -> PreparedPrompt:
+        token_ids, found = reader.read(text, pictures, encode)
+        if scoring is None:
+            token_ids = self._prompts.token_ids(token_ids)
+            return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(found.key_ids), pictures=found)
+        ready = self._prepare_scores(token_ids, scoring)
+        return replace(ready, block_keys=self._scheduler.blocks.keys_of(found.key_ids), pictures=found)
+
+    def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
+        ends = tuple(sorted(self._sequences.eos_token_ids))
+        return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
+
     def _open_runner(self) -> Runner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
@@ -376,6 +448,8 @@ class Engine:
             is_short = most is None or most == -1 or len(prompt.token_ids) <= most
             if is_short if scoring is None else prompt.continued is not None:
                 return prompt
+            if prompt.pictures is not None:
+                raise InvalidPrompt("a prompt with pictures is neither cut nor scored once it is prepared")
             prompt = prompt.token_ids
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
 
@@ -392,7 +466,7 @@ class Engine:
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
-        while self._scheduler.num_waiting < self.config.max_num_seqs:
+        while self._scheduler.num_waiting + len(self._looking or ()) < self.config.max_num_seqs:
             request = next(requests, None)
             if request is None:
                 return True

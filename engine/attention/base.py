@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -138,11 +138,19 @@ class CapturableBackend(KernelBackend):
 
 
 @dataclass(frozen=True)
+class PictureRows:
+    """What a body is given of a step's pictures: arguments, and positions [3, 1, tokens] int64, or None."""
+
+    arguments: dict[str, Any]
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
-    states: of a model that keeps states.
+    states: of a model that keeps states.  pictures: of a step with any.
     """
 
     token_ids: Tensor
@@ -151,3 +159,4 @@ class ForwardBatch:
     sample_rows: Tensor
     attention: AttentionMetadata
     states: StateParts | None = None
+    pictures: PictureRows | None = None

@@ -60,6 +60,7 @@ class ModelConfig:
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
     values: config.json, as far as it is about text.
     whole: the first that config.json names, if it has parts for images or sound too; else None.
+    reads_pictures: its part for images is kept.
     """
 
     architecture: str
@@ -76,6 +77,7 @@ class ModelConfig:
     quantization: Quantization | None
     values: Mapping[str, Any]
     whole: str | None
+    reads_pictures: bool = False
 
     @property
     def is_text_part(self) -> bool:

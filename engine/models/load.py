@@ -94,6 +94,8 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
     is_single_pass = reads_in_one_pass(model.whole or model.architecture)
     if is_single_pass and model.whole is not None:
         raise UnsupportedModel(f"{model.whole} has no LM head, and reads more than text: that is not built")
+    if model.reads_pictures:
+        return ModelPath(None, "it reads pictures", is_single_pass)
     if wanted == "transformers":
         return ModelPath(None, "model_path='transformers' says so", is_single_pass)
     try:

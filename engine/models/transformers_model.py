@@ -75,23 +75,32 @@ class TransformersModel(CausalModel):
         self._attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
         told = {"position_ids": positions} if self._body.takes_positions else {}
+        if batch.pictures is not None:
+            told |= batch.pictures.arguments
+            if batch.pictures.positions is not None:
+                told["position_ids"] = batch.pictures.positions
         states = {} if self._mixers is None else self._mixers.begin(batch.states, cache.states)
         output = self._body.compute(input_ids=ids, use_cache=False, **told, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    @property
+    def body(self) -> nn.Module:
+        """The part that makes hidden states."""
+        return self._body.module
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's LM head, scales and caps to hidden states."""
         logits: Tensor = self._body.logits_of(hidden[None])[0]
         return logits
 
-    def reference_logits(self, token_ids: Tensor) -> Tensor:
-        """Compute logits by transformers alone, with its own attention and without a cache."""
+    def reference_logits(self, token_ids: Tensor, **inputs: Any) -> Tensor:
+        """Compute logits by transformers alone, with its own attention and without a cache. inputs: of pictures."""
         self._attention.end()
         if self._mixers is not None:
             self._mixers.end()
         with _attending(self.model, plainest(self.model)), _problems_named():
-            logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
+            logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False, **inputs).logits[0]
         return logits.float()
 
 
@@ -105,7 +114,7 @@ class Body:
 
     def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
         """output: one of the body's."""
-        self._model, self.compute, self._output_type = model, body.forward, type(output)
+        self._model, self.module, self.compute, self._output_type = model, body, body.forward, type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
         self._given: Tensor | None = None
@@ -135,7 +144,8 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
     kind = class_of(name)
     try:
         model = _read(kind, config, folder, place.dtype)
-        _drop_other_parts(model)
+        if not config.reads_pictures:
+            _drop_other_parts(model)
         refuse_moving_rotary(model, place.max_positions)
         if place.tp.size > 1:
             split_by_plan(model, place.tp)
@@ -299,15 +309,23 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
 
 def _drop_other_parts(model: Any) -> None:
     """Free the models within the model that are for images or sound."""
+    for name, module in _other_parts(model):
+        parent, _, last = name.rpartition(".")
+        absent: Any = nn.Module()
+        absent.device, absent.dtype = module.device, module.dtype  # for which it is still asked
+        setattr(model.get_submodule(parent), last, absent)
+
+
+def _other_parts(model: Any) -> list[tuple[str, Any]]:
+    """List the models within the model that are for images or sound, by their names."""
     from transformers import PreTrainedModel
 
     about_text = {type(model.config), type(model.config.get_text_config(decoder=True))}
-    for name, module in list(model.named_modules()):
-        if isinstance(module, PreTrainedModel) and type(module.config) not in about_text:
-            parent, _, last = name.rpartition(".")
-            absent: Any = nn.Module()
-            absent.device, absent.dtype = module.device, module.dtype  # for which it is still asked
-            setattr(model.get_submodule(parent), last, absent)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and type(module.config) not in about_text
+    ]
 
 
 @contextmanager
@@ -343,6 +361,8 @@ def _attend_by(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # a class without the interface
         model.config._attn_implementation = UNMASKED if name == PAGED else name
+    for _, part in _other_parts(model):
+        part.config._attn_implementation = "sdpa" if part._supports_sdpa else "eager"
 
 
 @contextmanager

@@ -137,6 +137,12 @@ class EngineConfig:
             )
 
 
+def may_read_pictures(config: EngineConfig) -> bool:
+    """Whether nothing is asked for that is not built for pictures."""
+    is_plain = config.quantization is None and not config.deterministic
+    return is_plain and config.tensor_parallel_size == 1 and config.model_path != "native"
+
+
 def model_identity(config: EngineConfig) -> ModelIdentity:
     """Return the identity of the model that an engine of this configuration serves.
 

@@ -63,6 +63,7 @@ class NewSequences:
                 or JumpAhead.of(matcher, params),
                 matcher=matcher,
                 block_keys=prompt.block_keys,
+                pictures=prompt.pictures,
             )
             for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
@@ -92,6 +93,7 @@ class NewSequences:
                 block_keys=prompt.block_keys,
                 targets=Targets(branch.places + len(prompt.token_ids), branch.scored_ids),
                 tree=tree,
+                pictures=prompt.pictures,
             )
             if branch.parent is not None:
                 seq.status = SequenceStatus.HELD

@@ -159,24 +159,24 @@ class BlockManager:
         """Return the number of blocks for num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
-    def keys_of(self, token_ids: list[int]) -> list[BlockKey]:
-        """Return the keys of a prompt's full blocks. For any thread."""
+    def keys_of(self, key_ids: list[int]) -> list[BlockKey]:
+        """Return the keys of a prompt's full blocks. key_ids: as of Sequence. For any thread."""
         keys: list[BlockKey] = []
-        self._extend(keys, token_ids)
+        self._extend(keys, key_ids)
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
         """Make missing keys of full blocks, unless the sequence shares none."""
         if seq.shares_blocks:
-            self._extend(seq.block_keys, seq.token_ids)
+            self._extend(seq.block_keys, seq.key_ids)
 
-    def _extend(self, keys: list[BlockKey], token_ids: list[int]) -> None:
+    def _extend(self, keys: list[BlockKey], key_ids: list[int]) -> None:
         if not self.enable_prefix_caching:
             return
         size = self.block_size
         parent_hash = keys[-1].hash if keys else ROOT
-        for start in range(len(keys) * size, len(token_ids) - size + 1, size):
-            tokens = self._as_int32(*token_ids[start : start + size])
+        for start in range(len(keys) * size, len(key_ids) - size + 1, size):
+            tokens = self._as_int32(*key_ids[start : start + size])
             parent_hash = self._hash_block(parent_hash, tokens)
             keys.append(BlockKey(parent_hash, tokens))
 
@@ -243,7 +243,7 @@ class BlockManager:
             return None
         parent = self._blocks[cached[-1]].content_id if cached else ROOT
         assert parent is not None
-        block_id, num_tokens = self._tails.find(parent, array("i", seq.token_ids[start:end]).tobytes())
+        block_id, num_tokens = self._tails.find(parent, array("i", seq.key_ids[start:end]).tobytes())
         if not num_tokens or num_tokens * LEAST_SHARE < seq.num_tokens - start:
             return None
         return Tail(block_id, num_tokens)
@@ -335,7 +335,7 @@ class BlockManager:
         block = self._blocks[seq.block_table[num_full]]
         parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT
         assert parent is not None
-        tokens = array("i", seq.token_ids[-num_tokens:]).tobytes()
+        tokens = array("i", seq.key_ids[-num_tokens:]).tobytes()
         if self._tails.find(parent, tokens)[1] == num_tokens:
             return []
         self._unlist(block)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from engine.schedule.pictures import PromptPictures
     from engine.schedule.score_tree import TreeShape
 
 
@@ -21,10 +22,11 @@ class PreparedPrompt:
     """A prompt after the work that takes time with its length: made by `Engine.prepare`.
 
     token_ids: checked. block_keys: of its full blocks, none if prefixes are not cached. continued: the tree of the
-    continuations to score; num_prompt_tokens are then the prompt's own.
+    continuations to score; num_prompt_tokens are then the prompt's own. pictures: of its own tokens.
     """
 
     token_ids: list[int]
     block_keys: list[BlockKey]
     continued: TreeShape | None = None
     num_prompt_tokens: int = 0
+    pictures: PromptPictures | None = None

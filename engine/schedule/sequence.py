@@ -15,6 +15,7 @@ from engine.sampling.logit_edits import SequenceEdits
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason, RequestProgress
+from engine.schedule.pictures import PromptPictures
 from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
@@ -66,6 +67,7 @@ class Sequence:
     edits: of its logits, None if there are none but bans for min_tokens.
     forcing: says which tokens must come next; None if none ever must.
     matcher: follows its grammar, None if the text is free.
+    pictures: of the prompt; their features are there once it is scheduled.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class Sequence:
     targets: Targets | None = None
     tree: ScoreTree | None = None
     pooled: PooledStates | None = None
+    pictures: PromptPictures | None = None
 
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
@@ -174,6 +177,13 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """The number of tokens that are being computed; their ids are not known."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def key_ids(self) -> list[int]:
+        """The known tokens as block keys have them: with pictures in the place of their placeholders."""
+        if self.pictures is None:
+            return self.token_ids
+        return self.pictures.key_ids + self.token_ids[len(self.pictures.key_ids) :]
 
     @property
     def shares_blocks(self) -> bool:

@@ -33,8 +33,9 @@ class SlotTable:
     sample_top: as in Sequence.
     num_alone: how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a sequence that
     does not generate.
-    num_edited, num_constrained, num_wanting: sequences with a slot that have edits, follow a grammar (whose tokens
-    must be known before the next step), want log probabilities of sampled tokens.
+    shift: how much further a token behind the prompt is in positions than in places, as of PromptPictures.
+    num_edited, num_constrained, num_wanting, num_with_pictures: sequences with a slot that have edits, follow a grammar
+    (whose tokens must be known before the next step), want log probabilities of sampled tokens, have pictures.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -56,7 +57,8 @@ class SlotTable:
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
-        self.num_edited = self.num_constrained = self.num_wanting = 0
+        self.num_edited = self.num_constrained = self.num_wanting = self.num_with_pictures = 0
+        self.shift: NDArray[np.int64] = zeros()
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -72,6 +74,8 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_alone[slot] = int(seq.generates)
+        self.num_with_pictures += seq.pictures is not None
+        self.shift[slot] = 0 if seq.pictures is None else seq.pictures.shift
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_prompt[slot] = seq.num_prompt_tokens
         self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
@@ -110,6 +114,7 @@ class SlotTable:
         self.num_edited -= int(self.is_edited[seq.slot])
         self.is_edited[seq.slot] = False
         self.num_constrained -= seq.matcher is not None
+        self.num_with_pictures -= seq.pictures is not None
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from engine.sampling.logit_edits import EditParts, LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
+from engine.schedule.pictures import Part, StepPictures
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
@@ -174,6 +175,7 @@ class StepBatch:
     state_parts: [parts, 5], of models with states, one part behind another: first row, end, and rows of the pool of
     states: read, written, and written too; -1 for none.
     kept_states: [rows], rows of that pool that are put back if the step raises.
+    pictures: of a step with any.
     """
 
     token_ids: NDArray[np.int64]
@@ -197,6 +199,7 @@ class StepBatch:
     copy_to: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     state_parts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 5), np.int64))
     kept_states: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    pictures: StepPictures | None = None
 
     def repeatable(self) -> "StepBatch":
         """Return the step with all states that it changes put back if it raises."""
@@ -244,8 +247,30 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         copy_from=copy_from,
         copy_to=copy_to,
         **({} if moves is None else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}),
+        pictures=_find_pictures(batch, slots, positions) if slots.num_with_pictures else None,
         **_find_wanted(batch),
     )
+
+
+def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]) -> StepPictures | None:
+    """Find the placeholders among a step's tokens, and where these are if they have three positions."""
+    rows, parts = [NOTHING], list[Part]()
+    shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
+    positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
+    first = 0
+    for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
+        start, first = seq.num_computed_tokens, first + num_new
+        if seq.pictures is None or start >= seq.num_prompt_tokens:
+            continue
+        own_rows, own_parts = seq.pictures.within(start, start + num_new)
+        rows.append(own_rows + first - num_new - start)
+        parts += own_parts
+        if seq.pictures.positions is not None:
+            if positions is None:
+                positions = np.tile(places + shifts, (3, 1))
+            told = seq.pictures.positions[:, start : start + num_new]
+            positions[:, first - num_new : first - num_new + told.shape[1]] = told
+    return StepPictures(np.concatenate(rows), parts, positions) if parts or positions is not None else None
 
 
 def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

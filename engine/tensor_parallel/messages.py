@@ -24,7 +24,8 @@ Array = NDArray[Any]
 
 DTYPES = [*map(np.dtype, (np.int32, np.int64, np.uint64, np.float32)), ROW]
 LENGTH_BYTES = 8
-NUM_STEP_ARRAYS = len(fields(StepBatch))
+#: Of a StepBatch; pictures are read by one process alone.
+STEP_ARRAYS = [field.name for field in fields(StepBatch) if field.name != "pictures"]
 
 
 class Kind(IntEnum):
@@ -67,14 +68,20 @@ def decode(body: bytes | bytearray) -> Message:
 
 def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
     """Return the arrays of a STEP, the same for all ranks."""
-    return [*_arrays(step), sampling.values, sampling.position, *_arrays(sampling.ready_edits())]
+    return [
+        *(getattr(step, name) for name in STEP_ARRAYS),
+        sampling.values,
+        sampling.position,
+        *_arrays(sampling.ready_edits()),
+    ]
 
 
 def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
     """Read the arrays of `pack_step`."""
-    values, position, *edits = arrays[NUM_STEP_ARRAYS:]
+    values, position, *edits = arrays[len(STEP_ARRAYS) :]
     sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
-    return StepBatch(*arrays[:NUM_STEP_ARRAYS]), sampling
+    step: Any = dict(zip(STEP_ARRAYS, arrays, strict=False))
+    return StepBatch(**step), sampling
 
 
 Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
@@ -92,7 +99,7 @@ def unpack_tokens(arrays: list[Array]) -> Tokens:
     return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
 
 
-def _arrays(part: StepBatch | LogitEdits | RowLogprobs | None) -> list[Array]:
+def _arrays(part: LogitEdits | RowLogprobs | None) -> list[Array]:
     return [] if part is None else [getattr(part, field.name) for field in fields(part)]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ DEFAULT = "default"
 
 #: Variables of a template that are not a request's to set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+
+#: Kinds of the parts of a message.
+TEXT_ALONE = ("text",)
+WITH_PICTURES = ("text", "image")
 
 Messages = list[dict[str, Any]]
 
@@ -113,37 +117,42 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
     return tools
 
 
-def for_template(messages: object, *, takes_parts: bool) -> Messages:
+def for_template(messages: object, *, takes_parts: bool, kinds: Container[str] = TEXT_ALONE) -> Messages:
     """Return messages as templates expect them, unlike OpenAI's in parts, tool calls and reasoning.
 
-    takes_parts: whether the template reads lists of parts; else they are joined by a line's end. Raises InvalidPrompt
-    unless these are messages of text.
+    takes_parts: whether the template reads lists of parts; else they are joined by a line's end. kinds: of parts; with
+    more than texts all contents are made parts. Raises InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
-    return [_for_template(message, i, takes_parts=takes_parts) for i, message in enumerate(messages)]
+    return [_for_template(message, i, takes_parts=takes_parts, kinds=kinds) for i, message in enumerate(messages)]
 
 
-def _check_part(part: object, i: int) -> None:
+def _check_part(part: object, i: int, kinds: Container[str]) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise InvalidPrompt(f"a part of message {i} must be an object with a type, such as 'text'")
-    if kind != "text":
+    if kind not in kinds:
         raise InvalidPrompt(
             f"message {i} holds a part of the type {kind!r}: this engine reads text alone, no images, audio or video"
         )
-    if not isinstance(part.get("text"), str):
+    if kind == "text" and not isinstance(part.get("text"), str):
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
 
 
-def _for_template(given: object, i: int, *, takes_parts: bool) -> dict[str, Any]:
+def _for_template(given: object, i: int, *, takes_parts: bool, kinds: Container[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidPrompt(f"message {i} must be an object with a role and a content")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(content := message.get("content"), list):
         for part in content:
-            _check_part(part, i)
-        message["content"] = content if takes_parts else "\n".join(part["text"] for part in content)
+            _check_part(part, i, kinds)
+        if kinds is not TEXT_ALONE:  # pictures are not the template's to look at
+            message["content"] = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
+        elif not takes_parts:
+            message["content"] = "\n".join(part["text"] for part in content)
+    elif kinds is not TEXT_ALONE and isinstance(content, str):
+        message["content"] = [{"type": "text", "text": content}]
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")

@@ -205,6 +205,8 @@ class PromptReader:
         truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
         """
         most = self.max_model_len - room
+        if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
+            prompt = "".join(prompt)
         if isinstance(prompt, str):
             limit = most if truncate_prompt_tokens is None else None
             token_ids = self._tokenizer.encode(prompt, limit=limit)

@@ -1,6 +1,6 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
+    TEXT_ALONE,
     Messages,
     check_tools,
     check_variables,
@@ -228,18 +229,22 @@ class Tokenizer:
         """Whether any of the tokens is not special."""
         return any(token_id not in self._special_ids for token_id in token_ids)
 
-    def chat_token_ids(
+    def chat_token_ids(self, messages: Messages, *, limit: int | None = None, **options: Any) -> list[int]:
+        """Return the token ids of a conversation. limit: as in `encode`. options: of `chat_text`, which raises."""
+        return self.encode_alone(self.chat_text(messages, **options), limit=limit)
+
+    def chat_text(
         self,
         messages: Messages,
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> list[int]:
-        """Return the token ids of a conversation, ready for the model's answer.
+        kinds: Container[str] = TEXT_ALONE,
+    ) -> str:
+        """Return the text of a conversation, ready for the model's answer.
 
-        messages, tools: in OpenAI's shape, text alone. chat_template_kwargs: variables of the template. limit: as in
-        `encode`. Raises InvalidPrompt if they have another shape, or the model's template is missing or refuses them.
+        messages, tools: in OpenAI's shape, with parts of these kinds. chat_template_kwargs: variables of the template.
+        Raises InvalidPrompt if they have another shape, or the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -247,12 +252,11 @@ class Tokenizer:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         tools = check_tools(tools, self._takes_tools)
         variables = check_variables(chat_template_kwargs, self._variables)
-        messages = for_template(messages, takes_parts=self._takes_parts)
+        messages = for_template(messages, takes_parts=self._takes_parts, kinds=kinds)
         try:
-            text = self._render(messages, tools=tools, **variables)
+            return self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
-        return self.encode_alone(text, limit=limit)
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         # a variable may have the name of an argument, such as `tokenize`: the last one counts

@@ -81,11 +81,14 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(folder: Path, names: Mapping[str, str], model_type: str) -> Any:
-    """Write the checkpoint of a type in one of the tables; return its class. Raises whatever transformers does."""
+def make(folder: Path, names: Mapping[str, str], model_type: str, **more: Any) -> Any:
+    """Write the checkpoint of a type in one of the tables; return its class. Raises whatever transformers does.
+
+    more: values of the configuration itself.
+    """
     torch.manual_seed(len(model_type))
     kind = getattr(transformers, names[model_type])
-    config = _config(model_type, VALUES.get(model_type, {}))
+    config = _config(model_type, {**VALUES.get(model_type, {}), **more})
     if not isinstance(config, kind.config_class) and isinstance(config.get_text_config(), kind.config_class):
         config = config.get_text_config()
     write_random(kind._from_config(config), folder)

@@ -104,7 +104,11 @@ class DecodeGraphs:
     def fits(self, step: StepBatch) -> bool:
         """Return whether `run` can take this step: one token of each sequence, all of which sample."""
         num_seqs = len(step.slots)
-        is_decode = len(step.token_ids) == len(step.sample_rows) == num_seqs and step.gives_tokens_alone
+        is_decode = (
+            len(step.token_ids) == len(step.sample_rows) == num_seqs
+            and step.gives_tokens_alone
+            and step.pictures is None
+        )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:

@@ -22,6 +22,9 @@ from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
+from engine.models.transformers_model import TransformersModel
+from engine.pictures.reader import PictureReader
+from engine.pictures.tower import Tower
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
@@ -36,6 +39,7 @@ from engine.run.forward.memory import (
     fit_pool,
     keep_freed_memory,
 )
+from engine.run.forward.picture_probe import probe_pictures
 from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
@@ -77,6 +81,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._graphs_failed = False
         self._cpu_threads: CpuThreads | None = None
+        self._tower: Tower | None = None
         if self.device.type == "cpu":
             keep_freed_memory()
             if config.adapt_cpu_threads and tp.size == 1:
@@ -132,9 +137,39 @@ class ModelRunner:
         elif not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
         else:
-            batch, rows = to_device(step, self.backend, self._sampled, sampling)
+            batch, rows = self._to_device(step, sampling)
             self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
+
+    def _to_device(
+        self, step: StepBatch, sampling: SamplingBatch | None = None
+    ) -> tuple[ForwardBatch, SamplingRows | None]:
+        batch, rows = to_device(step, self.backend, self._sampled, sampling)
+        if step.pictures is None:
+            return batch, rows
+        assert self._tower is not None, "without one there are no pictures"
+        return replace(batch, pictures=self._tower.rows(step.pictures, batch.token_ids)), rows
+
+    def read_pictures(self, reader: PictureReader) -> Tower:
+        """Take pictures of this reader from now on. Raises UnsupportedModel if the model does not do so exactly.
+
+        No step may have run.
+        """
+        if not isinstance(self.model, TransformersModel):
+            raise UnsupportedModel("its text part alone is computed")
+        with on_device(self.device):
+            self._tower = Tower(self.model, reader.placeholder_id, self.device, self.dtype)
+            reader.names, reader.positions = self._tower.names, self._tower.positions
+            probe_pictures(
+                reader,
+                self._tower,
+                self.logits,
+                self.model.reference_logits,
+                num_places=self.pool_size.max_model_len,
+                block_size=self._config.block_size,
+                dtype=self._kv_dtype,
+            )
+        return self._tower
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
@@ -149,7 +184,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
         """Return the logits of the rows that sample, as from `forward`."""
-        batch, _ = to_device(step, self.backend, self._sampled)
+        batch, _ = self._to_device(step)
         return self.forward(batch)
 
     @torch.inference_mode()
@@ -170,7 +205,7 @@ class ModelRunner:
 
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
-        batch, values = to_device(step, self.backend, self._sampled, sampling)
+        batch, values = self._to_device(step, sampling)
         wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]

@@ -47,20 +47,20 @@ class Probe:
         """
         first, second = self._first, self._second
         half = len(first) // 2
-        alone = run(self._step([(first, 0, 0)]))
-        other = run(self._step([(second, 0, 1)]))
-        together = run(self._step([(first, 0, 2), (second, 0, 3)]))
-        chunks = [run(self._step([part])) for part in ((first[:half], 0, 4), (first[half:], half, 4))]
+        alone = run(self.step([(first, 0, 0)]))
+        other = run(self.step([(second, 0, 1)]))
+        together = run(self.step([(first, 0, 2), (second, 0, 3)]))
+        chunks = [run(self.step([part])) for part in ((first[:half], 0, 4), (first[half:], half, 4))]
         expected = reference(torch.from_numpy(first).to(alone.device))
-        if _differ(alone, together[: len(first)], dtype) or _differ(other, together[len(first) :], dtype):
+        if differ(alone, together[: len(first)], dtype) or differ(other, together[len(first) :], dtype):
             return "mixes the sequences of one batch: a row of it looks at others otherwise than by attention"
-        if _differ(alone[half:], chunks[1], dtype):
+        if differ(alone[half:], chunks[1], dtype):
             return "forgets what came before a chunk of a prompt: it keeps a state outside the KV cache"
-        if expected is not None and _differ(expected, alone, dtype):
+        if expected is not None and differ(expected, alone, dtype):
             return "attends otherwise here than by transformers' own code: it needs something that is not built"
         return None
 
-    def _step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:
+    def step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:
         """Make a step of these parts, each (tokens, how many came before, its place)."""
         width = self._place_blocks
         lens = np.array([len(tokens) for tokens, _, _ in parts], np.int64)
@@ -79,7 +79,7 @@ class Probe:
         )
 
 
-def _differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     """Return whether most of any rows in a row differ; a router's near tie may change one now and then."""
     expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,186 @@
+"""PictureReader: makes tokens and a tower's inputs of prompts with pictures, by a checkpoint's own processor."""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.checkpoint.model_config import ModelConfig, read_json
+from engine.errors import InvalidPrompt
+from engine.models.transformers_model import class_of
+from engine.schedule.pictures import PromptPictures, SeenPicture
+from engine.text.chat_templates import WITH_PICTURES
+from engine.text.prompts import Picture
+from engine.text.tokenizer import Tokenizer, open_tokenizer
+
+logger = logging.getLogger(__name__)
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_KNOWN = 1 << 16  # pictures whose number in block keys is remembered
+MAX_ERROR_CHARS = 300
+LEFT, RIGHT = "before", "behind"  # of a picture, to see what a chat template puts around it
+
+Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64] | None]
+
+
+class PictureReader:
+    """Reads pictures as transformers' processor of a folder does, for any number of threads at once.
+
+    placeholder: the text of a picture in prompts.  positions: set by the tower, of token ids, their kinds (1 for
+    placeholders) and the sizes of all pictures.  names: of the inputs that the tower takes, and of sizes.
+    """
+
+    positions: Positions
+    names: tuple[frozenset[str], frozenset[str]]
+
+    def __init__(self, folder: Path) -> None:
+        """Raise whatever transformers does for files that make no processor."""
+        self.processor = open_processor(folder)
+        self.placeholder: str = self.processor.image_token
+        found = self.processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+        self.placeholder_id: int = getattr(self.processor, "image_token_id", None) or found
+        self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()
+        self._key_ids: dict[bytes, int] = {}
+        self._next_id = count(1)
+        self._lock = Lock()
+        self._frame = self.placeholder
+
+    def learn_frame(self, tokenizer: Tokenizer) -> None:
+        """Let each picture of a prompt stand in what a chat template puts around it."""
+        parts = [{"type": "text", "text": LEFT}, {"type": "image"}, {"type": "text", "text": RIGHT}]
+        with suppress(InvalidPrompt):  # no template, or none for pictures
+            text = tokenizer.chat_text([{"role": "user", "content": parts}], kinds=WITH_PICTURES)
+            between = text.partition(LEFT)[2].partition(RIGHT)[0].strip()
+            if between.count(self.placeholder) == 1:
+                self._frame = between
+
+    def text_of(self, parts: list[Any]) -> str:
+        """Join the parts of a prompt, with a placeholder for each picture. Raises InvalidPrompt."""
+        for part in parts:
+            if not isinstance(part, str | np.ndarray):
+                raise InvalidPrompt(f"the parts of a prompt must be texts and pictures, got {type(part).__name__}")
+            self.check_text(part if isinstance(part, str) else "")
+        return "".join(part if isinstance(part, str) else self._frame for part in parts)
+
+    def check_text(self, text: str) -> None:
+        """Raise InvalidPrompt for a text with the placeholder in it, which no picture is for."""
+        if self.placeholder in text:
+            raise InvalidPrompt(f"{self.placeholder!r} stands for a picture; give the picture itself as a part")
+
+    def check_ids(self, token_ids: list[int]) -> None:
+        """Raise InvalidPrompt for tokens of a prompt without pictures that has a placeholder."""
+        if self.placeholder_id in token_ids:
+            raise InvalidPrompt(f"the prompt has {self.placeholder!r} in it, which stands for a picture, and none came")
+
+    def read(
+        self, text: str, pictures: list[Picture], encode: Callable[[str], list[int]]
+    ) -> tuple[list[int], PromptPictures]:
+        """Return a text's token ids, with a placeholder for each picture, and the pictures. Raises InvalidPrompt."""
+        seen = [self._see(picture) for picture in pictures]
+        texts = text.split(self.placeholder)
+        if len(texts) != len(seen) + 1:
+            raise InvalidPrompt(f"{len(pictures)} pictures came, and the text has places for {len(texts) - 1}")
+        expanded = [each for picture, behind in zip(seen, texts[1:], strict=True) for each in (picture.text, behind)]
+        token_ids = encode("".join([texts[0], *expanded]))
+        rows = np.flatnonzero(np.array(token_ids) == self.placeholder_id)
+        if len(rows) != sum(picture.num_rows for picture in seen):
+            raise InvalidPrompt("the text changes a picture's own tokens; put a space beside it")
+        key_ids = list(token_ids)
+        for row, key_id in zip(
+            rows.tolist(), (each.key_id for each in seen for _ in range(each.num_rows)), strict=True
+        ):
+            key_ids[row] = key_id
+        sizes = {name: torch.cat([each.sizes[name] for each in seen]) for name in (seen[0].sizes if seen else ())}
+        kinds = self.processor.create_mm_token_type_ids([token_ids])[0] if sizes else []
+        return token_ids, PromptPictures(tuple(seen), rows, key_ids, self.positions(token_ids, kinds, sizes))
+
+    def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
+        """Return transformers' inputs of a whole prompt."""
+        return dict(self.processor(text=[text], images=_images(pictures), return_tensors="pt"))
+
+    def _see(self, picture: Picture) -> SeenPicture:
+        name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
+        with self._lock:
+            found = self._known.get(name)
+        if found is not None:
+            return found
+        made = self._process(picture, name)
+        with self._lock:
+            return self._known.setdefault(name, made)
+
+    def _process(self, picture: Picture, digest: bytes) -> SeenPicture:
+        """Make a tower's inputs. Raises InvalidPrompt for a picture that the processor refuses."""
+        try:
+            made = self.processor(
+                text=[self.placeholder], images=_images([picture]), return_tensors="pt", add_special_tokens=False,
+                return_text_replacement_offsets=True,
+            )  # fmt: skip
+        except Exception as error:
+            height, width, _ = picture.shape
+            words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+            raise InvalidPrompt(
+                f"a picture of {width} x {height} pixels cannot be read by this model: {words}"
+            ) from error
+        text = made["text_replacement_offsets"][0][0]["replacement"]
+        with self._lock:
+            if len(self._key_ids) >= MAX_KNOWN:
+                self._key_ids.clear()
+            key_id = self._key_ids.setdefault(digest, -next(self._next_id))
+        inputs, sizes = ({key: made[key] for key in names & made.keys()} for names in self.names)
+        return SeenPicture(digest, key_id, text, text.count(self.placeholder), sizes, inputs)
+
+
+def _images(pictures: list[Picture]) -> list[Any]:
+    """Make images of Pillow's, whose colours are last whatever their size."""
+    from PIL import Image
+
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+def open_processor(folder: Path) -> Any:
+    """Open the processor for text and images; what it has for sound and films is left out."""
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    auto: Any = processing_auto
+    opened: Any = transformers.AutoImageProcessor
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    said = [read_json(folder / name) for name in (*FILES, "tokenizer_config.json") if (folder / name).is_file()]
+    named = [values["processor_class"] for values in said if values.get("processor_class")]
+    named.append(auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"]))
+    kind: Any = getattr(transformers, named[0])
+    values, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+    parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
+    parts["image_processor"] = opened.from_pretrained(str(folder), backend="pil", **local)
+    parts["tokenizer"] = open_tokenizer(folder)
+    without: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    return without.from_args_and_dict(list(parts.values()), values)
+
+
+def find_reader(folder: Path, model: ModelConfig) -> PictureReader | None:
+    """Return the reader of a checkpoint with pictures; None, which the log explains, if they cannot be read here."""
+    files = [name for name in FILES if (folder / name).is_file()]
+    if model.whole is None or not files or not _takes_features(model.whole):
+        return None
+    try:
+        return PictureReader(folder)
+    except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
+        words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.whole, words)
+        return None
+
+
+def _takes_features(architecture: str) -> bool:
+    """Whether a class, or one beside it, makes features of pictures."""
+    classes = vars(sys.modules[class_of(architecture).__module__]).values()
+    return any(hasattr(each, "get_image_features") for each in classes if isinstance(each, type))

@@ -1,0 +1,137 @@
+"""Tower: the part of a transformers model that makes features of pictures, and hands them to the rest."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import PictureRows
+from engine.errors import UnsupportedModel
+from engine.kernels.upload import upload
+from engine.models.transformers_model import TransformersModel
+from engine.schedule.pictures import SeenPicture, StepPictures
+
+MAX_KEPT_BYTES = 1 << 29  # features of pictures that no request needs any more
+GIVEN = "mm_encoder_outputs"  # how a body's argument for a tower's output is named
+ROWS, BY_LAYER = "pooler_output", "deepstack_features"
+
+
+class _Form(NamedTuple):
+    """How a tower writes its output: its class, a tensor of so many dimensions or a list (0), others by layer."""
+
+    kind: Any
+    num_dims: int
+    has_layers: bool
+
+    def output(self, features: list[Tensor]) -> Any:
+        """Write features, [rows, hidden] each, as the tower would."""
+        rows, *layers = features
+        written: dict[str, Any] = {ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]}
+        if self.has_layers:
+            written[BY_LAYER] = [[each] for each in layers]
+        return self.kind(**written)
+
+
+class Tower:
+    """Makes features, once for equal pictures."""
+
+    def __init__(self, model: TransformersModel, placeholder_id: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise UnsupportedModel for a model that takes features otherwise."""
+        self._body: Any = model.body
+        if (
+            not hasattr(self._body, "get_image_features")
+            or GIVEN not in inspect.signature(type(self._body).forward).parameters
+        ):
+            raise UnsupportedModel(f"{type(self._body).__name__} takes no features of pictures")
+        self._compute: Any = self._body.get_image_features
+        self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
+        self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
+        self._kept_bytes = 0
+        self._form: _Form | None = None
+        self.has_positions = hasattr(self._body, "get_rope_index")
+
+    @property
+    def names(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The names of the inputs, and of the sizes of which positions are made."""
+        sizes = inspect.signature(self._body.get_rope_index).parameters if self.has_positions else {}
+        taken = inspect.signature(self._compute).parameters
+        return frozenset(taken), frozenset(name for name in sizes if name.startswith("image"))
+
+    def positions(self, token_ids: list[int], kinds: list[int], sizes: Mapping[str, Any]) -> NDArray[np.int64] | None:
+        """Return [3, tokens], None for a model whose tokens have one position each."""
+        if not self.has_positions:
+            return None
+        told = {"input_ids": token_ids, "mm_token_type_ids": kinds}
+        rows = {name: torch.tensor([values]) for name, values in told.items()}
+        positions, _ = self._body.get_rope_index(**rows, **sizes)
+        found: NDArray[np.int64] = positions[:, 0].numpy()
+        return found
+
+    @torch.inference_mode()
+    def look(self, picture: SeenPicture) -> None:
+        """Compute a picture's features, unless they are there. Raises whatever the tower does."""
+        if picture.features is None:
+            assert picture.inputs is not None
+            inputs = {name: self.to_device(value) for name, value in picture.inputs.items()}
+            output = self._compute(**inputs, return_dict=True)
+            layers = getattr(output, BY_LAYER, None)
+            features = [_flat(values) for values in (output[ROWS], *(layers or ()))]
+            if any(len(each) != picture.num_rows for each in features):
+                raise UnsupportedModel(f"{len(features[0])} features came for {picture.num_rows} places")
+            num_dims = 0 if isinstance(output[ROWS], (list, tuple)) else output[ROWS].ndim
+            self._form = _Form(type(output), num_dims, layers is not None)
+            picture.features, picture.inputs = features, None
+        self._keep(picture)
+
+    def rows(self, step: StepPictures, token_ids: Tensor) -> PictureRows:
+        """Bring a step's features to the device. token_ids: [tokens], of the whole step."""
+        positions = None
+        if step.positions is not None:
+            positions = upload([step.positions], self.device)[0][:, None]
+        if not step.parts:
+            return PictureRows({}, positions)
+        of_each = [[values[first:end] for values in picture.features or ()] for picture, first, end in step.parts]
+        features = [torch.cat(parts).to(self.device) for parts in zip(*of_each, strict=True)]
+        places = (token_ids == self._placeholder_id).nonzero()[:, 0]
+        if len(places) > len(step.rows):  # others were generated, and stand for no picture
+            (rows,) = upload([step.rows], self.device)
+            own = self._body.get_input_embeddings()(token_ids[places])
+            wholes = [own, *(each.new_zeros(len(places), each.shape[1]) for each in features[1:])]
+            at = torch.searchsorted(places, rows)
+            features = [
+                whole.index_copy(0, at, each.to(whole.dtype)) for whole, each in zip(wholes, features, strict=True)
+            ]
+        assert self._form is not None, "there are features"
+        return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
+
+    def to_device(self, value: Any) -> Any:
+        """Bring an input to the model's device, numbers in its dtype."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self.device, self._dtype if value.is_floating_point() else None)
+
+    def _keep(self, picture: SeenPicture) -> None:
+        assert picture.features is not None
+        if picture.digest not in self._kept:
+            self._kept[picture.digest] = picture
+            self._kept_bytes += _num_bytes(picture)
+        self._kept.move_to_end(picture.digest)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= _num_bytes(oldest)
+
+
+def _flat(values: Any) -> Tensor:
+    """Return rows [any, hidden] on the host, of tensors of any more dimensions."""
+    parts = values if isinstance(values, (list, tuple)) else [values]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
+
+
+def _num_bytes(picture: SeenPicture) -> int:
+    assert picture.features is not None
+    return sum(each.nbytes for each in picture.features)

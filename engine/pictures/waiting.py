@@ -1,0 +1,55 @@
+"""PictureQueue: the sequences that wait for the features of their pictures, while others go on."""
+
+import time
+from collections import deque
+
+from engine.pictures.tower import Tower
+from engine.schedule.sequence import Sequence, SequenceStatus
+
+MAX_SECONDS = 0.05  # of a step for pictures, unless a single one takes longer
+MAX_READY = 16  # sequences whose features are there and that do not run yet: more would only take memory
+
+
+class PictureQueue:
+    """Computes pictures beside the steps, in the order of arrival."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._waiting: deque[Sequence] = deque()
+        self._ready: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Let a sequence wait for its features."""
+        seq.status = SequenceStatus.HELD
+        self._waiting.append(seq)
+
+    def look(self) -> list[Sequence]:
+        """Compute pictures for a stated time, one at least; return sequences that are ready, or have failed."""
+        self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
+        began, last = time.perf_counter(), 0.0
+        found: list[Sequence] = []
+        while self._waiting and len(self._ready) + len(found) < MAX_READY:
+            seq = self._waiting[0]
+            assert seq.pictures is not None
+            missing = next((each for each in seq.pictures.seen if each.features is None), None)
+            if missing is not None and seq.status is SequenceStatus.HELD:
+                elapsed = time.perf_counter() - began
+                if last and elapsed + last > MAX_SECONDS:
+                    break
+                try:
+                    self._tower.look(missing)
+                except Exception as error:  # noqa: BLE001 - whatever one picture makes the tower raise
+                    seq.fail(error)
+                else:
+                    last = time.perf_counter() - began - elapsed
+                    continue
+            self._waiting.popleft()
+            if seq.status is SequenceStatus.HELD:
+                found.append(seq)
+                for picture in seq.pictures.seen if seq.error is None else ():
+                    self._tower.look(picture)  # keeps it longer
+        self._ready += [seq for seq in found if seq.error is None]
+        return found

@@ -1,0 +1,73 @@
+"""The pictures of a prompt, and those of a step. Their features are tensors, which are only handed on here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class SeenPicture:
+    """A picture: one object for all that are equal, as long as anybody needs it.
+
+    digest: of its pixels and size.  key_id: below 0, no other picture's, in the place of its tokens in block keys.
+    text: stands for it in a prompt, with `num_rows` placeholders.  sizes: of what positions are made.
+    inputs: of the tower, until there are features: tensors [num_rows, hidden] on the host, those by layer last.
+    """
+
+    digest: bytes
+    key_id: int
+    text: str
+    num_rows: int
+    sizes: dict[str, Any]
+    inputs: dict[str, Any] | None
+    features: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPictures:
+    """The pictures of a prompt, in order.
+
+    rows: [placeholders] int64, their places among its tokens.  key_ids: its tokens as block keys have them.
+    positions: [3, tokens] int64, of models whose tokens have three positions; else None.
+    """
+
+    seen: tuple[SeenPicture, ...]
+    rows: NDArray[np.int64]
+    key_ids: list[int]
+    positions: NDArray[np.int64] | None = None
+
+    @property
+    def shift(self) -> int:
+        """How much further the tokens behind the prompt are in positions than in places."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
+
+    def within(self, start: int, end: int) -> tuple[NDArray[np.int64], list[Part]]:
+        """Return the placeholders among the tokens from start to end, and the parts of features for them."""
+        low, high = np.searchsorted(self.rows, (start, end)).tolist()
+        parts, first = [], 0
+        for picture in self.seen:
+            part = max(low - first, 0), min(high - first, picture.num_rows)
+            if part[0] < part[1]:
+                parts.append((picture, *part))
+            first += picture.num_rows
+        return self.rows[low:high], parts
+
+
+Part = tuple[SeenPicture, int, int]
+"""A picture, and the first and the end of its rows."""
+
+
+@dataclass(frozen=True)
+class StepPictures:
+    """The pictures of a step's tokens.
+
+    rows: [rows] int64, of the step's, in order.  parts: their features.  positions: [3, tokens] int64, or None.
+    """
+
+    rows: NDArray[np.int64]
+    parts: list[Part]
+    positions: NDArray[np.int64] | None

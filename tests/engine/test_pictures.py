@@ -1,0 +1,153 @@
+"""Prompts with pictures: greedy tokens are transformers' own, whatever is cut, preempted or found in the cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, InvalidPrompt, SamplingParams, UnsupportedTask
+from tests.engine.family_runs import GREEDY, config_of
+from tests.engine.picture_models import PROCESSORS, PictureReference, make_with_pictures, picture, prompts
+
+#: Beside family_runs.MODES.
+SIX: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "uncached": {"enable_prefix_caching": False},
+    "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 6},
+    "preempted": {"pool_blocks": 11},
+    "all": {"pool_blocks": 11, "max_num_batched_tokens": 24, "max_num_seqs": 6},
+    "other batches": {"max_num_seqs": 3},
+}
+References = Callable[[str], PictureReference]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    made: dict[str, PictureReference] = {}
+
+    def reference(name: str) -> PictureReference:
+        if name not in made:
+            made[name] = PictureReference(make_with_pictures(tmp_path_factory.mktemp(name), name), name)
+        return made[name]
+
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("llava", "all"),
+        ("qwen3_vl", "all"),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.long)
+            for name in PROCESSORS
+            for mode in SIX
+            if mode != "all" or name not in ("llava", "qwen3_vl")
+        ),
+    ],
+)
+def test_greedy_tokens_equal_transformers(references: References, name: str, mode: str) -> None:
+    reference = references(name)
+    with Engine(config_of(reference.folder, "whole", **SIX[mode])) as engine:
+        assert engine.reads_pictures
+        completions = engine.generate(prompts(), GREEDY)
+        stats = engine.stats()
+    assert reference.unexplained(completions) == []
+    assert (stats.num_preemptions > 0) == ("pool_blocks" in SIX[mode])
+    assert (stats.cached_tokens > 0) == (mode != "uncached")
+
+
+def test_a_prefix_is_found_behind_the_same_picture_alone(references: References) -> None:
+    text = "a text that is long enough to fill some blocks of the cache by itself"
+    with Engine(config_of(references("llava").folder, "whole")) as engine:
+        first, same, other = (
+            engine.generate([[picture(seed), text]], GREEDY)[0].num_cached_tokens for seed in (1, 1, 2)
+        )
+    assert (first, other) == (0, 0)
+    assert same > 16
+
+
+def test_equal_pictures_are_looked_at_once(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(config_of(references("llava").folder, "whole")) as engine:
+        assert engine._looking is not None
+        tower, seen = engine._looking._tower, []
+        compute = tower._compute
+        monkeypatch.setattr(tower, "_compute", lambda **inputs: seen.append(1) or compute(**inputs))
+        engine.generate([[picture(7), f"number {i}", picture(8)] for i in range(5)], GREEDY)
+        engine.generate([[picture(7), "again"]], SamplingParams(max_tokens=2, n=3))
+    assert len(seen) == 2
+
+
+def test_texts_go_on_and_a_broken_picture_costs_its_request(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = references("llava")
+    with Engine(config_of(reference.folder, "whole")) as engine:
+        assert engine._looking is not None
+        tower = engine._looking._tower
+        compute, num_calls = tower._compute, []
+
+        def broken(**inputs: Any) -> Any:
+            num_calls.append(1)
+            if len(num_calls) == 2:
+                raise RuntimeError("this one is broken")
+            return compute(**inputs)
+
+        monkeypatch.setattr(tower, "_compute", broken)
+        found = engine.generate([[picture(5)], [picture(6)], "text", [picture(5), "x"]], GREEDY)
+        assert [each.finish_reason for each in found] == ["length", "error", "length", "length"]
+        assert "this one is broken" in str(found[1].error)
+        engine.add("late", [picture(9), "x"], GREEDY)
+        engine.add("text", "text", GREEDY)
+        monkeypatch.setattr("engine.pictures.waiting.MAX_READY", 0)  # as if none could be looked at yet
+        while not (done := engine.step()):
+            pass
+        assert [each.request_id for each in done] == ["text"]
+        assert engine.stats().num_waiting == 1
+        monkeypatch.undo()
+        while not (done := engine.step()):
+            pass
+        assert [each.request_id for each in done] == ["late"]
+
+
+def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: References) -> None:
+    with Engine(config_of(references("qwen3_vl").folder, "whole")) as engine:
+        parts = [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what is it?"}]
+        chat = engine.prepare_chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}])
+        before = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n"
+        behind = "what is it?<|im_end|>\n<|im_start|>assistant\n"
+        plain = engine.prepare([before, picture(1), behind])
+        assert chat.token_ids == plain.token_ids
+        assert chat.block_keys == plain.block_keys
+        assert engine.prepare_chat([{"role": "user", "content": "hi"}]).token_ids == engine.chat_token_ids(
+            [{"role": "user", "content": "hi"}]
+        )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        (["a", picture(1)], {"truncate_prompt_tokens": 5}, "are not cut"),
+        (["a <image>", picture(1)], {}, "stands for a picture"),
+        ("a <image> b", {}, "stands for a picture, and none came"),
+        ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
+        ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
+        ([picture(1), 5], {}, "texts and pictures, got int"),
+    ],
+)
+def test_impossible_prompts_are_refused(
+    references: References, prompt: Any, options: dict[str, Any], words: str
+) -> None:
+    with Engine(config_of(references("llava").folder, "whole")) as engine, pytest.raises(InvalidPrompt, match=words):
+        engine.prepare(prompt, **options)
+
+
+def test_a_model_without_its_processor_reads_text_alone(references: References, tmp_path: Path) -> None:
+    reference = references("llava")
+    with Engine(config_of(reference.folder, "whole", model_path="native")) as engine:
+        assert not engine.reads_pictures
+        with pytest.raises(UnsupportedTask, match="reads no pictures"):
+            engine.prepare(["a", picture(1)])
+        with pytest.raises(UnsupportedTask, match="reads no pictures"):
+            engine.prepare_chat([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}])
