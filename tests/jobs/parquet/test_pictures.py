@@ -16,7 +16,7 @@ from engine import InvalidRequest
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.prompts.pictures import MAX_BYTES
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse
+from tests.jobs.answering import FakeCompletion, opened_task, refuse
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 from tests.picture_files import BLUE, RED, bomb, data_url, picture
@@ -255,3 +255,14 @@ def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_pat
     assert [texts[name] for name in "012"] == ["see [b]", "see [r]", "see [r]"]
     assert "there is no picture at" in texts["3"]
     assert "names the storage 'https'" in texts["4"]
+
+
+def test_labels_of_a_chat_see_its_picture_which_has_no_prior(make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "blue.png").write_bytes(BLUE_FILE)
+    content = [{"type": "image_url", "image_url": {"url": str(tmp_path / "blue.png")}}]
+    asked = {"messages": [{"role": "user", "content": content}], "labels": ["yes", "no"]}
+    task = opened_task(make_context(), "jobs.classify", (), asked)
+    (request,) = task.requests()
+    assert (request.kind, seen(request).text) == ("score", "[b]")
+    with pytest.raises(InvalidJob, match="calibrate and pictures do not go together"):
+        opened_task(make_context(), "jobs.classify", (), {**asked, "calibrate": True})
