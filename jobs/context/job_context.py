@@ -24,11 +24,6 @@ def never_interrupted() -> None:
     """Stand in for the check where nobody interrupts a job but by ending its process."""
 
 
-def no_pictures(context: "JobContext") -> Callable[[str], bytes]:
-    """Stand in for the reader of files where no job has any."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class Lease:
     """What tells in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
@@ -70,7 +65,7 @@ class JobContext:
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
     file_timeout_s: float = 300.0
-    picture_reader: Callable[["JobContext"], Callable[[str], bytes]] = no_pictures
+    picture_reader: Callable[["JobContext"], Callable[[str], bytes]] | None = None
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)
     webhook_hosts: frozenset[str] = frozenset()

@@ -16,33 +16,28 @@ Image.MAX_IMAGE_PIXELS = None  # the worker says how many
 warnings.simplefilter("ignore")  # what is odd about a file is no matter for the worker's log
 
 
-class _Refused(Exception):
-    """Raised for a picture that is not decoded."""
-
-
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply the size of a picture, and its pixels as RGB; or the problem with it. most: pixels that it may have."""
     try:
-        picture = _decoded(worker.body, worker.question["most"])
+        found = _decoded(worker.body, worker.question["most"])
     except MemoryError:
         raise
-    except _Refused as problem:
-        yield {"problem": str(problem)}, b""
     except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
-        yield {"problem": f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"}, b""
+        found = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
+    if isinstance(found, str):
+        yield {"problem": found}, b""
     else:
-        yield {"width": picture.width, "height": picture.height}, picture.tobytes()
+        yield {"width": found.width, "height": found.height}, found.tobytes()
 
 
-def _decoded(file: bytearray, most: int) -> Image.Image:
-    """Return the first frame, turned as its camera says, over white where it is transparent."""
+def _decoded(file: bytearray, most: int) -> Image.Image | str:
+    """Return the first frame, turned as its camera says, over white where it is transparent; or why there is none."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
-        raise _Refused(f"is no picture of the formats {', '.join(_FORMATS)}") from None
-    width, height = picture.size
-    if width * height > most:
-        raise _Refused(f"has {width} x {height} pixels, more than the {most} that its prompt has left")
+        return f"is no picture of the formats {', '.join(_FORMATS)}"
+    if picture.width * picture.height > most:
+        return f"has {picture.width} x {picture.height} pixels, more than the {most} that its prompt has left"
     picture = ImageOps.exif_transpose(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")

@@ -95,5 +95,6 @@ class _FilesFirst(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Raises InvalidJob or InputError for a picture that cannot be read, and as the task does."""
+        assert context.picture_reader is not None, "a process that runs jobs lends one"
         contents = loaded(pictures_in(self._messages), context.picture_reader(context))
         return self._make(filled(self._messages, contents)).open(context)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from engine import InvalidRequest
 from jobs.context.children import CHILDREN
-from jobs.prompts.pictures import MAX_PIXELS, with_pictures
+from jobs.prompts.pictures import MAX_PIXELS, filled, pictures_in
 from sandbox import ChildFailed, Limits
 
 _TASK = "jobs.prompts.picture_child:decode"
@@ -27,25 +27,19 @@ def decoded(value: Any) -> Any:
     """
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return value
-    found = with_pictures(value, _Decoder())
+    arrays, left = list[npt.NDArray[np.uint8]](), MAX_PIXELS
+    for number, file in enumerate(pictures_in(value), 1):
+        arrays.append(_array(file, f"picture {number}", left))
+        left -= arrays[-1].size // 3
+    found = filled(value, arrays)
     return found if "role" in found[0] else [each.get("text", each.get("image")) for each in found]
 
 
-class _Decoder:
-    """Decodes the pictures of one prompt, in order."""
-
-    def __init__(self) -> None:
-        self._count, self._left = 0, MAX_PIXELS
-
-    def __call__(self, file: bytes) -> npt.NDArray[np.uint8]:
-        self._count += 1
-        question = {"most": self._left}
-        try:
-            found, pixels = CHILDREN.call(lambda child: child.ask(_TASK, question, LIMITS, file))
-        except ChildFailed as error:
-            raise InvalidRequest(f"decoding picture {self._count} {error}") from None
-        if "problem" in found:
-            raise InvalidRequest(f"picture {self._count} {found['problem']}")
-        array = np.frombuffer(pixels, np.uint8).reshape(found["height"], found["width"], 3)
-        self._left -= array.size // 3
-        return array
+def _array(file: bytes, what: str, most: int) -> npt.NDArray[np.uint8]:
+    try:
+        found, pixels = CHILDREN.call(lambda child: child.ask(_TASK, {"most": most}, LIMITS, file))
+    except ChildFailed as error:
+        raise InvalidRequest(f"decoding {what} {error}") from None
+    if "problem" in found:
+        raise InvalidRequest(f"{what} {found['problem']}")
+    return np.frombuffer(pixels, np.uint8).reshape(found["height"], found["width"], 3)

@@ -37,12 +37,9 @@ from jobs.tasks import Completion, Request
 #: Requests that are answered; seconds for which full batches are timed, and rows of one at most.
 NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 
-#: Of the prompts that are answered, in characters: a result of the worker's has its limit.
-MAX_PICKED_CHARS = 4 << 20
-
-#: Of pictures, held for a character.
-PICTURE_BYTES = 32
-
+#: Of the prompts that are answered, in characters: a result of the worker's has its limit. Of pictures, which are held
+#: alone, so many bytes are one.
+MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
 #: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
@@ -102,8 +99,10 @@ class SurveyWork(RowsTask):
             wanted, texts, left = {each.row for each in (*timed, *tried)}, dict[int, Row](), MAX_PICKED_CHARS
             for start, rows in rendered_shards(context, storage_now, plan_now, source, wanted):
                 for number, row in enumerate(rows, start):
-                    if number in wanted and isinstance(row, Row) and (left := left - _size(row)) >= 0:
-                        texts[number] = row
+                    if number in wanted and isinstance(row, Row):
+                        left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+                        if left >= 0:
+                            texts[number] = row
         self._tried = picked = [(each, texts[each.row]) for each in tried if each.row in texts]
         rows_asked = [row for _, row in picked] if has_answers else []
         self._requests = ShardRequests(rows_asked, ask, lambda row: picked[row][0].row)
@@ -173,11 +172,6 @@ class SurveyWork(RowsTask):
         completions = list(zip(reasons, texts or (), strict=True)) if isinstance(reasons, tuple) else [(reasons, texts)]
         told |= {name: answer.column(name) for name in ("error", "label", "probabilities")}
         return {**told, "completions": completions, "tokens": answer.all_completion_tokens}
-
-
-def _size(row: Row) -> int:
-    """Count the characters of a prompt, and less for each byte of a picture, which is held and not told."""
-    return len(row.prompt) + sum(map(len, row.pictures)) // PICTURE_BYTES
 
 
 class Asked:

@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator
 from typing import Any
 
 from jobs.parquet.prompts.prompt_source import ColumnSource, Row
@@ -19,35 +18,26 @@ class LineSource(ColumnSource):
         super().__init__("request", _line, is_text, "JSON")
 
     def pictured(self, prompt: Parts, read: ReadFile) -> Row:
-        line = prompt[0]
-        paths = [url for url in _urls(line) if isinstance(url["url"], str) and url["url"][:5].lower() != "data:"]
-        for url, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
-            url["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
+        paths: list[dict[str, Any]] = []
+
+        def note(part: dict[str, Any]) -> dict[str, Any]:
+            found = part.get("image_url")
+            shown = part["image_url"] = {"url": found} if isinstance(found, str) else found
+            if isinstance(shown, dict) and isinstance(url := shown.get("url"), str) and url[:5].lower() != "data:":
+                paths.append(shown)
+            return part
+
+        text = prompt[0]["line"]
+        try:
+            line = json.loads(text, object_hook=lambda each: note(each) if each.get("type") == "image_url" else each)
+        except (ValueError, RecursionError):
+            return Row(text)  # what is wrong with it is told once it is asked
+        for shown, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
+            shown["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
         return Row(json.dumps(line))
 
 
 def _line(text: Any) -> str | Parts:
     if text is None:
         raise RowProblem("there is no request")
-    if "image_url" in text:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # which is told when it is asked
-            return str(text)
-        if isinstance(line, dict):
-            return [line]
-    return str(text)
-
-
-def _urls(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield what an image_url is, wherever it stands; a text becomes an object."""
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, dict) and each.get("type") == "image_url":
-            if isinstance(each.get("image_url"), str):
-                each["image_url"] = {"url": each["image_url"]}
-            if isinstance(each.get("image_url"), dict) and "url" in each["image_url"]:
-                yield each["image_url"]
-        elif isinstance(each, dict | list):
-            left += each.values() if isinstance(each, dict) else each
+    return [{"line": text}] if "image_url" in text else str(text)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from secrets import token_hex
 from typing import Any
 
@@ -41,8 +42,8 @@ class PictureSource(PromptSource):
         for name in self._pictures:
             if not _may_be_picture(kind := schema.field(name).type):
                 raise WrongColumnType(name, kind, "bytes, paths, structs of bytes and path, or lists of these")
-        own = (self._mark_field(name) if name in self._named else schema.field(name) for name in self._prompts.columns)
-        self._prompts.check(pa.schema(own))
+        named = {name: pa.field(name, pa.string()) for name in self._named}
+        self._prompts.check(pa.schema([named.get(name) or schema.field(name) for name in self._prompts.columns]))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield what the other source reads of a row, and its pictures by their marks."""
@@ -50,7 +51,7 @@ class PictureSource(PromptSource):
         marked = rows.select([name for name in self._prompts.columns if name not in self._named])
         for name, column in self._named.items():
             marks = [self._marks[column] if each else "" for each in found[column]]
-            marked = marked.append_column(self._mark_field(name), pa.array(marks, pa.string()))
+            marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
         for given, pictures in zip(self._prompts.read(marked), zip(*found.values(), strict=True), strict=True):
             problem = next((each for each in (given, *pictures) if isinstance(each, RowProblem)), None)
             yield problem or (given, dict(zip(self._marks.values(), pictures, strict=True)))
@@ -62,26 +63,18 @@ class PictureSource(PromptSource):
             return made
         placed = {self._marks[column] for column in self._named.values()}
         first = [part for mark, each in pictures.items() if mark not in placed for part in _parts(each)]
-        if not self._is_chat:
-            assert isinstance(made, str)
-            return [*first, *self._split(made, pictures)]
-        messages: Parts = json.loads(made) if isinstance(made, str) else made
+        messages: Any = [{"role": "user", "content": made}]
+        if self._is_chat:
+            messages = json.loads(made) if isinstance(made, str) else made
         for message in messages:
             if isinstance(message["content"], str) and self._pattern.search(message["content"]):
-                message["content"] = self._split(message["content"], pictures)
+                pieces = self._pattern.split(message["content"])
+                parts = (_parts(pictures[each]) if each in pictures else _text(each) for each in pieces)
+                message["content"] = list(chain(*parts))
         if first:
             _put_first(messages, first)
-        return messages
-
-    def _split(self, text: str, pictures: Mapping[str, list[Picture]]) -> Parts:
-        """Return a text's parts, with pictures in the place of their marks."""
-        pieces = self._pattern.split(text)
-        found = (_parts(pictures[each]) if each in pictures else [_text(each)] for each in pieces if each)
-        return [part for parts in found for part in parts]
-
-    @staticmethod
-    def _mark_field(name: str) -> pa.Field:
-        return pa.field(name, pa.string())
+        found: str | Parts = messages if self._is_chat else messages[0]["content"]
+        return found
 
 
 def _may_be_picture(kind: pa.DataType) -> bool:
@@ -117,8 +110,8 @@ def _parts(pictures: Sequence[Picture]) -> Parts:
     return [{"type": "image", "image": each} for each in pictures]
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+def _text(text: str) -> Parts:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
@@ -127,4 +120,4 @@ def _put_first(messages: Parts, pictures: Parts) -> None:
     if message is None:
         raise RowProblem("there is no message of the user's that could hold the picture")
     content = message["content"]
-    message["content"] = [*pictures, *(content if isinstance(content, list) else [_text(content)] if content else [])]
+    message["content"] = [*pictures, *(content if isinstance(content, list) else _text(content))]

@@ -51,8 +51,11 @@ class Row(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        texts = sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values)
-        return texts + sum(map(len, self.pictures))
+        return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values) + self.picture_bytes
+
+    @property
+    def picture_bytes(self) -> int:
+        return sum(map(len, self.pictures))
 
 
 class PromptSource(abc.ABC):
