@@ -7,8 +7,10 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
+from jobs.context.children import CHILDREN
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import OpenTask, Parts, Task
+from sandbox import ChildFailed, Limits
 
 #: Of a prompt: pictures, bytes of their files together, and pixels of all once they are decoded.
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
@@ -74,6 +76,23 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
         if len(found) > MAX_PICTURES:
             raise InvalidJob(f"the prompt has more than {MAX_PICTURES} pictures: leave some out")
     return found
+
+
+#: Seconds for a picture, and bytes: some copies of MAX_PIXELS, of four bytes each.
+LIMITS = Limits(20.0, 24 * MAX_PIXELS)
+
+
+def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
+    """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
+    try:
+        found, pixels = CHILDREN.call(
+            lambda child: child.ask("jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file)
+        )
+    except ChildFailed as error:
+        raise InvalidJob(f"decoding {what} {error}") from None
+    if "problem" in found:
+        raise InvalidJob(f"{what} {found['problem']}")
+    return found["height"], found["width"], pixels
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:

@@ -66,7 +66,7 @@ def test_pixels_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_picture_that_takes_too_much_memory_or_ends_its_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "LIMITS", Limits(20.0, 16 << 20))
+    monkeypatch.setattr("jobs.prompts.pictures.LIMITS", Limits(20.0, 16 << 20))
     with pytest.raises(InvalidRequest, match="decoding picture 1 took more than 16 MiB of memory"):
         decoded(parts(bomb(6000, 6000)))
     killed, ask = list[int](), Child.ask
