@@ -136,7 +136,7 @@ class Engine:
         reader.learn_frame(self._tokenizer)
         try:
             self._looking = PictureQueue(self._live_runner.read_pictures(reader))
-            logger.info("it reads pictures, each in the place of %r", reader.placeholder)
+            logger.info("it reads pictures, each in the place of %r", reader.mark)
         except UnsupportedModel as error:
             self._reader = None
             logger.warning("it is served for text alone: %s; model_path='native' may be faster", error)

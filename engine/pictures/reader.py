@@ -36,24 +36,27 @@ Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64
 class PictureReader:
     """Reads pictures as transformers' processor of a folder does, for any number of threads at once.
 
-    placeholder: the text of a picture in prompts.  positions: set by the tower, of token ids, their kinds (1 for
-    placeholders) and the sizes of all pictures.  names: of the inputs that the tower takes, and of sizes.
+    mark: the text of a picture in prompts, which the processor makes placeholders of.
+    positions: set by the tower, of token ids, their kinds (1 for placeholders) and the sizes of all pictures.
+    names: of the inputs that the tower takes, and of sizes.
+    block_limits: of a model where a picture's tokens see each other: the most of them, and where the last may end.
     """
 
     positions: Positions
     names: tuple[frozenset[str], frozenset[str]]
+    block_limits: tuple[int, int | None] | None = None
 
     def __init__(self, folder: Path) -> None:
         """Raise whatever transformers does for files that make no processor."""
         self.processor = open_processor(folder)
-        self.placeholder: str = self.processor.image_token
-        found = self.processor.tokenizer.convert_tokens_to_ids(self.placeholder)
-        self.placeholder_id: int = getattr(self.processor, "image_token_id", None) or found
+        self.mark: str = self.processor.image_token
+        self.placeholder_id = _placeholder_id(folder)
+        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
         self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()
         self._key_ids: dict[bytes, int] = {}
         self._next_id = count(1)
         self._lock = Lock()
-        self._frame = self.placeholder
+        self._frame = self.mark
 
     def learn_frame(self, tokenizer: Tokenizer) -> None:
         """Let each picture of a prompt stand in what a chat template puts around it."""
@@ -61,11 +64,11 @@ class PictureReader:
         with suppress(InvalidPrompt):  # no template, or none for pictures
             text = tokenizer.chat_text([{"role": "user", "content": parts}], kinds=WITH_PICTURES)
             between = text.partition(LEFT)[2].partition(RIGHT)[0].strip()
-            if between.count(self.placeholder) == 1:
+            if between.count(self.mark) == 1:
                 self._frame = between
 
     def text_of(self, parts: list[Any]) -> str:
-        """Join the parts of a prompt, with a placeholder for each picture. Raises InvalidPrompt."""
+        """Join the parts of a prompt, with a mark for each picture. Raises InvalidPrompt."""
         for part in parts:
             if not isinstance(part, str | np.ndarray):
                 raise InvalidPrompt(f"the parts of a prompt must be texts and pictures, got {type(part).__name__}")
@@ -73,21 +76,24 @@ class PictureReader:
         return "".join(part if isinstance(part, str) else self._frame for part in parts)
 
     def check_text(self, text: str) -> None:
-        """Raise InvalidPrompt for a text with the placeholder in it, which no picture is for."""
-        if self.placeholder in text:
-            raise InvalidPrompt(f"{self.placeholder!r} stands for a picture; give the picture itself as a part")
+        """Raise InvalidPrompt for a text with a mark or placeholder in it, which no picture is for."""
+        for each in (self.mark, self._placeholder):
+            if each in text:
+                raise InvalidPrompt(f"{each!r} stands for a picture; give the picture itself as a part")
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise InvalidPrompt for tokens of a prompt without pictures that has a placeholder."""
         if self.placeholder_id in token_ids:
-            raise InvalidPrompt(f"the prompt has {self.placeholder!r} in it, which stands for a picture, and none came")
+            raise InvalidPrompt(
+                f"the prompt has {self._placeholder!r} in it, which stands for a picture, and none came"
+            )
 
     def read(
         self, text: str, pictures: list[Picture], encode: Callable[[str], list[int]]
     ) -> tuple[list[int], PromptPictures]:
-        """Return a text's token ids, with a placeholder for each picture, and the pictures. Raises InvalidPrompt."""
+        """Return a text's token ids, with a mark for each picture, and the pictures. Raises InvalidPrompt."""
         seen = [self._see(picture) for picture in pictures]
-        texts = text.split(self.placeholder)
+        texts = text.split(self.mark)
         if len(texts) != len(seen) + 1:
             raise InvalidPrompt(f"{len(pictures)} pictures came, and the text has places for {len(texts) - 1}")
         expanded = [each for picture, behind in zip(seen, texts[1:], strict=True) for each in (picture.text, behind)]
@@ -101,8 +107,32 @@ class PictureReader:
         ):
             key_ids[row] = key_id
         sizes = {name: torch.cat([each.sizes[name] for each in seen]) for name in (seen[0].sizes if seen else ())}
-        kinds = self.processor.create_mm_token_type_ids([token_ids])[0] if sizes else []
-        return token_ids, PromptPictures(tuple(seen), rows, key_ids, self.positions(token_ids, kinds, sizes))
+        try:
+            kinds = self.processor.create_mm_token_type_ids([token_ids])[0] if sizes else []
+            positions = self.positions(token_ids, kinds, sizes)
+        except Exception as error:  # pictures without a token between them are one to some models
+            raise InvalidPrompt(f"the pictures have no positions: put a text between them ({error})") from error
+        blocks = self._blocks(seen, rows)
+        return token_ids, PromptPictures(tuple(seen), rows, key_ids, positions, blocks)
+
+    def _blocks(self, seen: list[SeenPicture], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the blocks of a prompt. Raises InvalidPrompt for those that cannot be computed exactly."""
+        if self.block_limits is None:
+            return np.zeros((0, 2), np.int64)
+        firsts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
+        ends = np.append(firsts[1:], len(rows))
+        blocks = np.stack((rows[firsts], rows[ends - 1] + 1), axis=1)
+        most, last = self.block_limits
+        if len(np.setdiff1d(np.cumsum([0, *(each.num_rows for each in seen)])[:-1], firsts)):
+            raise InvalidPrompt("this model sees pictures without a text between them as one: put a text there")
+        if (blocks[:, 1] - blocks[:, 0]).max() > most:
+            raise InvalidPrompt(f"a picture takes more than the {most} tokens of a step: raise max_num_batched_tokens")
+        if last is not None and blocks[-1, 1] > last:
+            raise InvalidPrompt(
+                f"a picture ends at token {blocks[-1, 1]}: this model sees pictures as a whole in windows of {last} "
+                "tokens, which is built for pictures that end within the first one"
+            )
+        return blocks
 
     def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
         """Return transformers' inputs of a whole prompt."""
@@ -122,7 +152,7 @@ class PictureReader:
         """Make a tower's inputs. Raises InvalidPrompt for a picture that the processor refuses."""
         try:
             made = self.processor(
-                text=[self.placeholder], images=_images([picture]), return_tensors="pt", add_special_tokens=False,
+                text=[self.mark], images=_images([picture]), return_tensors="pt", add_special_tokens=False,
                 return_text_replacement_offsets=True,
             )  # fmt: skip
         except Exception as error:
@@ -137,7 +167,16 @@ class PictureReader:
                 self._key_ids.clear()
             key_id = self._key_ids.setdefault(digest, -next(self._next_id))
         inputs, sizes = ({key: made[key] for key in names & made.keys()} for names in self.names)
-        return SeenPicture(digest, key_id, text, text.count(self.placeholder), sizes, inputs)
+        return SeenPicture(digest, key_id, text, text.count(self._placeholder), sizes, inputs)
+
+
+def _placeholder_id(folder: Path) -> int:
+    """Return the token in whose place a model puts features. Raises AttributeError if its configuration has none."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    found: int = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
+    return found
 
 
 def _images(pictures: list[Picture]) -> list[Any]:
@@ -170,13 +209,13 @@ def open_processor(folder: Path) -> Any:
 def find_reader(folder: Path, model: ModelConfig) -> PictureReader | None:
     """Return the reader of a checkpoint with pictures; None, which the log explains, if they cannot be read here."""
     files = [name for name in FILES if (folder / name).is_file()]
-    if model.whole is None or not files or not _takes_features(model.whole):
+    if not files or not _takes_features(model.whole or model.architecture):
         return None
     try:
         return PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
         words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.whole, words)
+        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.architecture, words)
         return None
 
 

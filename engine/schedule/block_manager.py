@@ -185,6 +185,8 @@ class BlockManager:
         found = self._find_blocks(seq)
         while self.snapshots is not None and found and self._content_id(found[-1]) not in self.snapshots:
             found.pop()
+        if seq.pictures is not None:
+            del found[seq.pictures.whole_until(len(found) * self.block_size) // self.block_size :]
         return found
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
@@ -240,6 +242,8 @@ class BlockManager:
         start = len(cached) * self.block_size
         end = min(seq.num_cacheable_tokens, start + self.block_size)
         if not self.enable_prefix_caching or end <= start or self.snapshots is not None:
+            return None
+        if seq.pictures is not None and len(seq.pictures.blocks):
             return None
         parent = self._blocks[cached[-1]].content_id if cached else ROOT
         assert parent is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,19 @@ class PromptPictures:
 
     rows: [placeholders] int64, their places among its tokens.  key_ids: its tokens as block keys have them.
     positions: [3, tokens] int64, of models whose tokens have three positions; else None.
+    blocks: [blocks, 2] int64, the first and the end of tokens that all see each other: no chunk ends inside one.
     """
 
     seen: tuple[SeenPicture, ...]
     rows: NDArray[np.int64]
     key_ids: list[int]
     positions: NDArray[np.int64] | None = None
+    blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+
+    def whole_until(self, end: int) -> int:
+        """Return the last place up to `end` that is inside no block."""
+        inside = self.blocks[(self.blocks[:, 0] < end) & (end < self.blocks[:, 1])]
+        return int(inside[0, 0]) if len(inside) else end
 
     @property
     def shift(self) -> int:
@@ -66,8 +73,10 @@ class StepPictures:
     """The pictures of a step's tokens.
 
     rows: [rows] int64, of the step's, in order.  parts: their features.  positions: [3, tokens] int64, or None.
+    blocks: [blocks, 2] int64, rows that all see each other.
     """
 
     rows: NDArray[np.int64]
     parts: list[Part]
     positions: NDArray[np.int64] | None
+    blocks: NDArray[np.int64]

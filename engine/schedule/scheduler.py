@@ -253,7 +253,9 @@ class Scheduler:
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
-        num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+        num_new_tokens = self._chunk(seq, seq.num_computed_tokens, budget)
+        if num_new_tokens <= 0:
+            return
         num_tokens = seq.num_computed_tokens + num_new_tokens
         batch.add_prefill(seq, num_new_tokens)
         self._publish(seq, num_tokens, batch)
@@ -261,6 +263,11 @@ class Scheduler:
             self.blocks.save_states(seq, num_tokens, batch.states)
         if num_tokens == len(seq.token_ids):
             batch.published += self.blocks.publish_tail(seq)
+
+    def _chunk(self, seq: Sequence, start: int, budget: int) -> int:
+        """Return how many tokens behind the first ones can be computed: none would cut a picture in two."""
+        end = min(seq.num_tokens, start + budget)
+        return (end if seq.pictures is None else seq.pictures.whole_until(end)) - start
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Publish the known blocks that are full once `num_tokens` are computed."""
@@ -288,6 +295,8 @@ class Scheduler:
             if self._gate.holds(lane) and not may_take:
                 return
             cached = self.blocks.find_cached(seq)
+            if self._chunk(seq, len(cached) * self.blocks.block_size, budget) <= 0:
+                return
             tail = self.blocks.find_tail(seq, cached)
             if not self._make_room(seq, cached):
                 self._gate.close(lane)

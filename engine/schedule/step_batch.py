@@ -254,7 +254,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]) -> StepPictures | None:
     """Find the placeholders among a step's tokens, and where these are if they have three positions."""
-    rows, parts = [NOTHING], list[Part]()
+    rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
     first = 0
@@ -263,14 +263,19 @@ def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.i
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts = seq.pictures.within(start, start + num_new)
-        rows.append(own_rows + first - num_new - start)
+        shift = first - num_new - start
+        rows.append(own_rows + shift)
+        within = (seq.pictures.blocks[:, 0] >= start) & (seq.pictures.blocks[:, 1] <= start + num_new)
+        blocks.append(seq.pictures.blocks[within] + shift)
         parts += own_parts
         if seq.pictures.positions is not None:
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
             told = seq.pictures.positions[:, start : start + num_new]
             positions[:, first - num_new : first - num_new + told.shape[1]] = told
-    return StepPictures(np.concatenate(rows), parts, positions) if parts or positions is not None else None
+    if not parts and positions is None:
+        return None
+    return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
 
 
 def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

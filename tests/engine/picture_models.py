@@ -1,13 +1,17 @@
 """A small random checkpoint of a model that reads pictures, with its processor, and transformers' greedy answers."""
 
+import inspect
 import json
+import re
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -15,31 +19,110 @@ from engine import Completion
 from engine.pictures.reader import open_processor
 from ops.models.checkpoints import WITH_IMAGES, make
 from tests.engine.checkpoints import make_tokenizer
+from tests.engine.families import GEMMA3_LAYERS
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.reference import TIE
 
 Parts = list[Any]
+PLAIN = frozenset({"bos_token", "eos_token", "pad_token", "unk_token", "sep_token"})
 SQUARE = {"height": 28, "width": 28}
-#: Arguments of image processors and processors by model type, and the special tokens, the placeholder first.
-QWEN = (
-    {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}},
-    {},
-    "<|image_pad|> <|video_pad|> <|vision_start|> <|vision_end|>",
-)
-PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "llava": (
+PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}}
+
+
+class Model(NamedTuple):
+    """What a type's checkpoint needs: arguments of its image processor, of its processor, of its configuration."""
+
+    of_images: dict[str, Any] = {}
+    of_processor: dict[str, Any] = {}
+    of_config: dict[str, Any] = {}
+
+
+MODELS: dict[str, Model] = {
+    "llava": Model(
         {"size": {"shortest_edge": 28}, "crop_size": SQUARE},
         {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        "<image>",
     ),
-    "qwen2_vl": QWEN,
-    "qwen2_5_vl": QWEN,
-    "qwen3_vl": ({"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}, "patch_size": 14}, {}, QWEN[2]),
+    "qwen2_vl": Model(PIXELS, {}, {"vision_config": {"hidden_size": 48, "embed_dim": 32}}),
+    "qwen2_5_vl": Model(PIXELS),
+    "qwen3_vl": Model(
+        {**PIXELS, "patch_size": 14},
+        {},
+        {"vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}},
+    ),
 }
-#: Values of configurations, beside those of ops.models.checkpoints.
-VALUES: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"vision_config": {"hidden_size": 48, "embed_dim": 32}},
-    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}},
+ONE = {"size": SQUARE}
+CUT = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
+TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
+OF_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+GRID = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+MODELS |= {
+    "aria": Model(
+        {"max_image_size": 490},
+        {"size_conversion": {490: 4}},
+        {"projector_patch_to_query_dict": {"1225": 4}, "vision_config": {"image_size": 490}},
+    ),
+    "aya_vision": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}),
+    "cohere2_vision": Model({**ONE, "patch_size": 14}, {}),
+    "cosmos3_edge": Model({**PIXELS, "patch_size": 14}),
+    "deepseek_vl": Model(ONE, {"num_image_tokens": 4}),
+    "deepseek_vl_hybrid": Model(ONE, {"num_image_tokens": 4}),
+    "gemma3": Model(ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}),
+    "granite4_vision": Model({**CUT, **GRID}, {**OF_CLIP, "downsample_rate": "1/2"}, GRID),
+    "granite_docling": Model(ONE, {"image_seq_len": 4}),
+    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}),
+    "idefics2": Model({"size": {"shortest_edge": 28, "longest_edge": 56}}, {"image_seq_len": 4}),
+    "idefics3": Model(TILES, {"image_seq_len": 1}),
+    "internvl": Model(
+        ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
+    ),
+    "janus": Model(ONE, {"num_image_tokens": 4}),
+    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}),
+    "lfm2_vl": Model({"size": {"height": 64, "width": 64}, "tile_size": 64}),
+    "lighton_ocr": Model(
+        {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "llama4": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "pixel_shuffle_ratio": 0.5}),
+    "llava_next": Model({**CUT, **GRID}, OF_CLIP, GRID),
+    "llava_next_video": Model({**CUT, **GRID}, OF_CLIP, GRID),
+    "llava_onevision": Model({**ONE, **GRID}, {"num_image_tokens": 4}, GRID),
+    "mistral3": Model(
+        {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "mistral_large4": Model(
+        {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "molmo2": Model(ONE),
+    "ovis2": Model(ONE, {"image_seq_length": 4}),
+    "paddleocr_vl": Model(PIXELS),
+    "perception_lm": Model({**ONE, "tile_size": 28}, {"patch_size": 14, "pooling_ratio": 2}),
+    "qianfan_ocr": Model(
+        ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
+    ),
+    "smolvlm": Model(TILES, {"image_seq_len": 1}),
+    "video_llava": Model(CUT, OF_CLIP),
+    "vipllava": Model(CUT, OF_CLIP),
+    **dict.fromkeys(
+        ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5", "cohere_compass", "video_llama_3", "lfm3_vl"),
+        Model(PIXELS),
+    ),
+    **dict.fromkeys(
+        ("hyperclovax_vision_v2", "qwen2_5_omni_thinker", "ernie4_5_vl_moe", "minimax_m3_vl"), Model(PIXELS)
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
+        Model({**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}),
+    ),
+}
+#: Types whose checkpoints name the processor of another.
+LIKE = {
+    "glm4v_moe": "glm4v",
+    "glm_ocr": "glm46v",
+    "qwen2_5_omni_thinker": "qwen2_5_omni",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+    "qwen3_vl_moe": "qwen3_vl",
 }
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -54,34 +137,55 @@ def picture(seed: int, height: int = 40, width: int = 60) -> np.ndarray[Any, Any
     return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
 
 
-def frame_of(special: list[str]) -> str:
-    """What a template puts in the place of a picture."""
-    return f"<|vision_start|>{special[0]}<|vision_end|>" if "<|vision_start|>" in special else special[0]
-
-
 def make_with_pictures(folder: Path, model_type: str) -> Path:
-    """Write the checkpoint and the files of its processor; return the folder."""
-    of_images, of_processor, special = PROCESSORS[model_type]
-    tokenizer = make_tokenizer()
-    names = special.split()
-    tokenizer.add_special_tokens({"additional_special_tokens": names})
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
-    tokenizer.chat_template = TEMPLATE.replace("FRAME", frame_of(names))
-    ids_of = {"image_token_id": ids[names[0]]}
-    for name, token in (
-        ("video", "<|video_pad|>"),
-        ("vision_start", "<|vision_start|>"),
-        ("vision_end", "<|vision_end|>"),
-    ):
-        if token in ids:
-            ids_of[f"{name}_token_id"] = ids[token]
-    make(folder, WITH_IMAGES, model_type, **ids_of, **VALUES.get(model_type, {}))
+    """Write the checkpoint and the files of its processor; return the folder. Raises whatever transformers does."""
+    model = MODELS.get(model_type, Model())
+    like = LIKE.get(model_type, model_type)
+    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[like])
+    tokenizer = _tokenizer_for(kind)
     tokenizer.save_pretrained(folder)
-    image_processor = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[model_type]["pil"])(**of_images)
-    image_processor.save_pretrained(folder)
-    kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__, **of_processor}))
+    processor: Any = IMAGE_PROCESSOR_MAPPING_NAMES[like]
+    processor = getattr(transformers, processor.get("pil") or processor["torchvision"])(**model.of_images)
+    processor.save_pretrained(folder)
+    values = {"processor_class": kind.__name__, **model.of_processor}
+    (folder / "processor_config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    opened = open_processor(folder)
+    from PIL import Image
+
+    made = opened(text=[opened.image_token], images=[Image.fromarray(picture(0, 100, 100))], add_special_tokens=False)
+    special = Counter(each for each in made["input_ids"][0] if each in tokenizer.all_special_ids)
+    opened.image_token_id = special.most_common(1)[0][0]
+    ids = {
+        name + end: token_id
+        for name in TOKEN_NAMES
+        for end in ("_id", "_index")
+        if isinstance(token_id := getattr(opened, f"{name}_id", None) or getattr(tokenizer, f"{name}_id", None), int)
+    }
+    known = CONFIG_MAPPING[model_type]()
+    ids = {name: token_id for name, token_id in ids.items() if hasattr(known, name)}
+    make(folder, WITH_IMAGES, model_type, **ids, **model.of_config)
+    tokenizer.chat_template = TEMPLATE.replace("FRAME", f"({opened.image_token})")
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+TOKEN_NAMES = """
+image_token video_token audio_token vision_start_token vision_end_token image_start_token image_end_token boi_token
+eoi_token image_newline_token
+""".split()  # noqa: SIM905
+
+
+def _tokenizer_for(kind: Any) -> Any:
+    """Make a tokenizer with all special tokens that a processor's source speaks of."""
+    source = Path(inspect.getsourcefile(kind) or "").read_text()
+    tokenizer = make_tokenizer()
+    names = {*re.findall(r"tokenizer\.(\w+_token)\b", source)} - PLAIN
+    texts = sorted({*re.findall(r"\"(<[^\" {]{1,40}>|\[[A-Z_]+\])\"", source)})
+    tokenizer.add_special_tokens({"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]})
+    named = {name: f"<{name}>" for name in sorted(names)}
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=named, **ends)
 
 
 def prompts() -> list[Parts]:
@@ -109,7 +213,7 @@ class PictureReference:
         self.folder = folder
         self.model = getattr(transformers, WITH_IMAGES[model_type]).from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = open_processor(folder)
-        self.frame = frame_of(PROCESSORS[model_type][2].split())
+        self.frame = f"({self.processor.image_token})"
 
     def inputs(self, parts: Parts) -> dict[str, Any]:
         """The processor's, of a prompt."""

@@ -8,7 +8,7 @@ import pytest
 
 from engine import Engine, InvalidPrompt, SamplingParams, UnsupportedTask
 from tests.engine.family_runs import GREEDY, config_of
-from tests.engine.picture_models import PROCESSORS, PictureReference, make_with_pictures, picture, prompts
+from tests.engine.picture_models import MODELS, PictureReference, make_with_pictures, picture, prompts
 
 #: Beside family_runs.MODES.
 SIX: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("qwen3_vl", "all"),
         *(
             pytest.param(name, mode, marks=pytest.mark.long)
-            for name in PROCESSORS
+            for name in MODELS
             for mode in SIX
             if mode != "all" or name not in ("llava", "qwen3_vl")
         ),

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -160,7 +161,8 @@ class ModelRunner:
         with on_device(self.device):
             self._tower = Tower(self.model, reader.placeholder_id, self.device, self.dtype)
             reader.names, reader.positions = self._tower.names, self._tower.positions
-            probe_pictures(
+            probe = partial(
+                probe_pictures,
                 reader,
                 self._tower,
                 self.logits,
@@ -169,6 +171,15 @@ class ModelRunner:
                 block_size=self._config.block_size,
                 dtype=self._kv_dtype,
             )
+            try:
+                probe()
+            except UnsupportedModel:
+                windows = [
+                    n for each in self.model.attention_layers for n in (each.window, each.chunk) if n is not None
+                ]
+                most = self._config.max_num_batched_tokens - self._config.max_num_seqs
+                reader.block_limits = most, min(windows, default=None)
+                probe()
         return self._tower
 
     def close(self) -> None:

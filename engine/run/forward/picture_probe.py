@@ -48,7 +48,7 @@ def probe_pictures(
     except Exception as error:
         problem = " ".join(str(error).split())[:MAX_ERROR_CHARS]
         raise UnsupportedModel(f"pictures cannot be tried: {type(error).__name__}: {problem}") from error
-    num_tokens, first = len(token_ids), int(prompt.rows[len(prompt.rows) // 2 + 1])
+    num_tokens, first = len(token_ids), prompt.whole_until(int(prompt.rows[len(prompt.rows) // 2 + 1]))
     if num_tokens > num_places:
         raise UnsupportedModel(f"two pictures have {num_tokens} tokens, and {num_places} fit: raise max_model_len")
     probe = Probe(num_tokens, block_size, [num_tokens])
@@ -57,7 +57,8 @@ def probe_pictures(
         step = probe.step([(np.array(token_ids[start:end]), start, 0)])
         rows, parts = prompt.within(start, end)
         positions = None if prompt.positions is None else prompt.positions[:, start:end]
-        return run(replace(step, pictures=StepPictures(rows - start, parts, positions)))
+        within = (prompt.blocks[:, 0] >= start) & (prompt.blocks[:, 1] <= end)
+        return run(replace(step, pictures=StepPictures(rows - start, parts, positions, prompt.blocks[within] - start)))
 
     whole = logits(0, num_tokens)
     parts = torch.cat([logits(0, first), logits(first, num_tokens)])

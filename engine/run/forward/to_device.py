@@ -27,15 +27,34 @@ def to_device(
         places = sampled.places[places]
     arrays = [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places]
     columns = [] if sampling is None else sampling_columns(sampling)
-    attention, tensors = backend.build_metadata(
-        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns]
-    )
+    attention, tensors = backend.build_metadata(*_attending(step), [*arrays, *columns])
     token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):
         backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
     states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
     return batch, SamplingRows(*values) if values else None
+
+
+def _attending(step: StepBatch) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return block tables, context and query lengths; a row of a block is a sequence that ends with the block."""
+    if step.pictures is None or not len(step.pictures.blocks):
+        return step.block_tables, step.context_lens, step.query_lens
+    ends = np.cumsum(step.query_lens)
+    parts: list[tuple[int, int, int]] = []  # sequence, context length, query length
+    row = 0
+    for first, end in [*step.pictures.blocks.tolist(), (int(ends[-1]), int(ends[-1]))]:
+        while row < first:
+            seq = int(np.searchsorted(ends, row, side="right"))
+            until = min(first, int(ends[seq]))
+            parts.append((seq, int(step.context_lens[seq] - ends[seq]) + until, until - row))
+            row = until
+        if row < end:
+            seq = int(np.searchsorted(ends, row, side="right"))
+            parts += [(seq, int(step.context_lens[seq] - ends[seq]) + end, 1)] * (end - row)
+            row = end
+    seqs, contexts, queries = np.array(parts, np.int64).T
+    return step.block_tables[seqs], contexts.copy(), queries.copy()
 
 
 def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]) -> Tensor:
