@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.context.children import CHILDREN
+from jobs.context.children import DECODERS
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import OpenTask, Parts, Task
 from sandbox import ChildFailed, Limits
@@ -85,7 +85,7 @@ LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
     """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
     try:
-        found, pixels = CHILDREN.call(
+        found, pixels = DECODERS.call(
             lambda child: child.ask("jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file)
         )
     except ChildFailed as error:

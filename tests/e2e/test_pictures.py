@@ -93,6 +93,8 @@ def test_a_broken_picture_costs_its_row_and_no_other(
     options = ["--image-column", "image", "--temperature", 0, "--max-tokens", NUM_TOKENS]
     shown = run(workers, "preview", tmp_path / "in.parquet", "--rows", 1, *options)
     assert '[{"type": "image", "image": "' in shown
+    tried = run(workers, "submit", tmp_path / "in.parquet", tmp_path / "out", "--dry-run", *options)
+    assert f"{num_rows}, of which 10 would fail" in tried
     began = time.monotonic()
     run(workers, "submit", tmp_path / "in.parquet", tmp_path / "out", "--wait", "--rows-per-shard", 100, *options)
     print(f"{num_rows / (time.monotonic() - began):.1f} rows/s")
