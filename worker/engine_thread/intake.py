@@ -8,8 +8,8 @@ others of its lane.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
 from jobs.tasks import Request
 from worker.engine_thread.orders import Add
-from worker.engine_thread.pictures import decoded
+from worker.engine_thread.pictures import decoded, has_pictures
 from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
 PICTURE = 8_192
 """What a picture takes to be decoded, in the same measure."""
+PICTURES_AHEAD = 8
+"""Requests of a lane whose pictures are prepared and that do not run yet: each may hold some hundred megabytes. The
+others are the bytes of files, and the texts behind them go on."""
 THREADS = 2
 TURNS = 20
 """A lane that waits to be tokenized gets one turn in so many, as in the engine's scheduler."""
@@ -117,6 +120,8 @@ class Intake:
         self._engine, self._report = engine, report
         self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
         self._compiled: deque[_Waiting] = deque()  # by other threads
+        self._pictured: deque[_Waiting] = deque()  # in no lane either
+        self._ahead: dict[str, int] = {}  # lanes of requests with pictures, from their preparation to their start
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
@@ -125,7 +130,7 @@ class Intake:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return sum(map(len, self._lanes.values())) + len(self._compiling)
+        return sum(map(len, self._lanes.values())) + len(self._compiling) + len(self._pictured)
 
     @property
     def has_ready(self) -> bool:
@@ -135,20 +140,42 @@ class Intake:
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
-        self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
+        if has_pictures(add.request.prompt if add.request.messages is None else add.request.messages):
+            self._pictured.append(waiting)
+            self.begun(())
+        else:
+            self._lanes.setdefault(add.lane, deque()).append(waiting)
+            self._prepare(waiting)
+
+    def _prepare(self, waiting: _Waiting) -> None:
         if not waiting.is_prepared:
             (self._long_preparers if waiting.size > LONG else self._preparers).submit_request(waiting)
 
-    def drop(self, request_ids: Iterable[str]) -> None:
+    def begun(self, request_ids: Iterable[str]) -> None:
+        """Note which requests run or have ended; have the pictures of others prepared in their place."""
+        for request_id in request_ids:
+            self._ahead.pop(request_id, None)
+        counts = Counter(self._ahead.values())
+        for waiting in list(self._pictured):
+            if counts[waiting.lane] < PICTURES_AHEAD:
+                counts[waiting.lane] += 1
+                self._ahead[waiting.request_id] = waiting.lane
+                self._pictured.remove(waiting)
+                self._put_back(waiting)
+                self._prepare(waiting)
+
+    def drop(self, request_ids: Collection[str]) -> None:
         """Forget requests; unknown ids are left alone."""
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
             waiting.is_dropped = True
-        for lane in {waiting.lane for waiting in dropped - self._compiling}:
+        self._pictured = deque(each for each in self._pictured if each not in dropped)
+        for lane in {waiting.lane for waiting in dropped} & self._lanes.keys():
             self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
+        self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, for one turn's work; return the refused ones.
@@ -160,6 +187,7 @@ class Intake:
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._ids.pop(waiting.request_id, None)
             refused += self._add(waiting)
+        self.begun([each.request_id for each in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
@@ -199,8 +227,11 @@ class Intake:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
                 self._compiling.remove(waiting)
-                others = self._lanes.get(waiting.lane, ())
-                self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
+                self._put_back(waiting)
+
+    def _put_back(self, waiting: _Waiting) -> None:
+        others = self._lanes.get(waiting.lane, ())
+        self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
 
     def close(self) -> None:
         """Drop the waiting requests; wait briefly for the threads."""

@@ -13,13 +13,18 @@ from jobs.errors import InvalidJob
 from jobs.prompts.pictures import MAX_PIXELS, decode, filled, pictures_in
 
 
+def has_pictures(value: Any) -> bool:
+    """Return whether a prompt or messages hold any."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool(pictures_in(value))
+
+
 def decoded(value: Any) -> Any:
     """Return messages, or the parts of a prompt, with arrays as their pictures; any other prompt as it is.
 
     An array: [height, width, 3] of uint8. Raises InvalidRequest for what is no picture, or more pixels than a prompt
     may have.
     """
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+    if not has_pictures(value):
         return value
     arrays, left = list[npt.NDArray[np.uint8]](), MAX_PIXELS
     for number, file in enumerate(pictures_in(value), 1):
