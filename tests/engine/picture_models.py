@@ -19,6 +19,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from engine import Completion
 from engine.pictures.reader import open_processor
 from ops.models.checkpoints import WITH_IMAGES, make
+from tests.engine.architectures import SERVED
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.families import GEMMA3_LAYERS
 from tests.engine.family_runs import NUM_NEW_TOKENS
@@ -54,6 +55,13 @@ MODELS: dict[str, Model] = {
     ),
 }
 ONE = {"size": SQUARE}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    "head_dim": 16,
+}
 CUT = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
 OF_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -65,7 +73,7 @@ MODELS |= {
         {"projector_patch_to_query_dict": {"4900": 4}, "vision_config": {"image_size": 980}},
     ),
     "aya_vision": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}),
-    "cohere2_vision": Model({**ONE, "patch_size": 14}, {}),
+    "cohere2_vision": Model({**ONE, "patch_size": 1}),
     "cosmos3_edge": Model({**PIXELS, "patch_size": 14}),
     "deepseek_vl": Model(ONE, {"num_image_tokens": 4}),
     "deepseek_vl_hybrid": Model(ONE, {"num_image_tokens": 4}),
@@ -79,13 +87,30 @@ MODELS |= {
         ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
     ),
     "janus": Model(ONE, {"num_image_tokens": 4}),
-    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}),
-    "lfm2_vl": Model({"size": {"height": 64, "width": 64}, "tile_size": 64}),
+    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}, {}, {"projection_hidden_size": 32}),
+    "lfm2_vl": Model(
+        {
+            "tile_size": 28,
+            "encoder_patch_size": 14,
+            "max_num_patches": 16,
+            "min_image_tokens": 1,
+            "max_image_tokens": 4,
+        },
+        {},
+        {"vision_config": {"num_patches": 16}, "text_config": SERVED["lfm2"]},
+    ),
+    "gemma4": Model(
+        {"max_soft_tokens": 70},
+        {},
+        {
+            "text_config": {**SERVED["gemma4_text"], "sliding_window": 400, "use_bidirectional_attention": "vision"},
+            "vision_config": {**VISION, "model_type": "gemma4_vision", "position_embedding_size": 64},
+        },
+    ),
     "lighton_ocr": Model(
         {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
-    "llama4": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "pixel_shuffle_ratio": 0.5}),
     "llava_next": Model({**CUT, **GRID}, OF_CLIP, GRID),
     "llava_next_video": Model({**CUT, **GRID}, OF_CLIP, GRID),
     "llava_onevision": Model({**ONE, **GRID}, {"num_image_tokens": 4}, GRID),
@@ -234,7 +259,8 @@ class PictureReference:
 
         text = "".join(part if isinstance(part, str) else self.frame for part in parts)
         pictures = [Image.fromarray(part) for part in parts if not isinstance(part, str)]
-        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt"))
+        more = {"return_mm_token_type_ids": True} if hasattr(self.model.base_model, "get_rope_index") else {}
+        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt", **more))
 
     @cached_property
     def answers(self) -> list[tuple[list[int], list[float]]]:
