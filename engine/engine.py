@@ -1,10 +1,10 @@
 """Engine: takes requests, steps the model, and returns completions."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
-from engine.models.load import choose_path, generates, read_supported
+from engine.models.load import generates, read_supported
 from engine.pictures.reader import PictureReader, find_reader
 from engine.pictures.waiting import PictureQueue
 from engine.run.check_machine import check_support
@@ -33,13 +33,14 @@ from engine.sampling.request_kinds import ClassParams, PoolingParams, RequestPar
 from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
+from engine.schedule.pictures import PromptPictures
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.chat_templates import WITH_PICTURES
-from engine.text.prompts import Picture, Prompt, PromptReader, pictures_in, pictures_of
+from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
@@ -61,12 +62,9 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
-        self._reader = reader = (
-            find_reader(folder, model) if may_read_pictures(config) and not path.is_single_pass else None
-        )
-        if reader is not None:
-            model = replace(model, reads_pictures=True)
-            path = choose_path(model, config.model_path)
+        self._reader: PictureReader | None = None
+        if may_read_pictures(config):
+            model, path, self._reader = find_reader(folder, model, path)
         logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(
@@ -82,8 +80,8 @@ class Engine:
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
-        if reader is not None:
-            self._read_pictures(reader)
+        if self._reader is not None:
+            self._read_pictures(self._reader)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -185,9 +183,8 @@ class Engine:
         """
         if pictures := pictures_in(prompt):
             reader = self._reader_for(truncate_prompt_tokens, pooling)
-            assert isinstance(prompt, list)
-            encode = partial(self._tokenizer.encode, limit=self.max_model_len - 1)
-            return self._with_pictures(reader, reader.text_of(prompt), pictures, encode, scoring)
+            found = reader.read(reader.text_of(list(prompt)), pictures, self._tokenizer.encode)
+            return self._with_pictures(*found, scoring)
         if isinstance(pooling, ClassParams):
             return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
@@ -213,12 +210,8 @@ class Engine:
         """
         if pictures := pictures_of(messages):
             reader = self._reader_for(truncate_prompt_tokens)
-            for message in messages:
-                for part in message["content"] if isinstance(message.get("content"), list) else [message]:
-                    reader.check_text(str(part.get("text") or part.get("content")))
             text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
-            encode = partial(self._tokenizer.encode_alone, limit=self.max_model_len - 1)
-            return self._with_pictures(reader, text, pictures, encode, scoring)
+            return self._with_pictures(*reader.read(text, pictures, self._tokenizer.encode_alone), scoring)
         token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
         return self.prepare(token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring)
 
@@ -423,19 +416,12 @@ class Engine:
         return self._reader
 
     def _with_pictures(
-        self,
-        reader: PictureReader,
-        text: str,
-        pictures: list[Picture],
-        encode: Callable[[str], list[int]],
-        scoring: ScoringParams | None = None,
+        self, token_ids: list[int], pictures: PromptPictures, scoring: ScoringParams | None = None
     ) -> PreparedPrompt:
-        token_ids, found = reader.read(text, pictures, encode)
-        if scoring is None:
-            token_ids = self._prompts.token_ids(token_ids)
-            return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(found.key_ids), pictures=found)
-        ready = self._prepare_scores(token_ids, scoring)
-        return replace(ready, block_keys=self._scheduler.blocks.keys_of(found.key_ids), pictures=found)
+        keys = self._scheduler.blocks.keys_of(pictures.key_ids)
+        if scoring is not None:
+            return replace(self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures)
+        return PreparedPrompt(self._prompts.token_ids(token_ids), keys, pictures=pictures)
 
     def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
         ends = tuple(sorted(self._sequences.eos_token_ids))

@@ -187,7 +187,12 @@ def _slopes_of(call: AttentionCall) -> Tensor | None:
 
 
 class PagedAttention:
-    """Answers the calls of each forward pass in their recorded order. features: of all calls."""
+    """Answers the calls of each forward pass in their recorded order.
+
+    features: of all calls.  only_windows: a picture's tokens see each other in layers with a window alone.
+    """
+
+    only_windows = False
 
     def __init__(
         self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
@@ -234,7 +239,10 @@ class PagedAttention:
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
-        attended = self._backend.forward(query, layer_cache, batch.attention, features, sinks, self._slopes[index])
+        metadata = batch.attention
+        if batch.pictures is not None and batch.pictures.attention is not None:
+            metadata = metadata if self.only_windows and features.window is None else batch.pictures.attention
+        attended = self._backend.forward(query, layer_cache, metadata, features, sinks, self._slopes[index])
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoint.model_config import ModelConfig, read_json
-from engine.errors import InvalidPrompt
+from engine.errors import InvalidPrompt, UnsupportedModel
+from engine.models.load import ModelPath, choose_path
 from engine.models.transformers_model import class_of
 from engine.schedule.pictures import PromptPictures, SeenPicture
 from engine.text.chat_templates import WITH_PICTURES
@@ -51,7 +53,7 @@ class PictureReader:
         self.processor = open_processor(folder)
         self.mark: str = self.processor.image_token
         self.placeholder_id = _placeholder_id(folder)
-        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
+        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id) or ""
         self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()
         self._key_ids: dict[bytes, int] = {}
         self._next_id = count(1)
@@ -72,14 +74,7 @@ class PictureReader:
         for part in parts:
             if not isinstance(part, str | np.ndarray):
                 raise InvalidPrompt(f"the parts of a prompt must be texts and pictures, got {type(part).__name__}")
-            self.check_text(part if isinstance(part, str) else "")
         return "".join(part if isinstance(part, str) else self._frame for part in parts)
-
-    def check_text(self, text: str) -> None:
-        """Raise InvalidPrompt for a text with a mark or placeholder in it, which no picture is for."""
-        for each in (self.mark, self._placeholder):
-            if each in text:
-                raise InvalidPrompt(f"{each!r} stands for a picture; give the picture itself as a part")
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise InvalidPrompt for tokens of a prompt without pictures that has a placeholder."""
@@ -95,12 +90,12 @@ class PictureReader:
         seen = [self._see(picture) for picture in pictures]
         texts = text.split(self.mark)
         if len(texts) != len(seen) + 1:
-            raise InvalidPrompt(f"{len(pictures)} pictures came, and the text has places for {len(texts) - 1}")
+            raise InvalidPrompt(f"{self.mark!r} stands for a picture: {len(texts) - 1} in the text, {len(seen)} came")
         expanded = [each for picture, behind in zip(seen, texts[1:], strict=True) for each in (picture.text, behind)]
         token_ids = encode("".join([texts[0], *expanded]))
         rows = np.flatnonzero(np.array(token_ids) == self.placeholder_id)
         if len(rows) != sum(picture.num_rows for picture in seen):
-            raise InvalidPrompt("the text changes a picture's own tokens; put a space beside it")
+            raise InvalidPrompt(f"{self._placeholder!r} is in the text, or the text changes a picture's own tokens")
         key_ids = list(token_ids)
         for row, key_id in zip(
             rows.tolist(), (each.key_id for each in seen for _ in range(each.num_rows)), strict=True
@@ -136,7 +131,8 @@ class PictureReader:
 
     def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
         """Return transformers' inputs of a whole prompt."""
-        return dict(self.processor(text=[text], images=_images(pictures), return_tensors="pt"))
+        more = {"return_mm_token_type_ids": True} if self.names[1] else {}
+        return dict(self.processor(text=[text], images=_images(pictures), return_tensors="pt", **more))
 
     def _see(self, picture: Picture) -> SeenPicture:
         name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
@@ -152,7 +148,7 @@ class PictureReader:
         """Make a tower's inputs. Raises InvalidPrompt for a picture that the processor refuses."""
         try:
             made = self.processor(
-                text=[self.mark], images=_images([picture]), return_tensors="pt", add_special_tokens=False,
+                text=[self._frame], images=_images([picture]), return_tensors="pt", add_special_tokens=False,
                 return_text_replacement_offsets=True,
             )  # fmt: skip
         except Exception as error:
@@ -161,6 +157,8 @@ class PictureReader:
             raise InvalidPrompt(
                 f"a picture of {width} x {height} pixels cannot be read by this model: {words}"
             ) from error
+        if "text_replacement_offsets" not in made:
+            raise UnsupportedModel(f"{type(self.processor).__name__} does not tell what it makes of a picture")
         text = made["text_replacement_offsets"][0][0]["replacement"]
         with self._lock:
             if len(self._key_ids) >= MAX_KNOWN:
@@ -206,20 +204,27 @@ def open_processor(folder: Path) -> Any:
     return without.from_args_and_dict(list(parts.values()), values)
 
 
-def find_reader(folder: Path, model: ModelConfig) -> PictureReader | None:
-    """Return the reader of a checkpoint with pictures; None, which the log explains, if they cannot be read here."""
-    files = [name for name in FILES if (folder / name).is_file()]
-    if not files or not _takes_features(model.whole or model.architecture):
-        return None
+def find_reader(
+    folder: Path, model: ModelConfig, path: ModelPath
+) -> tuple[ModelConfig, ModelPath, PictureReader | None]:
+    """Return what reads a checkpoint's pictures, with its configuration and way then; None if nothing does."""
+    has_files = any((folder / name).is_file() for name in FILES)
+    if path.is_single_pass or not has_files or not _takes_features(model.whole or model.architecture):
+        return model, path, None
     try:
-        return PictureReader(folder)
+        reader = PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
         words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
         logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.architecture, words)
-        return None
+        return model, path, None
+    model = replace(model, reads_pictures=True)
+    return model, choose_path(model, "auto"), reader
 
 
 def _takes_features(architecture: str) -> bool:
     """Whether a class, or one beside it, makes features of pictures."""
-    classes = vars(sys.modules[class_of(architecture).__module__]).values()
+    try:
+        classes = vars(sys.modules[class_of(architecture).__module__]).values()
+    except UnsupportedModel:
+        return False
     return any(hasattr(each, "get_image_features") for each in classes if isinstance(each, type))

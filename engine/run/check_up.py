@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.fingerprint import TensorEntry, check_file
 from engine.checkpoint.folder import find_here, list_weight_files, named_places
 from engine.errors import ConfigError, MissingWeights
-from engine.run.config import EngineConfig
+from engine.run.config import EngineConfig, may_read_pictures
 from engine.run.observation import Observation, fault_of
 
 if TYPE_CHECKING:
@@ -85,11 +85,14 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     from engine.models.served import served_architectures
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of
+    from engine.pictures.reader import find_reader
     from engine.run.check_machine import check_support
     from engine.run.dtype import served_dtype
     from engine.run.forward.single_pass_runner import refuse_options
 
     model, path = read_supported(folder, config.model_path)
+    if may_read_pictures(config):
+        model, path, _ = find_reader(folder, model, path)
     check_support(config, model.dtype)
     dtype = served_dtype(config.dtype, model.dtype, config.device)
     pooling = read_pooling(folder, model, config.pooling) if read_classes(model) is None else None

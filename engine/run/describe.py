@@ -44,12 +44,13 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     from engine.models.load import read_supported
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of, kept_by
+    from engine.pictures.reader import find_reader
     from engine.run.dtype import served_dtype
     from engine.text.chat_templates import read_template
     from engine.text.tokenizer import open_tokenizer
 
     config = EngineConfig(str(folder))
-    model, path = read_supported(folder, config.model_path)
+    model, path, reader = find_reader(folder, *read_supported(folder, config.model_path))
     if path.is_single_pass:
         single_pass_class(model.architecture)
     elif path.decoder is None:
@@ -59,6 +60,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.whole or model.architecture} runs {way}, in {dtype}{_not_compared(model, path)}"
     open_tokenizer(folder)
     yield "text", f"{model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
+    if reader is not None:
+        yield "pictures", "its processor is here: a start compares two with transformers' own code, and says so"
     entries = whole_weights(folder)
     if model.num_layers > len(entries):  # no model of so many layers is made then
         raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")

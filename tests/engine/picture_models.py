@@ -4,9 +4,10 @@ import inspect
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from engine import Completion
 from engine.pictures.reader import open_processor
 from ops.models.checkpoints import WITH_IMAGES, make
+from tests.engine.architectures import SERVED
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.families import GEMMA3_LAYERS
 from tests.engine.family_runs import NUM_NEW_TOKENS
@@ -29,12 +31,14 @@ SQUARE = {"height": 28, "width": 28}
 PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}}
 
 
-class Model(NamedTuple):
+@dataclass(frozen=True)
+class Model:
     """What a type's checkpoint needs: arguments of its image processor, of its processor, of its configuration."""
 
-    of_images: dict[str, Any] = {}
-    of_processor: dict[str, Any] = {}
-    of_config: dict[str, Any] = {}
+    of_images: dict[str, Any] = field(default_factory=dict)
+    of_processor: dict[str, Any] = field(default_factory=dict)
+    of_config: dict[str, Any] = field(default_factory=dict)
+    frame: str = "({})"
 
 
 MODELS: dict[str, Model] = {
@@ -51,6 +55,13 @@ MODELS: dict[str, Model] = {
     ),
 }
 ONE = {"size": SQUARE}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    "head_dim": 16,
+}
 CUT = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
 OF_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -58,31 +69,48 @@ GRID = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 MODELS |= {
     "aria": Model(
         {"max_image_size": 490},
-        {"size_conversion": {490: 4}},
-        {"projector_patch_to_query_dict": {"1225": 4}, "vision_config": {"image_size": 490}},
+        {"size_conversion": {"980": 4}},
+        {"projector_patch_to_query_dict": {"4900": 4}, "vision_config": {"image_size": 980}},
     ),
     "aya_vision": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}),
-    "cohere2_vision": Model({**ONE, "patch_size": 14}, {}),
+    "cohere2_vision": Model({**ONE, "patch_size": 1}),
     "cosmos3_edge": Model({**PIXELS, "patch_size": 14}),
     "deepseek_vl": Model(ONE, {"num_image_tokens": 4}),
     "deepseek_vl_hybrid": Model(ONE, {"num_image_tokens": 4}),
     "gemma3": Model(ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}),
     "granite4_vision": Model({**CUT, **GRID}, {**OF_CLIP, "downsample_rate": "1/2"}, GRID),
     "granite_docling": Model(ONE, {"image_seq_len": 4}),
-    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}),
+    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}, frame="<image_start_token>{}<image_end_token>"),
     "idefics2": Model({"size": {"shortest_edge": 28, "longest_edge": 56}}, {"image_seq_len": 4}),
     "idefics3": Model(TILES, {"image_seq_len": 1}),
     "internvl": Model(
         ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
     ),
     "janus": Model(ONE, {"num_image_tokens": 4}),
-    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}),
-    "lfm2_vl": Model({"size": {"height": 64, "width": 64}, "tile_size": 64}),
+    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}, {}, {"projection_hidden_size": 32}),
+    "lfm2_vl": Model(
+        {
+            "tile_size": 28,
+            "encoder_patch_size": 14,
+            "max_num_patches": 16,
+            "min_image_tokens": 1,
+            "max_image_tokens": 4,
+        },
+        {},
+        {"vision_config": {"num_patches": 16}, "text_config": SERVED["lfm2"]},
+    ),
+    "gemma4": Model(
+        {"max_soft_tokens": 70},
+        {},
+        {
+            "text_config": {**SERVED["gemma4_text"], "sliding_window": 400, "use_bidirectional_attention": "vision"},
+            "vision_config": {**VISION, "model_type": "gemma4_vision", "position_embedding_size": 64},
+        },
+    ),
     "lighton_ocr": Model(
         {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
-    "llama4": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "pixel_shuffle_ratio": 0.5}),
     "llava_next": Model({**CUT, **GRID}, OF_CLIP, GRID),
     "llava_next_video": Model({**CUT, **GRID}, OF_CLIP, GRID),
     "llava_onevision": Model({**ONE, **GRID}, {"num_image_tokens": 4}, GRID),
@@ -103,17 +131,22 @@ MODELS |= {
     ),
     "smolvlm": Model(TILES, {"image_seq_len": 1}),
     "video_llava": Model(CUT, OF_CLIP),
-    "vipllava": Model(CUT, OF_CLIP),
+    "vipllava": Model(CUT, OF_CLIP, {"vision_feature_layers": [0, 1]}),
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5", "cohere_compass", "video_llama_3", "lfm3_vl"),
         Model(PIXELS),
     ),
+    **dict.fromkeys(("hyperclovax_vision_v2", "ernie4_5_vl_moe", "minimax_m3_vl"), Model(PIXELS)),
     **dict.fromkeys(
-        ("hyperclovax_vision_v2", "qwen2_5_omni_thinker", "ernie4_5_vl_moe", "minimax_m3_vl"), Model(PIXELS)
-    ),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
+        ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"),
         Model({**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}),
+    ),
+}
+OMNI = "<vision_bos_token>{}<vision_eos_token>"
+MODELS |= {
+    "qwen2_5_omni_thinker": Model(PIXELS, frame=OMNI),
+    "qwen3_omni_moe_thinker": Model(
+        {**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}, OMNI
     ),
 }
 #: Types whose checkpoints name the processor of another.
@@ -153,8 +186,10 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     opened = open_processor(folder)
     from PIL import Image
 
-    made = opened(text=[opened.image_token], images=[Image.fromarray(picture(0, 100, 100))], add_special_tokens=False)
-    special = Counter(each for each in made["input_ids"][0] if each in tokenizer.all_special_ids)
+    framed = model.frame.format(opened.image_token)
+    made = opened(text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt")
+    found = [int(each) for each in made["input_ids"][0]]
+    special = Counter(each for each in found if each >= len(make_tokenizer()))
     opened.image_token_id = special.most_common(1)[0][0]
     ids = {
         name + end: token_id
@@ -163,9 +198,12 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
         if isinstance(token_id := getattr(opened, f"{name}_id", None) or getattr(tokenizer, f"{name}_id", None), int)
     }
     known = CONFIG_MAPPING[model_type]()
+    for ours, theirs in (("vision_start", "vision_bos"), ("vision_end", "vision_eos")):
+        if f"<{theirs}_token>" in tokenizer.get_vocab():
+            ids[f"{ours}_token_id"] = tokenizer.convert_tokens_to_ids(f"<{theirs}_token>")
     ids = {name: token_id for name, token_id in ids.items() if hasattr(known, name)}
     make(folder, WITH_IMAGES, model_type, **ids, **model.of_config)
-    tokenizer.chat_template = TEMPLATE.replace("FRAME", f"({opened.image_token})")
+    tokenizer.chat_template = TEMPLATE.replace("FRAME", model.frame.format(opened.image_token))
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -180,7 +218,7 @@ def _tokenizer_for(kind: Any) -> Any:
     """Make a tokenizer with all special tokens that a processor's source speaks of."""
     source = Path(inspect.getsourcefile(kind) or "").read_text()
     tokenizer = make_tokenizer()
-    names = {*re.findall(r"tokenizer\.(\w+_token)\b", source)} - PLAIN
+    names = {*re.findall(r"tokenizer(?:\.|, \")(\w+_token)\b", source)} - PLAIN
     texts = sorted({*re.findall(r"\"(<[^\" {]{1,40}>|\[[A-Z_]+\])\"", source)})
     tokenizer.add_special_tokens({"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]})
     named = {name: f"<{name}>" for name in sorted(names)}
@@ -213,7 +251,7 @@ class PictureReference:
         self.folder = folder
         self.model = getattr(transformers, WITH_IMAGES[model_type]).from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = open_processor(folder)
-        self.frame = f"({self.processor.image_token})"
+        self.frame = MODELS.get(model_type, Model()).frame.format(self.processor.image_token)
 
     def inputs(self, parts: Parts) -> dict[str, Any]:
         """The processor's, of a prompt."""
@@ -221,7 +259,8 @@ class PictureReference:
 
         text = "".join(part if isinstance(part, str) else self.frame for part in parts)
         pictures = [Image.fromarray(part) for part in parts if not isinstance(part, str)]
-        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt"))
+        more = {"return_mm_token_type_ids": True} if hasattr(self.model.base_model, "get_rope_index") else {}
+        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt", **more))
 
     @cached_property
     def answers(self) -> list[tuple[list[int], list[float]]]:

@@ -1,12 +1,14 @@
 """Prompts with pictures: greedy tokens are transformers' own, whatever is cut, preempted or found in the cache."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from engine import Engine, InvalidPrompt, SamplingParams, UnsupportedTask
+from engine import Engine, InvalidPrompt, SamplingParams, ScoringParams, UnsupportedTask
 from tests.engine.family_runs import GREEDY, config_of
 from tests.engine.picture_models import MODELS, PictureReference, make_with_pictures, picture, prompts
 
@@ -129,8 +131,8 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
     ("prompt", "options", "words"),
     [
         (["a", picture(1)], {"truncate_prompt_tokens": 5}, "are not cut"),
-        (["a <image>", picture(1)], {}, "stands for a picture"),
-        ("a <image> b", {}, "stands for a picture, and none came"),
+        (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
+        ("a <image_token> b", {}, "stands for a picture, and none came"),
         ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
         ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
         ([picture(1), 5], {}, "texts and pictures, got int"),
@@ -151,3 +153,38 @@ def test_a_model_without_its_processor_reads_text_alone(references: References, 
             engine.prepare(["a", picture(1)])
         with pytest.raises(UnsupportedTask, match="reads no pictures"):
             engine.prepare_chat([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}])
+
+
+def test_continuations_are_scored_behind_pictures(references: References) -> None:
+    reference = references("qwen3_vl")
+    prompt = ["is ", picture(1), " like ", picture(2, 70, 40), "?"]
+    with Engine(config_of(reference.folder, "chunks")) as engine:
+        scores = engine.generate([prompt], ScoringParams(["a", "e"]))[0].loglikelihoods
+        assert scores is not None
+        tokens = [engine.prepare(text).token_ids for text in ("a", "e")]
+    with torch.inference_mode():
+        expected = reference.model(**reference.inputs(prompt), use_cache=False).logits[0, -1].log_softmax(-1)
+    assert [each.logprob for each in scores] == pytest.approx([float(expected[i]) for (i,) in tokens], abs=1e-4)
+
+
+def test_a_generated_placeholder_stands_for_no_picture(references: References) -> None:
+    """In a step with another prompt's pictures too."""
+    reference = references("qwen3_vl")
+    with Engine(config_of(reference.folder, "chunks")) as engine:
+        assert engine._reader is not None
+        biased = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={engine._reader.placeholder_id: 100.0})
+        many = [["a ", picture(seed), " b ", picture(seed + 1)] for seed in range(9)]
+        alone = engine.generate(many[:1], biased)[0]
+        together = engine.generate(many, [biased, *[GREEDY] * 8])
+    assert alone.token_ids == together[0].token_ids == [engine._reader.placeholder_id] * 6
+    assert all(each.finish_reason == "length" for each in together)
+
+
+def test_a_cut_completion_goes_on_behind_pictures(references: References) -> None:
+    reference = references("qwen3_vl")
+    answer = reference.answers[0][0]
+    with Engine(config_of(reference.folder, "all")) as engine:
+        engine.add("cut", prompts()[0], replace(GREEDY, max_tokens=len(answer) - 5), continued=answer[:5])
+        while not (done := engine.step()):
+            pass
+    assert done[0].token_ids == answer

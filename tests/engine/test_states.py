@@ -62,7 +62,7 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypat
     assert isinstance(runner, ModelRunner)
     model: Any = runner.model
     last = list(model._mixers._cache.mixers)[-1]
-    compute, positions = last.forward, lambda: model._attention.positions.tolist()
+    compute, positions = last.forward, lambda: model.attention.positions.tolist()
     poisoned = {len(PREFIX) + 3 + step for step in (-1, 4)}
 
     def raises(*args: Any, **options: Any) -> Any:
