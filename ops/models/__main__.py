@@ -97,6 +97,6 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # some classes cannot be made small
     torch.set_num_threads(1)
-    set_verbosity_error()
-    disable_progress_bar()
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves them untyped
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     sys.exit(main())
