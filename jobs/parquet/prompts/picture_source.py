@@ -19,9 +19,6 @@ from jobs.tasks import Parts
 #: What a template may call the only column of pictures.
 ALIAS = "image"
 
-#: The fields of a struct, as Hugging Face's Image has them.
-_FIELDS = ("bytes", "path")
-
 
 class PictureSource(PromptSource):
     """The prompts of another source with the pictures of columns, each where a template names its column.
@@ -78,32 +75,31 @@ class PictureSource(PromptSource):
 
 
 def _may_be_picture(kind: pa.DataType) -> bool:
+    """Whether values are bytes, paths, or structs of these, as Hugging Face's Image is, or lists."""
     if is_list(kind):
         return _may_be_picture(kind.value_type)
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        return any(is_bytes(each.type) or is_text(each.type) for each in fields if each.name in _FIELDS)
+        return any(is_bytes(each.type) or is_text(each.type) for each in fields if each.name in ("bytes", "path"))
     return is_bytes(kind) or is_text(kind)
 
 
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     """Return the pictures of a row in a column."""
     try:
-        return list(_pictures_of(scalar.as_py()))
+        return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:  # such as a path that is not UTF-8
         return RowProblem(str(problem)[:1000])
 
 
-def _pictures_of(value: Any) -> Iterator[Picture]:
+def _pictures_of(value: Any) -> list[Picture]:
     if isinstance(value, dict):
-        value = next((value[name] for name in _FIELDS if value.get(name) is not None), None)
+        return _pictures_of(value.get("path") if value.get("bytes") is None else value["bytes"])
+    if isinstance(value, list):
+        return [picture for each in value for picture in _pictures_of(each)]
     if isinstance(value, str):
-        yield picture_of(value, "a picture")
-    elif isinstance(value, bytes):
-        yield value
-    elif value is not None:
-        for each in value:
-            yield from _pictures_of(each)
+        return [picture_of(value, "a picture")]
+    return [] if value is None else [value]
 
 
 def _parts(pictures: Sequence[Picture]) -> Parts:
