@@ -197,18 +197,23 @@ class Engine:
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def prepare_chat(
-        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        scoring: ScoringParams | None = None,
+        **options: Any,
     ) -> PreparedPrompt:
         """Prepare a conversation as `chat_token_ids` does, and its pictures: parts {"type": "image", "image": array}.
 
-        For any thread. Raises UnsupportedTask for a picture where the model reads none.
+        For any thread. scoring: as of `prepare`. Raises UnsupportedTask for a picture where the model reads none.
         """
         if pictures := pictures_of(messages):
             reader = self._reader_for(truncate_prompt_tokens)
             text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
-            return self._with_pictures(*reader.read(text, pictures, self._tokenizer.encode_alone))
+            return self._with_pictures(*reader.read(text, pictures, self._tokenizer.encode_alone), scoring)
         token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
-        return self.prepare(token_ids)
+        return self.prepare(token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring)
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
         """Compile the grammar of structured_outputs, once for equal ones; None for no grammar. For any thread.

@@ -9,6 +9,12 @@ from typing import Any, ClassVar, Protocol
 
 from jobs.context import JobContext
 
+Parts = list[dict[str, Any]]
+"""Messages of a chat, or parts of a prompt: {"type": "text", "text": ...}, and for a picture {"type": "image", "image":
+the bytes of its file}, both also in the contents of messages."""
+
+Prompt = str | list[int] | Parts
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -22,8 +28,8 @@ class Request:
     resumed: likewise: token ids that its samples had behind those on another worker, by index.
     """
 
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
+    prompt: Prompt | None
+    messages: Parts | None
     sampling: Mapping[str, Any]
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "generate"

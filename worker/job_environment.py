@@ -14,6 +14,8 @@ from jobs.context.served_model import PromptMeter
 from jobs.context.under_way import JobJournal
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
+from jobs.tasks import Parts, Prompt
+from worker.engine_thread.pictures import decoded
 from worker.store.records.claimed_job import ClaimedJob
 from worker.traces.job_trace import Traces
 
@@ -62,12 +64,10 @@ def _lease(claimed: ClaimedJob) -> Lease:
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
     """Return a meter of prompts by the engine, or a stand-in for one."""
 
-    def token_ids(
-        prompt: str | None, messages: list[dict[str, Any]] | None, options: Mapping[str, Any]
-    ) -> Sequence[int]:
+    def token_ids(prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]) -> Sequence[int]:
         try:
-            given = prompt if messages is None else engine.chat_token_ids(messages, **options)
-            found: Sequence[int] = engine.prepare(given, **({} if messages is not None else options)).token_ids
+            prepare, given = (engine.prepare, prompt) if messages is None else (engine.prepare_chat, messages)
+            found: Sequence[int] = prepare(decoded(given), **options).token_ids
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None
         return found

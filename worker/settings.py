@@ -242,6 +242,8 @@ class WorkerSettings(BaseSettings):
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:
         """What this process lends to every job, without a job's own parts."""
+        from jobs.parquet.files.picture_files import picture_reader  # Arrow, for who works
+
         return JobContext(
             connection,
             *("", "", ""),
@@ -253,6 +255,7 @@ class WorkerSettings(BaseSettings):
             check_interrupted=check_interrupted,
             max_result_bytes=self.max_result_bytes,
             file_timeout_s=self.file_timeout_s,
+            picture_reader=picture_reader,
             meter=meter,
             checks=Checks(self.allowed_functions, self.check_timeout_s),
             webhook_hosts=frozenset(self.allowed_webhook_hosts),

@@ -74,7 +74,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
     None stays behind after an error or timeout: a `SimpleWorker` gives the next job the same engine and the same ids.
     """
     from engine import Completion, InvalidRequest
-    from worker.engine_thread.intake import read_request
+    from worker.engine_thread.intake import prepared_request
 
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
     missing: dict[int, int] = {}
@@ -89,7 +89,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                     continue
                 index = next(numbers)
                 try:
-                    prompt, params = read_request(engine, request)
+                    prompt, params = prepared_request(engine, request)
                     engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
                 except InvalidRequest as error:
                     _deliver(task, index, [Completion.refused(str(index), error)])

@@ -146,10 +146,14 @@ class CapturableBackend(KernelBackend):
 
 @dataclass(frozen=True)
 class PictureRows:
-    """What a body is given of a step's pictures: arguments, and positions [3, 1, tokens] int64, or None."""
+    """What a body is given of a step's pictures: arguments, and positions [3, 1, tokens] int64, or None.
+
+    attention: where a picture's tokens see each other, None if no picture is like that.
+    """
 
     arguments: dict[str, Any]
     positions: Tensor | None
+    attention: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True)

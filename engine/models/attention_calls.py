@@ -201,7 +201,12 @@ def _slopes_of(call: AttentionCall) -> Tensor | None:
 
 
 class PagedAttention:
-    """Answers the calls of each forward pass in their recorded order. features: of all calls."""
+    """Answers the calls of each forward pass in their recorded order.
+
+    features: of all calls.  only_windows: a picture's tokens see each other in layers with a window alone.
+    """
+
+    only_windows = False
 
     def __init__(
         self,
@@ -259,7 +264,10 @@ class PagedAttention:
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
-        chosen, metadata = chosen_by(call) if self._chosen is None else self._chosen(), batch.attention
+        metadata = batch.attention
+        if batch.pictures is not None and batch.pictures.attention is not None:
+            metadata = metadata if self.only_windows and features.window is None else batch.pictures.attention
+        chosen = chosen_by(call) if self._chosen is None else self._chosen()
         if chosen is not None:
             assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
             metadata = replace(metadata, chosen=chosen)

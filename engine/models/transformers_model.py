@@ -65,7 +65,7 @@ class TransformersModel(CausalModel):
         self._first_position = first_position
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._body = body
-        self._attention, self._mixers = attention, mixers
+        self.attention, self._mixers = attention, mixers
         self.attention_layers = attention.features
         if mixers is not None:
             self.states, self.index_keys = mixers.states, mixers.index_keys
@@ -74,7 +74,7 @@ class TransformersModel(CausalModel):
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
-        self._attention.begin(batch, cache)
+        self.attention.begin(batch, cache)
         ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
         told = {"position_ids": positions} if self._body.takes_positions else {}
         if batch.pictures is not None:
@@ -98,7 +98,7 @@ class TransformersModel(CausalModel):
 
     def reference_logits(self, token_ids: Tensor, **inputs: Any) -> Tensor:
         """Compute logits by transformers alone, with its own attention and without a cache. inputs: of pictures."""
-        self._attention.end()
+        self.attention.end()
         if self._mixers is not None:
             self._mixers.end()
         with _attending(self.model, plainest(self.model)), _problems_named():

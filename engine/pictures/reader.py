@@ -51,7 +51,7 @@ class PictureReader:
     def __init__(self, folder: Path) -> None:
         """Raise whatever transformers does for files that make no processor."""
         self.processor = open_processor(folder)
-        self.mark: str = self.processor.image_token
+        self.mark: str = getattr(self.processor, "image_placeholder_token", self.processor.image_token)
         self.placeholder_id = _placeholder_id(folder)
         self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id) or ""
         self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()

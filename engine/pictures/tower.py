@@ -43,12 +43,9 @@ class Tower:
     def __init__(self, model: TransformersModel, placeholder_id: int, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UnsupportedModel for a model that takes features otherwise."""
         self._body: Any = model.body
-        if (
-            not hasattr(self._body, "get_image_features")
-            or GIVEN not in inspect.signature(type(self._body).forward).parameters
-        ):
+        self._compute: Any = getattr(self._body, "get_image_features", None)
+        if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
             raise UnsupportedModel(f"{type(self._body).__name__} takes no features of pictures")
-        self._compute: Any = self._body.get_image_features
         self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
         self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
         self._kept_bytes = 0
@@ -66,7 +63,7 @@ class Tower:
         """Return [3, tokens], None for a model whose tokens have one position each."""
         if not self.has_positions:
             return None
-        told = {"input_ids": token_ids, "mm_token_type_ids": kinds}
+        told = {"input_ids": token_ids, "mm_token_type_ids": kinds, "attention_mask": [1] * len(token_ids)}
         known = inspect.signature(self._body.get_rope_index).parameters
         rows = {name: torch.tensor([values]) for name, values in told.items() if name in known}
         positions, _ = self._body.get_rope_index(**rows, **sizes)

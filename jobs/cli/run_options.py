@@ -146,6 +146,7 @@ _INPUT = (
 _PROMPT = (
     _option("--prompt-column", "Text to complete as it stands; by default the column `prompt`."),
     _option("--messages-column", "Chats instead: lists of role and content, or their JSON."),
+    _option("--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", multiple=True),
     _option("--template", "A prompt text instead, with {column} where a row's value goes."),
     _option("--template-file", "The same from a file, without its last line break.", type=click.Path()),
     _option(

@@ -43,6 +43,7 @@ class JobContext:
     check_interrupted: raises where the job was stopped, taken over or is late; long work calls it between its steps.
     file_timeout_s: within which a file's store must have answered.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
+    picture_reader: gives a job what reads pictures' files, by their paths below data_roots.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
     trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
@@ -64,6 +65,7 @@ class JobContext:
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
     file_timeout_s: float = 300.0
+    picture_reader: Callable[["JobContext"], Callable[[str], bytes]] | None = None
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)
     webhook_hosts: frozenset[str] = frozenset()

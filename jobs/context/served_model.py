@@ -67,7 +67,7 @@ class PromptMeter:
     num_blocks: of so many tokens each, in the KV pool.
     """
 
-    token_ids: Callable[[str | None, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]
+    token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]
     max_num_seqs: int
     block_size: int
     num_blocks: int

@@ -127,8 +127,10 @@ class Attempts:
         if request.messages is not None:
             answer = {"role": "assistant", "content": text}
             return replace(asked, messages=[*request.messages, answer, {"role": "user", "content": behind}])
-        assert isinstance(request.prompt, str)
-        return replace(asked, prompt=f"{request.prompt}{text}{behind}")
+        assert request.prompt is not None
+        if isinstance(request.prompt, str):
+            return replace(asked, prompt=f"{request.prompt}{text}{behind}")
+        return replace(asked, prompt=[*request.prompt, {"type": "text", "text": f"{text}{behind}"}])
 
     def _sampling(self, seed: Mapping[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in self._request.sampling.items() if name not in _OF_PROMPT}

@@ -8,6 +8,7 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, checked_text
+from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
 
@@ -18,7 +19,7 @@ TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 def normal_messages(messages: object) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
 
-    A content is a text or a list of texts; an assistant's with tool calls may be null. Raises InvalidJob.
+    A content is a text or a list of texts and pictures; an assistant's with tool calls may be null. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
@@ -55,7 +56,7 @@ def _message(message: object, number: int) -> dict[str, Any]:
     if content is None and calls is not None:
         content = ""
     if isinstance(content, list):
-        content = [{"type": "text", "text": _part(part, number)} for part in content]
+        content = [_part(part, number) for part in content]
     else:
         content = checked_text(content, f"content of message {number}")
     normal: dict[str, Any] = {"role": checked_text(message["role"], f"role of message {number}"), "content": content}
@@ -69,17 +70,33 @@ def _message(message: object, number: int) -> dict[str, Any]:
     return normal
 
 
-def _part(part: object, number: int) -> str:
-    """Return the text of a part. Raises InvalidJob where it is no text."""
+def _part(part: object, number: int) -> dict[str, Any]:
+    """Return a text or a picture. Raises InvalidJob for what is neither."""
     given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if isinstance(given.get("image"), bytes):  # which no JSON holds: it was parsed before
+        return given
+    if given.get("type") == "image_url":
+        return {"type": "image", "image": _picture(given, number)}
     if isinstance(given.get("type"), str) and given["type"] != "text":
         raise InvalidJob(
             f"message {number} holds a part of the type {brief(given['type'])}: "
-            "text alone is read, no images, audio or video"
+            "text and image_url are read, no audio, video or files"
         )
     if given.keys() != {"type", "text"}:
         raise InvalidJob(f"a part of message {number} must be {{'type': 'text', 'text': ...}}")
-    return checked_text(given["text"], f"content of message {number}")
+    return {"type": "text", "text": checked_text(given["text"], f"content of message {number}")}
+
+
+def _picture(given: dict[str, Any], number: int) -> Picture:
+    """Return the picture of an image_url. detail: of another model's ways; here a picture is read as it is."""
+    found = given.get("image_url")
+    shown = found if isinstance(found, dict) else {"url": found}
+    is_known = given.keys() == {"type", "image_url"} and shown.keys() <= {"url", "detail"}
+    if not is_known or not isinstance(url := shown.get("url"), str):
+        raise InvalidJob(f"a picture of message {number} must be {{'type': 'image_url', 'image_url': {{'url': ...}}}}")
+    if shown.get("detail") not in (None, "auto", "high"):
+        raise unlike(f"detail of a picture of message {number}", shown["detail"], "'auto' or 'high'")
+    return picture_of(url, f"a picture of message {number}")
 
 
 def _call(call: object, number: int) -> dict[str, Any]:
@@ -106,11 +123,11 @@ def _call(call: object, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
-    """Bytes of a message's text, or of the texts in its parts; of tool calls, of their JSON."""
+    """Bytes of a message's text, or of the texts among its parts; of tool calls, of their JSON."""
     if isinstance(value, str):
         return len(value.encode())
-    if value and "text" in value[0]:
-        return sum(len(part["text"].encode()) for part in value)
+    if value and "function" not in value[0]:
+        return sum(len(part.get("text", "").encode()) for part in value)
     try:
         return len(json.dumps(value))
     except RecursionError:

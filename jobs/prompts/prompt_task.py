@@ -17,10 +17,11 @@ from jobs.errors import ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
+from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
 from jobs.prompts.templated_task import asked_task
-from jobs.tasks import Completion, OpenTask, Request, Task
+from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
@@ -108,8 +109,10 @@ class OpenPrompts(OpenTask):
             return _Asked(place, None, None, self._failed(prompt.reason))
         asked = _Asked(place, prompt, None)
         if self._repairs.is_asked_for:
-            kind = "prompt" if prompt.messages is None else "messages"
-            asked.attempts = Attempts(prompt, {kind: getattr(prompt, kind)}, self._repairs, self._context.checks)
+            given: dict[str, Any] = {"prompt": prompt.prompt}
+            if prompt.messages is not None:
+                given = {"messages": with_pictures(prompt.messages, lambda _: None)}
+            asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks)
         was, reasons = self._found.get(place, LeftPrompt(UnderWay(), ()))
         for (_, completions), reason in zip(was.delivered, reasons, strict=False):
             if not asked.answers:
@@ -259,9 +262,11 @@ def chat_task(
     values, response = chat_response_options(others)
     check_repairs(repairs, values, has_tools=chat.has_tools)
 
-    def task(_: str, messages: object) -> PromptTask:
-        request = Request(None, parse_messages(messages), values, chat.template)
+    def task(messages: Parts) -> PromptTask:
         respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
-        return PromptTask([request], respond, asked_for, values, repairs)
+        return PromptTask([Request(None, messages, values, chat.template)], respond, asked_for, values, repairs)
 
-    return asked_task(task, messages=messages, messages_template=messages_template)
+    def parsed(_: str, messages: object) -> Task:
+        return pictured_task(parse_messages(messages), task)
+
+    return asked_task(parsed, messages=messages, messages_template=messages_template)

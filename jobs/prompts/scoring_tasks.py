@@ -14,6 +14,7 @@ from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_t
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
+from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import OpenPrompts, PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import asked_task
@@ -50,20 +51,26 @@ def classify_task(
     given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
     template = split_chat_options(options)[1].template
 
-    def task(kind: str, asked: object) -> PromptTask:
+    def task(kind: str, asked: object) -> Task:
         is_chat = kind == "messages"
         for name in options.keys() - set(CHAT_NAMES) if is_chat else options:
             raise InvalidValue("{} is no argument of jobs.classify", brief(name))
-        both = [asked]
-        if calibrate is not False and calibrate is not None:
-            both.append(_content_free(asked, calibrate, is_chat=is_chat))
-        requests = [
-            Request(None, parse_messages(each), values, template, kind="score")
-            if is_chat
-            else Request(_one_prompt(each), None, values, kind="score")
-            for each in both
-        ]
-        return PromptTask(requests, partial(_classification, labels=found), asked_for)
+
+        def made(asked: object) -> PromptTask:
+            both = [asked]
+            if calibrate is not False and calibrate is not None:
+                both.append(_content_free(asked, calibrate, is_chat=is_chat))
+            requests = [
+                Request(None, parse_messages(each), values, template, kind="score")
+                if is_chat
+                else Request(_one_prompt(each), None, values, kind="score")
+                for each in both
+            ]
+            if len(requests) > 1 and any(pictures_in(each.messages or []) for each in requests):
+                raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
+            return PromptTask(requests, partial(_classification, labels=found), asked_for)
+
+        return pictured_task(parse_messages(asked), made) if is_chat else made(asked)
 
     return asked_task(task, prompt=prompt, **given)
 

@@ -71,7 +71,7 @@ class InstantEngine:
 
     def abort(self, request_id: str) -> None: ...
 
-    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def prepare_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return [1]
 
     def prepare_grammar(self, params: SamplingParams) -> None: ...

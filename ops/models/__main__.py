@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as logging_of_transformers
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from engine import ConfigError, Engine
 from engine.attention.kv_cache import block_bytes
 from engine.run.forward.model_runner import ModelRunner
 from ops.models.checkpoints import CAUSAL, WITH_IMAGES, make
 from tests.engine.family_runs import BLOCK_SIZE, MODES, NUM_NEW_TOKENS, config_of, prompts, run
+from tests.engine.picture_models import compared as compared_with_pictures
 from tests.engine.reference import Reference
 
-MAX_BYTES = 12 << 30  # of memory: some classes cannot be made small
 NOT_MADE, WRONG = "not made", "WRONG"
 SIX: dict[str, Mapping[str, Any]] = {
     "whole": {},
@@ -44,6 +44,8 @@ def main() -> int:
         for model_type in sorted(chosen & set(names) or (set() if chosen else names)):
             with tempfile.TemporaryDirectory() as folder:
                 found = compared(Path(folder), names, model_type, six_modes="--all" in arguments)
+                if names is WITH_IMAGES:
+                    found += f"; pictures {compared_with_pictures(Path(folder) / 'pictures', model_type)}"
             counts[title, found.partition(":")[0]] += 1
             print(f"{model_type:26} {names[model_type]:44} {found}", flush=True)
     for (title, found), number in sorted(counts.items()):
@@ -93,9 +95,8 @@ def differences_of(reference: Reference, *, six_modes: bool) -> tuple[str, list[
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # some classes cannot be made small
     torch.set_num_threads(1)
-    hf_logging: Any = logging_of_transformers
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves them untyped
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     sys.exit(main())

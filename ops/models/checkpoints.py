@@ -79,10 +79,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, names: Mapping[str, str], model_type: str, **more: Any) -> Any:
-    """Write the checkpoint of a type in one of the tables; return its class. Raises whatever transformers does.
-
-    more: values of the configuration itself.
-    """
+    """Write the checkpoint of a type, with `more` values; return its class. Raises whatever transformers does."""
     if model_type == "shieldgemma2":  # Gemma 3 is within its class
         raise ValueError("it classifies pictures")
     torch.manual_seed(len(model_type))

@@ -126,12 +126,27 @@ class FakeEngine:
     def prepare_grammar(self, params: SamplingParams) -> None:
         pass
 
-    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
+    def prepare(self, prompt: Any, **options: Any) -> Any:
+        if isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt):
+            return "".join(part if isinstance(part, str) else shown_picture(part) for part in prompt)
         return prompt
+
+    def prepare_chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        contents = [message["content"] for message in messages]
+        if any(part.get("type") == "image" for content in contents if isinstance(content, list) for part in content):
+            (content,) = contents
+            return self.prepare([part.get("text", part.get("image")) for part in content])
+        return self.prepare(self.chat_token_ids(messages, **options))
 
     def close(self) -> None:
         self.waiting.clear()
         self.running.clear()
+
+
+def shown_picture(picture: Any) -> str:
+    """Return a picture as the echo has it: its size, and its first pixel."""
+    height, width, _ = picture.shape
+    return f"<{width}x{height} {','.join(map(str, picture[0, 0]))}>"
 
 
 class FakeEngineWorker(BatchWorker):

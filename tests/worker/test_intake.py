@@ -13,10 +13,11 @@ from rq.job import JobStatus
 
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs.tasks import Request
+from tests.picture_files import picture
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN, TURNS
+from worker.engine_thread.intake import LONG, OVERHEAD, PICTURES_AHEAD, SHORT, TURN, TURNS
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
@@ -59,7 +60,7 @@ class TokenizingEngine(FakeEngine):
 
     def prepare(self, prompt: Any, **options: Any) -> Any:
         self.options.append(options)
-        return self._tokenize(prompt)
+        return self._tokenize(prompt if isinstance(prompt, str) else prompt[0])
 
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> Any:
         self.options.append(options)
@@ -123,6 +124,30 @@ def loop() -> Iterator[Loop]:
     yield made
     made.let_go()
     made.halt()
+
+
+def send_picture(loop: Loop, name: str, lane: int, file: bytes) -> None:
+    parts = [{"type": "text", "text": name}, {"type": "image", "image": file}]
+    loop.orders.put(Add(name, Request(parts, None, {"max_tokens": 1}), lane))
+
+
+def test_pictures_stay_files_until_those_before_them_run_and_texts_go_on(loop: Loop) -> None:
+    loop.engine.slots = 0
+    names = numbered("picture", PICTURES_AHEAD + 3)
+    for name in names:
+        send_picture(loop, name, BULK, picture())
+    loop.send("text", BULK)
+    send_picture(loop, "urgent", HIGH, picture())
+    loop.start()
+    ended = [loop.engine.ended.get(timeout=WAIT_S) for _ in range(PICTURES_AHEAD + 2)]
+    assert set(ended) == {*names[:PICTURES_AHEAD], "text", "urgent"}
+    loop.orders.put(Abort(names[:1]))
+    assert loop.engine.ended.get(timeout=WAIT_S) == names[PICTURES_AHEAD]
+    send_picture(loop, "broken", BULK, b"")
+    loop.engine.slots = 4
+    done = loop.wait_for(*names[1:], "text", "urgent", "broken")
+    assert [name for name, each in done.items() if each.error] == ["broken"]
+    assert loop.loop._intake._ahead == {}
 
 
 def numbered(kind: str, count: int) -> list[str]:

@@ -96,6 +96,7 @@ class EngineLoop:
     def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
         if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:
             completions, self._refused = self._refused + finished, []
+            self._intake.begun([*started, *(each.request_id for each in finished)])
             self._reported_at = began_at
             stats = dict(vars(self._engine.stats()))
             stats["num_waiting"] += len(self._intake)

@@ -8,8 +8,8 @@ others of its lane.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
 from jobs.tasks import Request
 from worker.engine_thread.orders import Add
+from worker.engine_thread.pictures import decoded, has_pictures
 from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
-    from engine import Engine
+    from engine import Engine, PreparedPrompt
 
 SHORT = 2_048
 """Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""
@@ -30,6 +31,11 @@ TURN = 65_536
 """Characters of short prompts that a turn tokenizes: more than a step computes, in some 50 ms."""
 OVERHEAD = 64
 """What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
+PICTURE = 8_192
+"""What a picture takes to be decoded, in the same measure."""
+PICTURES_AHEAD = 8
+"""Requests of a lane whose pictures are prepared and that do not run yet: each may hold some hundred megabytes. The
+others are the bytes of files, and the texts behind them go on."""
 THREADS = 2
 TURNS = 20
 """A lane that waits to be tokenized gets one turn in so many, as in the engine's scheduler."""
@@ -45,7 +51,7 @@ class _Waiting:
         self.request_id, self.request, self.lane = add.request_id, add.request, add.lane
         self.size = _size(add.request)
         self.is_prepared = self.size <= SHORT and not add.request.sampling.get("structured_outputs")
-        self.prepared: tuple[Any, RequestParams] | None = None
+        self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.form: Future[Any] | None = None
         self.error: BaseException | None = None
 
@@ -54,11 +60,7 @@ class _Waiting:
         if self.is_dropped:
             return
         try:
-            prompt, params = read_request(self.engine, self.request)
-            options: dict[str, Any] = {}
-            if not isinstance(params, SamplingParams):
-                options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
-            self.prepared = self.engine.prepare(prompt, **_truncation(params), **options), params
+            self.prepared = _, params = prepared_request(self.engine, self.request)
             if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 self.form = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
@@ -71,14 +73,18 @@ class _Waiting:
         return self.is_prepared and (self.form is None or self.form.done())
 
 
-def read_request(engine: Engine, request: Request) -> tuple[Any, RequestParams]:
-    """Return the prompt and sampling of a request. Raises InvalidRequest, or a chat template's error."""
-    params, prompt = request_params(request.kind, request.sampling), request.prompt
+def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
+    """Return the prompt of a request, prepared, and its sampling. Raises InvalidRequest, or a chat template's error."""
+    params, prompt, options = request_params(request.kind, request.sampling), request.prompt, dict[str, Any]()
+    if params.truncate_prompt_tokens is not None:
+        options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
+    if not isinstance(params, SamplingParams):
+        options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
     if request.messages is not None:
-        return engine.chat_token_ids(request.messages, **request.chat_options, **_truncation(params)), params
+        return engine.prepare_chat(decoded(request.messages), **request.chat_options, **options), params
     if prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
-    return prompt, params
+    return engine.prepare(decoded(prompt), **options), params
 
 
 class _Preparers(FunctionPool):
@@ -114,6 +120,8 @@ class Intake:
         self._engine, self._report = engine, report
         self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
         self._compiled: deque[_Waiting] = deque()  # by other threads
+        self._pictured: deque[_Waiting] = deque()  # in no lane either
+        self._ahead: dict[str, int] = {}  # lanes of requests with pictures, from their preparation to their start
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
@@ -122,7 +130,7 @@ class Intake:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return sum(map(len, self._lanes.values())) + len(self._compiling)
+        return sum(map(len, self._lanes.values())) + len(self._compiling) + len(self._pictured)
 
     @property
     def has_ready(self) -> bool:
@@ -132,20 +140,42 @@ class Intake:
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
-        self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
+        if has_pictures(add.request.prompt if add.request.messages is None else add.request.messages):
+            self._pictured.append(waiting)
+            self.begun(())
+        else:
+            self._lanes.setdefault(add.lane, deque()).append(waiting)
+            self._prepare(waiting)
+
+    def _prepare(self, waiting: _Waiting) -> None:
         if not waiting.is_prepared:
             (self._long_preparers if waiting.size > LONG else self._preparers).submit_request(waiting)
 
-    def drop(self, request_ids: Iterable[str]) -> None:
+    def begun(self, request_ids: Iterable[str]) -> None:
+        """Note which requests run or have ended; have the pictures of others prepared in their place."""
+        for request_id in request_ids:
+            self._ahead.pop(request_id, None)
+        counts = Counter(self._ahead.values())
+        for waiting in list(self._pictured):
+            if counts[waiting.lane] < PICTURES_AHEAD:
+                counts[waiting.lane] += 1
+                self._ahead[waiting.request_id] = waiting.lane
+                self._pictured.remove(waiting)
+                self._put_back(waiting)
+                self._prepare(waiting)
+
+    def drop(self, request_ids: Collection[str]) -> None:
         """Forget requests; unknown ids are left alone."""
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
             waiting.is_dropped = True
-        for lane in {waiting.lane for waiting in dropped - self._compiling}:
+        self._pictured = deque(each for each in self._pictured if each not in dropped)
+        for lane in {waiting.lane for waiting in dropped} & self._lanes.keys():
             self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
+        self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, for one turn's work; return the refused ones.
@@ -157,6 +187,7 @@ class Intake:
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._ids.pop(waiting.request_id, None)
             refused += self._add(waiting)
+        self.begun([each.request_id for each in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
@@ -196,8 +227,11 @@ class Intake:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
                 self._compiling.remove(waiting)
-                others = self._lanes.get(waiting.lane, ())
-                self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
+                self._put_back(waiting)
+
+    def _put_back(self, waiting: _Waiting) -> None:
+        others = self._lanes.get(waiting.lane, ())
+        self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
 
     def close(self) -> None:
         """Drop the waiting requests; wait briefly for the threads."""
@@ -215,7 +249,7 @@ class Intake:
         if waiting.error is not None:
             return [_refused(request_id, waiting.error)]
         try:
-            prompt, params = waiting.prepared or read_request(self._engine, request)
+            prompt, params = waiting.prepared or prepared_request(self._engine, request)
             self._engine.add(
                 request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
             )
@@ -233,27 +267,25 @@ def _refused(request_id: str, error: BaseException) -> Completion:
     return Completion.refused(request_id, InvalidRequest(f"{type(error).__name__}: {error}"))
 
 
-def _truncation(params: RequestParams) -> dict[str, Any]:
-    """Return the sampling values that preparing a prompt needs."""
-    most = params.truncate_prompt_tokens
-    return {} if most is None else {"truncate_prompt_tokens": most}
-
-
 def _size(request: Request) -> int:
     """Count characters or token ids; a chat adds its rendering, a scored prompt its continuations."""
     continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
     continuations += len(request.continued) + sum(map(len, request.resumed.values()))
     if request.messages is None:
-        return len(request.prompt or "") + continuations
+        return _chars(request.prompt or "") + continuations
     return _chars(request.messages) + _chars(request.chat_options) + continuations
 
 
 def _chars(value: object) -> int:
-    """Count the characters of all texts in it, however deep, and some for each object."""
+    """Count the characters of all texts in it, however deep, token ids, and some for each object and picture."""
     size, left = 0, [value]
     while left:
         each = left.pop()
         if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, bytes):
+            size += PICTURE
+        elif isinstance(each, list) and each and isinstance(each[0], int):
             size += len(each)
         elif isinstance(each, Mapping):
             size += OVERHEAD

@@ -45,7 +45,7 @@ from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled, StateRows
-from engine.run.forward.to_device import pool, to_device
+from engine.run.forward.to_device import pool, to_device, with_blocks
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
@@ -149,7 +149,10 @@ class ModelRunner:
         if step.pictures is None:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
-        return replace(batch, pictures=self._tower.rows(step.pictures, batch.token_ids)), rows
+        pictures = self._tower.rows(step.pictures, batch.token_ids)
+        if len(blocks := step.pictures.blocks):
+            pictures = replace(pictures, attention=with_blocks(step, blocks, self.backend))
+        return replace(batch, pictures=pictures), rows
 
     def read_pictures(self, reader: PictureReader) -> Tower:
         """Take pictures of this reader from now on. Raises UnsupportedModel if the model does not do so exactly.
@@ -171,19 +174,21 @@ class ModelRunner:
                 block_size=self._config.block_size,
                 dtype=self._kv_dtype,
             )
-            try:
-                probe()
-            except UnsupportedModel as error:
-                windows = [
-                    n for each in self.model.attention_layers for n in (each.window, each.chunk) if n is not None
-                ]
-                most = self._config.max_num_batched_tokens - self._config.max_num_seqs
-                reader.block_limits = most, min(windows, default=None)
+            windows = [n for each in self.model.attention_layers for n in (each.window, each.chunk) if n is not None]
+            limits = self._config.max_num_batched_tokens - self._config.max_num_seqs, min(windows, default=None)
+            problems = []
+            for reader.block_limits, self.model.attention.only_windows in (
+                (None, False),
+                (limits, False),
+                (limits, True),
+            ):
                 try:
                     probe()
-                except UnsupportedModel as other:
-                    raise UnsupportedModel(f"{error} (where a picture's tokens see each other: {other})") from error
-        return self._tower
+                except UnsupportedModel as error:
+                    problems.append(str(error))
+                else:
+                    return self._tower
+        raise UnsupportedModel("; ".join(dict.fromkeys(problems)))
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.

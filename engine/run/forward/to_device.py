@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import ForwardBatch, KernelBackend
+from engine.attention.base import AttentionMetadata, ForwardBatch, KernelBackend
 from engine.attention.state_pool import state_parts
 from engine.kernels.upload import upload
 from engine.run.forward.runner import Sampled
@@ -27,7 +27,9 @@ def to_device(
         places = sampled.places[places]
     arrays = [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places]
     columns = [] if sampling is None else sampling_columns(sampling)
-    attention, tensors = backend.build_metadata(*_attending(step), [*arrays, *columns])
+    attention, tensors = backend.build_metadata(
+        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns]
+    )
     token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):
         backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
@@ -36,14 +38,15 @@ def to_device(
     return batch, SamplingRows(*values) if values else None
 
 
-def _attending(step: StepBatch) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Return block tables, context and query lengths; a row of a block is a sequence that ends with the block."""
-    if step.pictures is None or not len(step.pictures.blocks):
-        return step.block_tables, step.context_lens, step.query_lens
+def with_blocks(step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend) -> AttentionMetadata:
+    """Return metadata by which the rows of a block see each other: each is a sequence that ends with the block.
+
+    blocks: as of StepPictures.
+    """
     ends = np.cumsum(step.query_lens)
     parts: list[tuple[int, int, int]] = []  # sequence, context length, query length
     row = 0
-    for first, end in [*step.pictures.blocks.tolist(), (int(ends[-1]), int(ends[-1]))]:
+    for first, end in [*blocks.tolist(), (int(ends[-1]), int(ends[-1]))]:
         while row < first:
             seq = int(np.searchsorted(ends, row, side="right"))
             until = min(first, int(ends[seq]))
@@ -54,7 +57,7 @@ def _attending(step: StepBatch) -> tuple[NDArray[np.int32], NDArray[np.int64], N
             parts += [(seq, int(step.context_lens[seq] - ends[seq]) + end, 1)] * (end - row)
             row = end
     seqs, contexts, queries = np.array(parts, np.int64).T
-    return step.block_tables[seqs], contexts.copy(), queries.copy()
+    return backend.build_metadata(step.block_tables[seqs], contexts.copy(), queries.copy())[0]
 
 
 def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]) -> Tensor:

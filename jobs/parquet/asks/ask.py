@@ -12,6 +12,7 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
@@ -99,9 +100,12 @@ def request_of(
     row: Row, is_chat: bool, values: Mapping[str, Any], options: Mapping[str, Any] = _NO_OPTIONS, kind: str = "generate"
 ) -> Request:
     """Return the request of a row's prompt. options: as chat_options of Request."""
+    parts = json.loads(row.prompt) if is_chat or row.pictures else None
+    if parts and row.pictures:
+        parts = filled(parts, row.pictures)
     if is_chat:
-        return Request(None, json.loads(row.prompt), values, options, kind)
-    return Request(row.prompt, None, values, kind=kind)
+        return Request(None, parts, values, options, kind)
+    return Request(parts or row.prompt, None, values, kind=kind)
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:

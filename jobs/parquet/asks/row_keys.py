@@ -24,7 +24,7 @@ SIZE = 16
 _NOT_ASKED = frozenset(
     [
         *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
-        *("prompt_column", "messages_column", "query_column", "document_column", "template"),
+        *("prompt_column", "messages_column", "query_column", "document_column", "template", "image_column"),
         *("sampling_columns", "check_columns"),
         *("filename_column", "single_file", "keep", "drop", "output_prefix", "only_new", "reused_column", "order"),
         *("escalate_below", "escalate_to", "escalate_model"),
@@ -54,9 +54,9 @@ class RowKeys:
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
     def of(self, row: Row) -> bytes:
-        """Return a row's key."""
+        """Return a row's key; its prompt has the hashes of its pictures."""
         found = blake2b(digest_size=SIZE, key=self.name.encode())
-        for text in row:
+        for text in (row.prompt, row.sampling, row.values, *(["pictures"] if row.pictures else [])):
             encoded = text.encode("utf-8", "surrogatepass")
             found.update(len(encoded).to_bytes(8, "little"))
             found.update(encoded)

@@ -90,8 +90,9 @@ class FolderReader:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """Return the input's columns that the prompts are made of."""
-        return list(row_source(self.plan.spec).columns)
+        """Return the input's columns that the prompts' texts are made of."""
+        pictures = self.plan.spec.image_column or ()
+        return [name for name in row_source(self.plan.spec).columns if name not in pictures]
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""

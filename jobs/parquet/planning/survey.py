@@ -37,9 +37,9 @@ from jobs.tasks import Completion, Request
 #: Requests that are answered; seconds for which full batches are timed, and rows of one at most.
 NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 
-#: Of the prompts that are answered, in characters: a result of the worker's has its limit.
-MAX_PICKED_CHARS = 4 << 20
-
+#: Of the prompts that are answered, in characters: a result of the worker's has its limit. Of pictures, which are held
+#: alone, so many bytes are one.
+MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
 #: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
@@ -99,8 +99,10 @@ class SurveyWork(RowsTask):
             wanted, texts, left = {each.row for each in (*timed, *tried)}, dict[int, Row](), MAX_PICKED_CHARS
             for start, rows in rendered_shards(context, storage_now, plan_now, source, wanted):
                 for number, row in enumerate(rows, start):
-                    if number in wanted and isinstance(row, Row) and (left := left - len(row.prompt)) >= 0:
-                        texts[number] = row
+                    if number in wanted and isinstance(row, Row):
+                        left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+                        if left >= 0:
+                            texts[number] = row
         self._tried = picked = [(each, texts[each.row]) for each in tried if each.row in texts]
         rows_asked = [row for _, row in picked] if has_answers else []
         self._requests = ShardRequests(rows_asked, ask, lambda row: picked[row][0].row)
@@ -160,7 +162,9 @@ class SurveyWork(RowsTask):
         return {**told, "generated_tokens": generated, "completion_tokens": completion, "seconds": seconds}
 
     def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
-        prompt = json.loads(row.prompt) if self._spec.is_chat else [{"role": "prompt", "content": row.prompt}]
+        prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else row.prompt
+        if not self._spec.is_chat:
+            prompt = [{"role": "prompt", "content": prompt}]
         told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}
         if answer is None:
             return told
@@ -233,7 +237,6 @@ class _Counts:
         (request,) = self._ask.begin(row, numbers[0]).requests
         most = request.sampling.get(TRUNCATION)
         options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
-        assert not isinstance(request.prompt, list)
         try:
             token_ids = self._meter.token_ids(request.prompt, request.messages, options)
         except InvalidJob as error:
@@ -300,6 +303,8 @@ class _Timing:
         return (self._ended_at - self._began_at) / max(1, self._tokens)
 
     def _begun(self, row: Row, beginning: str) -> Row:
+        if row.pictures and not self._is_chat:
+            return row._replace(prompt=json.dumps([{"type": "text", "text": beginning}, *json.loads(row.prompt)]))
         if not self._is_chat:
             return row._replace(prompt=beginning + row.prompt)
         first, *others = json.loads(row.prompt)

@@ -23,12 +23,14 @@ class JinjaSource(PromptSource):
     structs and maps are what they are in Python, and JSON where they are written out.
     """
 
-    def __init__(self, template: Any, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, template: Any, defaults: Mapping[str, str] = MappingProxyType({}), *, needs_column: bool = True
+    ) -> None:
         """Raises InvalidJob for what is no template, or names no column."""
         texts, self._roles = template_texts(template)
         self._template, self._defaults = JinjaTexts(texts), dict(defaults)
         self.columns = tuple(sorted(self._template.names))
-        if not self.columns:
+        if needs_column and not self.columns:
             raise InvalidJob(
                 "the template names no column, so that every row would ask the same: "
                 "write {{ column }} where a row's value goes"

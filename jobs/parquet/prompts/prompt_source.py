@@ -6,18 +6,21 @@ import abc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.common.display import brief, to_json
-from jobs.errors import InvalidJob, InvalidValue, WrongColumnType
+from jobs.errors import InvalidJob, InvalidValue, JobsError, WrongColumnType
 from jobs.parquet.tables.columns import is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
+from jobs.prompts.pictures import ReadFile, filled, loaded, pictures_in
 from jobs.runs.plans.prompt_steps import Template
+from jobs.tasks import Parts
 
 if TYPE_CHECKING:
     from jobs.parquet.prompts.row_sampling import RowSampling
@@ -33,12 +36,14 @@ class Row(NamedTuple):
     """What a row asks. Equal rows ask the same, and those that are neighbours in order share a prefix.
 
     prompt: a text, or the JSON of a chat's messages. sampling: its own sampling values, and values: those of
-    columns that its check or its later prompts read; both as JSON, "" for none.
+    columns that its check or its later prompts read; both as JSON, "" for none. pictures: the bytes of their files; of
+    a row with such, a prompt that is no chat is the JSON of its parts, and hashes stand in the pictures' places.
     """
 
     prompt: str
     sampling: str = ""
     values: str = ""
+    pictures: tuple[bytes, ...] = ()
 
     @property
     def own_sampling(self) -> dict[str, Any]:
@@ -46,7 +51,11 @@ class Row(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values)
+        return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values) + self.picture_bytes
+
+    @property
+    def picture_bytes(self) -> int:
+        return sum(map(len, self.pictures))
 
 
 class PromptSource(abc.ABC):
@@ -63,15 +72,22 @@ class PromptSource(abc.ABC):
         return python_rows(self.columns, rows)
 
     @abc.abstractmethod
-    def render(self, values: Any) -> str:
-        """Return the prompt of one row, of what `read` gave. Raises RowProblem."""
+    def render(self, values: Any) -> str | Parts:
+        """Return the prompt of one row, of what `read` gave; one with pictures as messages or parts. Raises
+        RowProblem."""
+
+    def pictured(self, prompt: Parts, read: ReadFile) -> Row:
+        """Return the row of a prompt with pictures. Raises InvalidJob, and what `read` does for a path."""
+        pictures = loaded(pictures_in(prompt), read)
+        hashes = [blake2b(each, digest_size=16).hexdigest() for each in pictures]
+        return Row(json.dumps(filled(prompt, hashes)), pictures=tuple(pictures))
 
 
 class ColumnSource(PromptSource):
     """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
     def __init__(
-        self, column: str, of: Callable[[Any], str], fits: Callable[[pa.DataType], bool], expected: str
+        self, column: str, of: Callable[[Any], str | Parts], fits: Callable[[pa.DataType], bool], expected: str
     ) -> None:
         self.columns = (column,)
         self._of, self._fits, self._expected = of, fits, expected
@@ -81,7 +97,7 @@ class ColumnSource(PromptSource):
         if not self._fits(kind := schema.field(column).type):
             raise WrongColumnType(column, kind, self._expected)
 
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> str | Parts:
         (value,) = values.values()
         return self._of(value)
 
@@ -106,17 +122,6 @@ def prompt_column(column: str) -> ColumnSource:
     return ColumnSource(column, checked_text, is_text, "text")
 
 
-def batch_lines() -> ColumnSource:
-    """Return the source of a batch file's lines: each is its own JSON, which may be longer than a prompt."""
-    return ColumnSource("request", _line, is_text, "JSON")
-
-
-def _line(text: Any) -> str:
-    if text is None:
-        raise RowProblem("there is no request")
-    return str(text)
-
-
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
     return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
@@ -126,7 +131,7 @@ def _may_be_chat(kind: pa.DataType) -> bool:
     return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
 
-def _chat(messages: Any) -> str:
+def _chat(messages: Any) -> str | Parts:
     if messages is None:
         raise RowProblem("messages are null")
     if isinstance(messages, str):
@@ -134,7 +139,8 @@ def _chat(messages: Any) -> str:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
             raise RowProblem(f"messages are not JSON: {error}") from None
-    return checked_chat(messages)
+    found = _normal(messages)
+    return found if pictures_in(found) else json.dumps(found)
 
 
 class TemplateSource(PromptSource):
@@ -200,8 +206,12 @@ def checked_text(text: Any) -> str:
 
 def checked_chat(messages: Any) -> str:
     """Return the JSON of a chat, in one order of keys, so that equal chats are equal texts."""
+    return json.dumps(_normal(messages))
+
+
+def _normal(messages: Any) -> Parts:
     try:
-        return json.dumps(normal_messages(messages))
+        return normal_messages(messages)
     except InvalidJob as problem:
         raise RowProblem(str(problem)) from None
 
@@ -229,17 +239,19 @@ class RowSource:
         if self._sampling is not None:
             self._sampling.check(schema)
 
-    def rows(self, batch: pa.RecordBatch, problems: Sequence[str | None] = ()) -> Iterator[Row | RowProblem]:
+    def rows(
+        self, batch: pa.RecordBatch, problems: Sequence[str | None] = (), read: ReadFile = str.encode
+    ) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
-        such."""
+        such. read: gives the file of a picture's path."""
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
             for number, each in enumerate(pairs, start):
                 problem = problems[number] if problems else None
-                yield self._row(*each) if problem is None else RowProblem(problem)
+                yield self._row(*each, read) if problem is None else RowProblem(problem)
 
-    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem) -> Row | RowProblem:
+    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
         """Return a row. given: what its prompt is made of."""
         for each in (given, values):
             if isinstance(each, RowProblem):
@@ -247,8 +259,13 @@ class RowSource:
         assert isinstance(values, Mapping)
         try:
             prompt = self._prompts.render(given)
+            row = Row(prompt) if isinstance(prompt, str) else self._prompts.pictured(prompt, read)
             sampling = "" if self._sampling is None else self._sampling.of(values)
         except RowProblem as problem:
             return problem
+        except JobsError as problem:  # a picture's
+            if problem.fault == "server":
+                raise
+            return RowProblem(str(problem))
         beside = self._write({name: values[name] for name in self._beside}) if self._beside else ""
-        return Row(prompt, sampling, beside)
+        return row._replace(sampling=sampling, values=beside)

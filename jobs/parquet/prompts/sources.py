@@ -8,12 +8,13 @@ import pyarrow as pa
 from jobs.context import accept_any_sampling
 from jobs.errors import ColumnConflict
 from jobs.parquet.prompts.jinja_source import JinjaSource
+from jobs.parquet.prompts.line_source import LineSource
+from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import (
     PairSource,
     PromptSource,
     RowSource,
     TemplateSource,
-    batch_lines,
     check_defaults,
     messages_column,
     prompt_column,
@@ -29,24 +30,27 @@ from jobs.runs.plans.spec import RunSpec
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
     """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
     if spec.input_format == OPENAI_BATCH:
-        return RowSource(batch_lines())
+        return RowSource(LineSource())
     sampling = None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
         first = _FirstStep(spec)
         return RowSource(first, sampling, first.later, written_as_texts)
-    prompts = _prompts(spec)
+    prompts, pictures = _prompts(spec), spec.image_column or ()
+    if pictures:
+        kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
+        prompts = PictureSource(prompts, pictures, **kind)
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
-    own = spec.sampling_columns.values()
-    given = dict.fromkeys((*prompts.columns, *own, *(spec.check_columns or ())))
+    texts = (column for column in prompts.columns if column not in pictures)
+    given = dict.fromkeys((*texts, *spec.sampling_columns.values(), *(spec.check_columns or ())))
     return RowSource(prompts, sampling, tuple(given))
 
 
 def _prompts(spec: RunSpec) -> PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
-        return JinjaSource(spec.template, spec.defaults)
+        return JinjaSource(spec.template, spec.defaults, needs_column=not spec.image_column)
     if spec.template is not None:
         template = Template.parse(spec.template)
         template.check_cost(spec.rows_per_shard)

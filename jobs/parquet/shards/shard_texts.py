@@ -1,5 +1,6 @@
 """The rows of a shard, rendered ahead of the engine."""
 
+import os
 from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, closing
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
+from jobs.parquet.files.picture_files import picture_reader
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.tables.columns import PROBLEM, ColumnChoice, with_added_values
@@ -86,8 +88,10 @@ def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
     """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
+    file, folders = plan.files[shard.file], {os.path.dirname(each.path) for each in plan.files}
+    read = picture_reader(context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path))
     for batch, problems in shard_batches(context, plan, shard, reader):
-        for row in source.rows(batch, problems):
+        for row in source.rows(batch, problems, read):
             context.check_interrupted()
             yield row
 

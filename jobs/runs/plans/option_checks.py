@@ -23,6 +23,14 @@ def column_names(name: str, value: Any) -> list[str]:
     return sorted({column_name(f"a column of {name}", each) for each in value})
 
 
+def image_columns(name: str, value: Any) -> list[str] | None:
+    """Return the columns of pictures, in their order; None for none. Raises InvalidValue."""
+    if not isinstance(value, str | list | tuple):
+        raise unlike(name, value, "a column, or a list of columns")
+    names = [value] if isinstance(value, str) else value
+    return list(dict.fromkeys(column_name(f"a column of {name}", each) for each in names)) or None
+
+
 def share(name: str, value: Any) -> float:
     """Return a number above 0, and at most 1. Raises InvalidValue."""
     if type(value) not in (int, float) or not 0 < value <= 1:

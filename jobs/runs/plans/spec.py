@@ -81,6 +81,7 @@ class RunSpec:
     escalate_below: float | None = None
     escalate_to: str | None = None
     escalate_model: str | None = None
+    image_column: list[str] | None = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
@@ -91,8 +92,8 @@ class RunSpec:
         chats, as lists of structs with role and content or as their JSON; template: a text with {column} fields, or a
         chat of such; prompts: several for each row, as mappings of name, template and sampling. sampling: keyword
         arguments of engine.SamplingParams. sampling_columns: those that hold each row's values, by name. defaults: for
-        columns the text that stands for null. check and the like: see RepairOptions. The others: `tokenmill submit`.
-        Raises InvalidJob or UnsupportedScheme.
+        columns the text that stands for null. image_column: one or several columns of pictures. check and the like:
+        see RepairOptions. The others: `tokenmill submit`. Raises InvalidJob or UnsupportedScheme.
         """
         known = [each.name for each in fields(cls)][2:]
         if unknown := given.keys() - set(known):
@@ -216,6 +217,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
     "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),
     **dict.fromkeys(("limit", "dimensions"), whole_number),
+    "image_column": checks.image_columns,
     "sampling_columns": checks.sampling_columns,
     "defaults": checks.defaults,
     "template_format": partial(one_of, known=checks.TEMPLATE_FORMATS),
@@ -251,7 +253,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         raise InvalidJob("order sorts the rows of a whole run, and only_new leaves some out: give one of them")
     is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
     is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
-    low, second = spec.escalate_below, spec.escalate_to or spec.escalate_model
+    images, low, second = spec.image_column, spec.escalate_below, spec.escalate_to or spec.escalate_model
     for asked, is_met, what in (
         (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates"),
         (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
@@ -266,6 +268,9 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
             spec.task == checks.RERANK,
             "query_column and document_column are for reranking: give task 'rerank' too",
         ),
+        (images, spec.task == checks.GENERATE, f"image_column and task {spec.task!r} do not go together"),
+        (images, spec.prompts is None, "image_column and prompts do not go together: ask one prompt with a template"),
+        (images, not spec.calibrate, "image_column and calibrate do not go together: no picture has no content"),
         (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
         (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
         (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
@@ -278,7 +283,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
     if texts and not is_jinja:
         parsed = prompt_steps.Template.parse(spec.template)
-        if not parsed.columns:
+        if not parsed.columns and not spec.image_column:
             raise InvalidJob(
                 "the template names no column, so that every row would ask the same: "
                 f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"

@@ -1,0 +1,119 @@
+"""Pictures in prompts: what stands for one, where they are in a prompt, and how large they may be."""
+
+import re
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.context.children import DECODERS
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.tasks import OpenTask, Parts, Task
+from sandbox import ChildFailed, Limits
+
+#: Of a prompt: pictures, bytes of their files together, and pixels of all once they are decoded.
+MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
+
+#: Of what says where a picture lies.
+MAX_PATH_CHARS = 4096
+
+_DATA_URL = re.compile(r"data:image/[^,;]*(;[^,;]*)*;base64,", re.IGNORECASE)
+
+Picture = bytes | str
+"""The bytes of a picture's file, or the path where it lies."""
+
+ReadFile = Callable[[str], bytes]
+
+
+def picture_of(url: str, what: str) -> Picture:
+    """Return the bytes that a data: URL holds; any other text is a path. Raises InvalidJob."""
+    if found := _DATA_URL.match(url):
+        try:
+            return b64decode(url[found.end() :], validate=True)
+        except ValueError as error:
+            raise InvalidJob(f"{what} is no base64: {error}") from None
+    if url[:5].lower() == "data:" or not 0 < len(url) <= MAX_PATH_CHARS:
+        expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
+        raise InvalidValue(f"{what} is {{}}, expected {expected}", brief(url))
+    return url
+
+
+def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
+    """Return a copy of messages or parts with what `of` makes of each picture, in order."""
+    found = []
+    for each in value:
+        if each.get("type") == "image":
+            each = {**each, "image": of(each["image"])}
+        elif isinstance(each.get("content"), list):
+            each = {**each, "content": with_pictures(each["content"], of)}
+        found.append(each)
+    return found
+
+
+def pictures_in(value: Parts) -> list[Any]:
+    """Return the pictures of messages or parts, in order."""
+    found = list[Any]()
+    with_pictures(value, found.append)
+    return found
+
+
+def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
+    """Return messages or parts with others in the place of their pictures."""
+    others = iter(pictures)
+    return with_pictures(value, lambda _: next(others))
+
+
+def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
+    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than a prompt may hold, and what `read`
+    does."""
+    found, size = list[bytes](), 0
+    for picture in pictures:
+        found.append(read(picture) if isinstance(picture, str) else picture)
+        size += len(found[-1])
+        if size > MAX_BYTES:
+            raise InvalidJob(f"the prompt's pictures have more than {MAX_BYTES} bytes: make them smaller")
+        if len(found) > MAX_PICTURES:
+            raise InvalidJob(f"the prompt has more than {MAX_PICTURES} pictures: leave some out")
+    return found
+
+
+#: Seconds for a picture, and bytes: some copies of MAX_PIXELS, of four bytes each.
+LIMITS = Limits(20.0, 24 * MAX_PIXELS)
+
+
+def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
+    """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
+    try:
+        found, pixels = DECODERS.call(
+            lambda child: child.ask("jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file)
+        )
+    except ChildFailed as error:
+        raise InvalidJob(f"decoding {what} {error}") from None
+    if "problem" in found:
+        raise InvalidJob(f"{what} {found['problem']}")
+    return found["height"], found["width"], pixels
+
+
+def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
+    """Return the task that `make` makes of messages once their pictures are there. Raises InvalidJob."""
+    pictures = pictures_in(messages)
+    if any(isinstance(each, str) for each in pictures):
+        return _FilesFirst(messages, make)
+    loaded(pictures, str.encode)
+    return make(messages)
+
+
+class _FilesFirst(Task):
+    """The task of a chat whose pictures lie in files; reading them blocks."""
+
+    blocking = True
+
+    def __init__(self, messages: Parts, make: Callable[[Parts], Task]) -> None:
+        self._messages, self._make = messages, make
+
+    def open(self, context: JobContext) -> OpenTask:
+        """Raises InvalidJob or InputError for a picture that cannot be read, and as the task does."""
+        assert context.picture_reader is not None, "a process that runs jobs lends one"
+        contents = loaded(pictures_in(self._messages), context.picture_reader(context))
+        return self._make(filled(self._messages, contents)).open(context)
