@@ -24,7 +24,7 @@ def main() -> int:
     """Print each figure and its bar."""
     way = linked(section("How one prompt travels"))
     figures = [
-        ("product without ops, lines", sum(map(lines, PRODUCT)), 50_000),
+        ("product without ops, lines", sum(map(lines, PRODUCT)), 53_000),
         ("jobs, lines", lines("jobs"), 20_000),
         ("ops, lines", lines("ops"), 5_000),
         ("tests, lines", lines("tests"), 40_000),
