@@ -107,7 +107,7 @@ def test_each_rank_reads_its_rows_of_stacked_tensors(rank: int, family: Referenc
 
 
 def test_tensors_that_nothing_reads_are_passed_over(family: References, tmp_path: Path) -> None:
-    """Frequencies, which models compute themselves, in the first Llama checkpoints; what guesses ahead, in Qwen3.5's."""
+    """Frequencies, as the first Llama checkpoints hold them; what guesses tokens ahead, as Qwen3.5's."""
     folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
