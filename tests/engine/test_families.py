@@ -106,11 +106,12 @@ def test_each_rank_reads_its_rows_of_stacked_tensors(rank: int, family: Referenc
         torch.testing.assert_close(read.to_dense() if read.is_mkldnn else read, expected)
 
 
-def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, tmp_path: Path) -> None:
-    """Models compute them themselves; the first Llama checkpoints hold them."""
+def test_tensors_that_nothing_reads_are_passed_over(family: References, tmp_path: Path) -> None:
+    """Frequencies, as the first Llama checkpoints hold them; what guesses tokens ahead, as Qwen3.5's."""
     folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.zeros(8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     Engine(config_of(folder)).close()
 
