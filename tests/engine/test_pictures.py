@@ -1,5 +1,7 @@
 """Prompts with pictures: greedy tokens are transformers' own, whatever is cut, preempted or found in the cache."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,17 @@ def test_a_cut_completion_goes_on_behind_pictures(references: References) -> Non
         while not (done := engine.step()):
             pass
     assert done[0].token_ids == answer
+
+
+def test_a_hostile_processor_runs_nothing_and_fetches_nothing(references: References, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(references("llava").folder, folder)
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text())
+    elsewhere = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "../evil"}
+    path.write_text(json.dumps({**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert engine.reads_pictures
+    path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert not engine.reads_pictures
