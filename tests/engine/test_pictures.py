@@ -1,5 +1,7 @@
 """Prompts with pictures: greedy tokens are transformers' own, whatever is cut, preempted or found in the cache."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +39,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 #: One of each mechanism: rows alone, three positions, features by layer, blocks, tiles, states.
-NAMES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "qwen3_5")
+NAMES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "qwen3_5")
 SHORT = ("llava", "qwen3_vl", "gemma3")
 
 
@@ -51,7 +53,8 @@ SHORT = ("llava", "qwen3_vl", "gemma3")
 )
 def test_greedy_tokens_equal_transformers(references: References, name: str, mode: str) -> None:
     reference = references(name)
-    with Engine(config_of(reference.folder, "whole", **SIX[mode])) as engine:
+    block_bytes = 4096 if name == "qwen3_5" else None  # of its only layer with a KV cache
+    with Engine(config_of(reference.folder, "whole", block_bytes=block_bytes, **SIX[mode])) as engine:
         assert engine.reads_pictures
         completions = engine.generate(prompts(), GREEDY)
         stats = engine.stats()
@@ -188,3 +191,17 @@ def test_a_cut_completion_goes_on_behind_pictures(references: References) -> Non
         while not (done := engine.step()):
             pass
     assert done[0].token_ids == answer
+
+
+def test_a_hostile_processor_runs_nothing_and_fetches_nothing(references: References, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(references("llava").folder, folder)
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text())
+    elsewhere = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "../evil"}
+    path.write_text(json.dumps({**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert engine.reads_pictures
+    path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert not engine.reads_pictures
