@@ -55,6 +55,8 @@ MODELS: dict[str, Model] = {
     ),
 }
 ONE = {"size": SQUARE}
+OF_QWEN: tuple[dict[str, Any], dict[str, Any]] = ({**PIXELS, "patch_size": 14}, {})
+GRID_16 = {"vision_config": {"num_position_embeddings": 16}}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -136,10 +138,9 @@ MODELS |= {
         Model(PIXELS),
     ),
     **dict.fromkeys(("hyperclovax_vision_v2", "minimax_m3_vl"), Model(PIXELS)),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"),
-        Model({**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}),
-    ),
+    "qwen3_5": Model(*OF_QWEN, {**GRID_16, "text_config": SERVED["qwen3_5_text"]}),
+    "qwen3_5_moe": Model(*OF_QWEN, {**GRID_16, "text_config": SERVED["qwen3_5_moe_text"]}),
+    "qwen3_vl_moe": Model(*OF_QWEN, GRID_16),
 }
 OMNI = "<vision_bos_token>{}<vision_eos_token>"
 MODELS |= {
@@ -195,7 +196,8 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     made = opened(text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt")
     found = [int(each) for each in made["input_ids"][0]]
     special = Counter(each for each in found if each >= len(make_tokenizer()))
-    opened.image_token_id = special.most_common(1)[0][0]
+    said = [getattr(each, "image_token_id", None) for each in (tokenizer, opened)]
+    opened.image_token_id = next((each for each in said if each in found), special.most_common(1)[0][0])
     ids = {
         name + end: token_id
         for name in TOKEN_NAMES
@@ -234,7 +236,7 @@ def _tokenizer_for(kind: Any) -> Any:
 def prompts() -> list[Parts]:
     """With two pictures, one, none and equal ones, behind equal texts, at the beginning and the end."""
     words = " ".join(f"word {i}" for i in range(12))
-    one, two = picture(1), picture(2, 70, 40)
+    one, two = picture(1, 80, 120), picture(2, 120, 70)
     return [
         ["hello ", one, " and then ", two, " the end of it"],
         [words, one],
