@@ -336,6 +336,8 @@ class PictureReference:
             best = logits.topk(2)
             found.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
+            if found[-1] == self.model.config.image_token_id:
+                break  # transformers would look for its features
             for name in inputs:
                 if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
                     more = {"input_ids": found[-1], "attention_mask": 1}.get(name, 0)
