@@ -182,7 +182,8 @@ class Engine:
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
         if pictures := pictures_in(prompt):
-            reader = self._reader_for(truncate_prompt_tokens, pooling)
+            most = truncate_prompt_tokens if scoring is None else scoring.truncate_prompt_tokens
+            reader = self._reader_for(most, pooling)
             found = reader.read(reader.text_of(list(prompt)), pictures, self._tokenizer.encode)
             return self._with_pictures(*found, scoring)
         if isinstance(pooling, ClassParams):

@@ -146,8 +146,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
     kind = class_of(name)
     try:
         model = _read(kind, config, folder, place.dtype)
-        if not config.reads_pictures:
-            _drop_other_parts(model)
+        _drop_other_parts(model, keeps_images=config.reads_pictures)
         refuse_moving_rotary(model, place.max_positions)
         if place.tp.size > 1:
             split_by_plan(model, place.tp)
@@ -311,9 +310,11 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
             raise kind(f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
 
 
-def _drop_other_parts(model: Any) -> None:
-    """Free the models within the model that are for images or sound."""
+def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
+    """Free the models within the model that are for images, unless they are kept, or sound."""
     for name, module in _other_parts(model):
+        if keeps_images and "audio" not in type(module.config).__name__.lower():
+            continue
         parent, _, last = name.rpartition(".")
         absent: Any = nn.Module()
         absent.device, absent.dtype = module.device, module.dtype  # for which it is still asked

@@ -185,18 +185,22 @@ def _images(pictures: list[Picture]) -> list[Any]:
 
 
 def open_processor(folder: Path) -> Any:
-    """Open the processor for text and images; what it has for sound and films is left out."""
+    """Open the processor for text and images; what it has for sound and films is left out.
+
+    Not by AutoProcessor, which follows what strangers wrote to other models, and wants torchvision for films.
+    """
     import transformers
     from transformers.models.auto import processing_auto
 
     auto: Any = processing_auto
     opened: Any = transformers.AutoImageProcessor
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    said = [read_json(folder / name) for name in (*FILES, "tokenizer_config.json") if (folder / name).is_file()]
-    named = [values["processor_class"] for values in said if values.get("processor_class")]
+    said = {name: read_json(folder / name) for name in (*FILES, "tokenizer_config.json") if (folder / name).is_file()}
+    named = [values["processor_class"] for values in said.values() if values.get("processor_class")]
     named.append(auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"]))
     kind: Any = getattr(transformers, named[0])
-    values, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+    values = said.get(FILES[1], {})
+    values.pop("audio_tokenizer", None)  # it names a model that would be loaded from anywhere
     parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
     parts["image_processor"] = opened.from_pretrained(str(folder), backend="pil", **local)
     parts["tokenizer"] = open_tokenizer(folder)

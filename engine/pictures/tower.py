@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Tower:
 
     def __init__(self, model: TransformersModel, placeholder_id: int, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UnsupportedModel for a model that takes features otherwise."""
-        self._body: Any = model.body
+        self.model, self._body = model, cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
             raise UnsupportedModel(f"{type(self._body).__name__} takes no features of pictures")
@@ -51,6 +51,14 @@ class Tower:
         self._kept_bytes = 0
         self._form: _Form | None = None
         self.has_positions = hasattr(self._body, "get_rope_index")
+
+    @property
+    def shortest_window(self) -> int | None:
+        """The tokens of the model's shortest window, or None."""
+        windows = [
+            size for each in self.model.attention_layers for size in (each.window, each.chunk) if size is not None
+        ]
+        return min(windows, default=None)
 
     @property
     def names(self) -> tuple[frozenset[str], frozenset[str]]:

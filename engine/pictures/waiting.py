@@ -1,7 +1,7 @@
 """PictureQueue: the sequences that wait for the features of their pictures, while others go on."""
 
 import time
-from collections import deque
+from bisect import insort
 
 from engine.pictures.tower import Tower
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -11,11 +11,11 @@ MAX_READY = 16  # sequences whose features are there and that do not run yet: mo
 
 
 class PictureQueue:
-    """Computes pictures beside the steps, in the order of arrival."""
+    """Computes pictures beside the steps, lane by lane in the order of arrival."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._ready: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -24,7 +24,7 @@ class PictureQueue:
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait for its features."""
         seq.status = SequenceStatus.HELD
-        self._waiting.append(seq)
+        insort(self._waiting, seq, key=lambda each: each.lane)
 
     def look(self) -> list[Sequence]:
         """Compute pictures for a stated time, one at least; return sequences that are ready, or have failed."""
@@ -46,7 +46,7 @@ class PictureQueue:
                 else:
                     last = time.perf_counter() - began - elapsed
                     continue
-            self._waiting.popleft()
+            del self._waiting[0]
             if seq.status is SequenceStatus.HELD:
                 found.append(seq)
                 for picture in seq.pictures.seen if seq.error is None else ():

@@ -117,11 +117,11 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
     return tools
 
 
-def for_template(messages: object, *, takes_parts: bool, kinds: Container[str] = TEXT_ALONE) -> Messages:
+def for_template(messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE) -> Messages:
     """Return messages as templates expect them, unlike OpenAI's in parts, tool calls and reasoning.
 
-    takes_parts: whether the template reads lists of parts; else they are joined by a line's end. kinds: of parts; with
-    more than texts all contents are made parts. Raises InvalidPrompt unless these are messages of such parts.
+    takes_parts: whether the template reads lists of parts as well as texts; if not, parts are joined by a line's end,
+    and if None, it reads them alone. kinds: of parts. Raises InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
@@ -140,18 +140,18 @@ def _check_part(part: object, i: int, kinds: Container[str]) -> None:
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
 
 
-def _for_template(given: object, i: int, *, takes_parts: bool, kinds: Container[str]) -> dict[str, Any]:
+def _for_template(given: object, i: int, *, takes_parts: bool | None, kinds: Container[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidPrompt(f"message {i} must be an object with a role and a content")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(content := message.get("content"), list):
         for part in content:
             _check_part(part, i, kinds)
-        if kinds is not TEXT_ALONE:  # pictures are not the template's to look at
-            message["content"] = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
-        elif not takes_parts:
+        if takes_parts is False:
             message["content"] = "\n".join(part["text"] for part in content)
-    elif kinds is not TEXT_ALONE and isinstance(content, str):
+        else:  # pictures are not the template's to look at
+            message["content"] = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
+    elif takes_parts is None and isinstance(content, str):
         message["content"] = [{"type": "text", "text": content}]
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
@@ -195,8 +195,13 @@ def takes_tools(render: Callable[..., str]) -> bool:
     return False
 
 
-def takes_parts(render: Callable[[Messages], str]) -> bool:
-    """Whether a template reads a list of parts as it reads the same content as a text."""
+def takes_parts(render: Callable[[Messages], str]) -> bool | None:
+    """Whether a template reads a list of parts as it reads the same content as a text; None if it leaves texts out."""
+    in_parts, alone = "", ""
     with suppress(Exception):  # as above
-        return render([{"role": "user", "content": [{"type": "text", "text": "text"}]}]) == render(HELLO)
-    return False
+        in_parts = render([{"role": "user", "content": [{"type": "text", "text": "text"}]}])
+    with suppress(Exception):
+        alone = render(HELLO)
+    if "text" not in alone:
+        return None if "text" in in_parts else False
+    return in_parts == alone

@@ -68,7 +68,7 @@ class Tokenizer:
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
         self._token_texts: dict[int, str] = {}
         self.template = read_template(folder, chat_template)
-        self._takes_parts = self.template is not None and takes_parts(self._render)
+        self._takes_parts = False if self.template is None else takes_parts(self._render)
         self._takes_tools = self.template is not None and takes_tools(self._render)
         self._variables = None if self.template is None else read_variables(self.template)
 
@@ -252,7 +252,8 @@ class Tokenizer:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         tools = check_tools(tools, self._takes_tools)
         variables = check_variables(chat_template_kwargs, self._variables)
-        messages = for_template(messages, takes_parts=self._takes_parts, kinds=kinds)
+        as_parts = self._takes_parts if kinds is TEXT_ALONE else None
+        messages = for_template(messages, takes_parts=as_parts, kinds=kinds)
         try:
             return self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:

@@ -55,6 +55,8 @@ MODELS: dict[str, Model] = {
     ),
 }
 ONE = {"size": SQUARE}
+OF_QWEN: tuple[dict[str, Any], dict[str, Any]] = ({**PIXELS, "patch_size": 14}, {})
+GRID_16 = {"vision_config": {"num_position_embeddings": 16}}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -66,7 +68,34 @@ CUT = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
 OF_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 GRID = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+LONG = {"text_config": {"max_position_embeddings": 2048}}
 MODELS |= {
+    "step3p7": Model({}, {}, LONG),
+    "got_ocr2": Model(
+        {"size": {"height": 1024, "width": 1024}}, {}, {**LONG, "vision_config": {"image_size": 1024, "patch_size": 16}}
+    ),
+    "gemma4_unified": Model(
+        {"max_soft_tokens": 70},
+        {},
+        {
+            "text_config": {
+                **SERVED["gemma4_unified_text"],
+                "sliding_window": 400,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                "model_type": "gemma4_unified_vision",
+                "mm_embed_dim": 48,
+                "output_proj_dims": 48,
+                "mm_posemb_size": 64,
+            },
+        },
+    ),
+    "deepseek_vl_hybrid": Model(
+        {**ONE, "high_res_size": SQUARE},
+        {"num_image_tokens": 4},
+        {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
+    ),
     "aria": Model(
         {"max_image_size": 490},
         {"size_conversion": {"980": 4}},
@@ -76,9 +105,7 @@ MODELS |= {
     "cohere2_vision": Model({**ONE, "patch_size": 1}),
     "cosmos3_edge": Model({**PIXELS, "patch_size": 14}),
     "deepseek_vl": Model(ONE, {"num_image_tokens": 4}),
-    "deepseek_vl_hybrid": Model(ONE, {"num_image_tokens": 4}),
     "gemma3": Model(ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}),
-    "granite4_vision": Model({**CUT, **GRID}, {**OF_CLIP, "downsample_rate": "1/2"}, GRID),
     "hunyuan_vl": Model({**PIXELS, "patch_size": 14}, frame="<image_start_token>{}<image_end_token>"),
     "idefics2": Model({"size": {"shortest_edge": 28, "longest_edge": 56}}, {"image_seq_len": 4}),
     "idefics3": Model(TILES, {"image_seq_len": 1}),
@@ -136,10 +163,9 @@ MODELS |= {
         Model(PIXELS),
     ),
     **dict.fromkeys(("hyperclovax_vision_v2", "minimax_m3_vl"), Model(PIXELS)),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"),
-        Model({**PIXELS, "patch_size": 14}, {}, {"vision_config": {"num_position_embeddings": 16}}),
-    ),
+    "qwen3_5": Model(*OF_QWEN, {**GRID_16, "text_config": SERVED["qwen3_5_text"]}),
+    "qwen3_5_moe": Model(*OF_QWEN, {**GRID_16, "text_config": SERVED["qwen3_5_moe_text"]}),
+    "qwen3_vl_moe": Model(*OF_QWEN, GRID_16),
 }
 OMNI = "<vision_bos_token>{}<vision_eos_token>"
 MODELS |= {
@@ -195,7 +221,8 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     made = opened(text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt")
     found = [int(each) for each in made["input_ids"][0]]
     special = Counter(each for each in found if each >= len(make_tokenizer()))
-    opened.image_token_id = special.most_common(1)[0][0]
+    said = [getattr(each, "image_token_id", None) for each in (tokenizer, opened)]
+    opened.image_token_id = next((each for each in said if each in found), special.most_common(1)[0][0])
     ids = {
         name + end: token_id
         for name in TOKEN_NAMES
@@ -234,7 +261,7 @@ def _tokenizer_for(kind: Any) -> Any:
 def prompts() -> list[Parts]:
     """With two pictures, one, none and equal ones, behind equal texts, at the beginning and the end."""
     words = " ".join(f"word {i}" for i in range(12))
-    one, two = picture(1), picture(2, 70, 40)
+    one, two = picture(1, 80, 120), picture(2, 120, 70)
     return [
         ["hello ", one, " and then ", two, " the end of it"],
         [words, one],
@@ -255,7 +282,8 @@ def compared(folder: Path, model_type: str) -> str:
         reference = PictureReference(make_with_pictures(folder, model_type), model_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the next model has its turn
         return f"not made ({type(error).__name__})"
-    changes = {"max_num_batched_tokens": 200, "max_num_seqs": 6, "max_model_len": 512, "block_bytes": 1 << 16}
+    most = MODELS.get(model_type, Model()).of_config.get("text_config", {}).get("max_position_embeddings", 512)
+    changes = {"max_num_batched_tokens": 200, "max_num_seqs": 6, "max_model_len": most, "block_bytes": 1 << 16}
     with Engine(config_of(folder, "whole", **changes)) as engine:
         if not engine.reads_pictures:
             return "not read"
@@ -279,7 +307,9 @@ class PictureReference:
         text = "".join(part if isinstance(part, str) else self.frame for part in parts)
         pictures = [Image.fromarray(part) for part in parts if not isinstance(part, str)]
         more = {"return_mm_token_type_ids": True} if hasattr(self.model.base_model, "get_rope_index") else {}
-        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt", **more))
+        if not pictures:  # which some processors want
+            return dict(self.processor.tokenizer([text], return_tensors="pt"))
+        return dict(self.processor(text=[text], images=pictures, return_tensors="pt", **more))
 
     @cached_property
     def answers(self) -> list[tuple[list[int], list[float]]]:
@@ -306,6 +336,8 @@ class PictureReference:
             best = logits.topk(2)
             found.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
+            if found[-1] == self.model.config.image_token_id:
+                break  # transformers would look for its features
             for name in inputs:
                 if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
                     more = {"input_ids": found[-1], "attention_mask": 1}.get(name, 0)

@@ -1,5 +1,7 @@
 """Prompts with pictures: greedy tokens are transformers' own, whatever is cut, preempted or found in the cache."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, SamplingParams, ScoringParams, UnsupportedTask
+from engine.text.tokenizer import Tokenizer
 from tests.engine.family_runs import GREEDY, config_of
 from tests.engine.picture_models import PictureReference, make_with_pictures, picture, prompts
 
@@ -37,7 +40,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 #: One of each mechanism: rows alone, three positions, features by layer, blocks, tiles, states.
-NAMES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "qwen3_5")
+NAMES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "qwen3_5")
 SHORT = ("llava", "qwen3_vl", "gemma3")
 
 
@@ -51,12 +54,13 @@ SHORT = ("llava", "qwen3_vl", "gemma3")
 )
 def test_greedy_tokens_equal_transformers(references: References, name: str, mode: str) -> None:
     reference = references(name)
-    with Engine(config_of(reference.folder, "whole", **SIX[mode])) as engine:
+    block_bytes = 4096 if name == "qwen3_5" else None  # of its only layer with a KV cache
+    with Engine(config_of(reference.folder, "whole", block_bytes=block_bytes, **SIX[mode])) as engine:
         assert engine.reads_pictures
         completions = engine.generate(prompts(), GREEDY)
         stats = engine.stats()
     assert reference.unexplained(completions) == []
-    assert (stats.num_preemptions > 0) == ("pool_blocks" in SIX[mode])
+    assert stats.num_preemptions > 0 or mode != "preempted"
     assert (stats.cached_tokens > 0) == (mode != "uncached")
 
 
@@ -131,6 +135,7 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
     ("prompt", "options", "words"),
     [
         (["a", picture(1)], {"truncate_prompt_tokens": 5}, "are not cut"),
+        (["a", picture(1)], {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)}, "are not cut"),
         (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
         ("a <image_token> b", {}, "stands for a picture, and none came"),
         ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
@@ -188,3 +193,43 @@ def test_a_cut_completion_goes_on_behind_pictures(references: References) -> Non
         while not (done := engine.step()):
             pass
     assert done[0].token_ids == answer
+
+
+def test_a_hostile_processor_runs_nothing_and_fetches_nothing(references: References, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(references("llava").folder, folder)
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text())
+    elsewhere = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "../evil"}
+    path.write_text(json.dumps({**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert engine.reads_pictures
+    path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
+    with Engine(config_of(folder, "whole")) as engine:
+        assert not engine.reads_pictures
+
+
+def test_pictures_that_see_each_other_are_refused_where_that_is_not_exact(references: References) -> None:
+    with Engine(config_of(references("gemma3").folder, "whole")) as engine:
+        with pytest.raises(InvalidPrompt, match=r"ends at token \d+: .* windows of 100 tokens"):
+            engine.prepare(["0123456789" * 11, picture(1)])
+        assert engine.prepare([picture(1), "0123456789" * 11]).pictures is not None
+
+
+def test_the_compiled_kernels_see_pictures_whole_too(references: References) -> None:
+    reference = references("gemma3")
+    with Engine(config_of(reference.folder, "chunks", "cpu")) as engine:
+        assert reference.unexplained(engine.generate(prompts(), GREEDY)) == []
+
+
+def test_a_template_that_reads_parts_alone_gets_texts_as_parts(references: References, tmp_path: Path) -> None:
+    """As LLaVA's, which leaves out what is no part."""
+    folder = tmp_path / "model"
+    shutil.copytree(references("llava").folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}"
+        "<image_token>\n{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.chat_text([{"role": "user", "content": "hi"}, {"role": "user", "content": " you"}]) == "hi you"

@@ -64,7 +64,7 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [(pa.nulls(1, pa.binary(80 * MIB)), "took more than"), (["x" * (80 * MIB)], "shorter values")]
+    ("value", "says"), [(pa.nulls(1, pa.binary(100 * MIB)), "took more than"), (["x" * (80 * MIB)], "shorter values")]
 )
 def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
     make_context: MakeContext, tmp_path: Path, value: Any, says: str
@@ -72,7 +72,7 @@ def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "other": value}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < MIB
-    context = replace(make_context(), shard_bytes=ShardBytes(64 * MIB))
+    context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
     with pytest.raises(errors.TableNotRead, match=rf"in\.parquet.*{says}"):
         answer_all(lambda: context, path)
     assert context.shard_bytes.held == context.shard_bytes.reading == 0

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -164,31 +163,16 @@ class ModelRunner:
         with on_device(self.device):
             self._tower = Tower(self.model, reader.placeholder_id, self.device, self.dtype)
             reader.names, reader.positions = self._tower.names, self._tower.positions
-            probe = partial(
-                probe_pictures,
+            probe_pictures(
                 reader,
                 self._tower,
                 self.logits,
-                self.model.reference_logits,
+                most=self._config.max_num_batched_tokens - self._config.max_num_seqs,
                 num_places=self.pool_size.max_model_len,
                 block_size=self._config.block_size,
                 dtype=self._kv_dtype,
             )
-            windows = [n for each in self.model.attention_layers for n in (each.window, each.chunk) if n is not None]
-            limits = self._config.max_num_batched_tokens - self._config.max_num_seqs, min(windows, default=None)
-            problems = []
-            for reader.block_limits, self.model.attention.only_windows in (
-                (None, False),
-                (limits, False),
-                (limits, True),
-            ):
-                try:
-                    probe()
-                except UnsupportedModel as error:
-                    problems.append(str(error))
-                else:
-                    return self._tower
-        raise UnsupportedModel("; ".join(dict.fromkeys(problems)))
+        return self._tower
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.

@@ -34,7 +34,7 @@ class LineSource(ColumnSource):
             return Row(text)  # what is wrong with it is told once it is asked
         for shown, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
             shown["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
-        return Row(json.dumps(line))
+        return Row(json.dumps(line) if paths else text)
 
 
 def _line(text: Any) -> str | Parts:

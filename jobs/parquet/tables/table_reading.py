@@ -12,14 +12,16 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, is_bytes
+from jobs.parquet.tables.row_values import holds
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
 
-#: The part of TOKENMILL_MAX_SHARD_BYTES that a child may take, and what it may take at least.
-CHILD_SHARE, MIN_BYTES = 3 / 8, 64 << 20
+#: The part of TOKENMILL_MAX_SHARD_BYTES that a child may take, and what it may take at least. Files of pictures have
+#: pages of a hundred megabytes, each of which is there three times.
+CHILD_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 6, 64 << 20
 
 #: Rows of a batch: at first, and where so many have taken too much memory.
 BATCH_ROWS = (4096, 32, 1)
@@ -94,7 +96,7 @@ class TableReading:
         first_group: int = 0,
         limit: int = DEFAULT_BYTES,
     ) -> None:
-        self._found = _read(lambda: open_table(storage, path, limit), path, columns, first_group)
+        self._found = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
         self.schema: pa.Schema = next(self._found)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -107,14 +109,14 @@ class TableReading:
 
 
 def _read(
-    opened: Callable[[], AbstractContextManager[Ask]], path: str, columns: ColumnChoice, first_group: int
+    opened: Callable[[float], AbstractContextManager[Ask]], path: str, columns: ColumnChoice, first_group: int
 ) -> Generator[Any, None, None]:
     """Yield a file's schema, then its rows."""
-    schema, rows_done, sizes, was_replaced = None, 0, list(BATCH_ROWS), False
+    schema, rows_done, sizes, was_replaced, share = None, 0, list(BATCH_ROWS), False, CHILD_SHARE
     while True:
         question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": sizes[0]}
         try:
-            with opened() as ask:
+            with opened(share) as ask:
                 replies = ask(f"{_TASKS}:read", question)
                 _, packed = next(replies)
                 if schema is None:
@@ -128,10 +130,19 @@ def _read(
         except ChildFailed as error:
             if isinstance(error, ChildDied) and not was_replaced:
                 was_replaced = True
+            elif isinstance(error, ChildOutOfMemory) and share < BYTES_SHARE and _has_bytes(schema, columns):
+                share = BYTES_SHARE
             elif isinstance(error, ChildOutOfMemory) and len(sizes) > 1:
                 del sizes[0]
             else:
                 raise TableNotRead(path, str(error)) from None
+
+
+def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
+    if schema is None:
+        return False
+    names = columns.of(schema.names) or schema.names
+    return any(holds(schema.field(name).type, is_bytes) for name in names if name != PROBLEM)
 
 
 @contextmanager

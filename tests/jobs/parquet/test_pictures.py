@@ -86,6 +86,15 @@ def test_a_picture_stands_before_its_text_and_null_is_none(ask: Ask, tmp_path: P
     assert ask({"prompt": ["one", "two", "three"], "image": image}) == ["[r]one", "two", "[b]three"]
 
 
+def test_a_page_of_pictures_may_be_as_large_as_row_groups_make_it(runs: Runs, tmp_path: Path) -> None:
+    """pandas writes up to 1,024 rows into a page; other columns' pages have a smaller limit."""
+    files = [os.urandom(1 << 20) for _ in range(60)]
+    pd.DataFrame({"prompt": list(map(str, range(60))), "image": files}).to_parquet(runs.source)
+    found = runs.score(answer=lambda _: FakeCompletion("seen"), image_column="image")
+    assert found["completion"].to_pylist() == ["seen"] * 60
+    assert found["image"].to_pylist() == files
+
+
 def test_what_pandas_writes_is_read(runs: Runs, ask: Ask) -> None:
     frame = pd.DataFrame({"prompt": ["one", "two"], "image": [RED_FILE, None]})
     frame.to_parquet(runs.source)
