@@ -16,14 +16,14 @@ from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
 from engine.models.load import generates, read_supported
-from engine.pictures.reader import PictureReader, find_reader
-from engine.pictures.waiting import PictureQueue
 from engine.run.check_machine import check_support
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.model_runner import ModelRunner
+from engine.run.forward.pictures.reader import PictureReader, find_reader
+from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
 from engine.run.intake import Request, Scores, Seeds, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences

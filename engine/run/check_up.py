@@ -86,9 +86,9 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     from engine.models.served import served_architectures
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of
-    from engine.pictures.reader import find_reader
     from engine.run.check_machine import check_support
     from engine.run.dtype import served_dtype
+    from engine.run.forward.pictures.reader import find_reader
     from engine.run.forward.single_pass_runner import refuse_options
 
     model, path = read_supported(folder, config.model_path)

@@ -45,8 +45,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     from engine.models.load import read_supported
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of, kept_by
-    from engine.pictures.reader import find_reader
     from engine.run.dtype import served_dtype
+    from engine.run.forward.pictures.reader import find_reader
     from engine.text.chat_templates import read_template
     from engine.text.tokenizer import open_tokenizer
 

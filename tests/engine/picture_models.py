@@ -17,7 +17,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from engine import Completion, Engine
-from engine.pictures.reader import open_processor
+from engine.run.forward.pictures.reader import open_processor
 from ops.models.checkpoints import WITH_IMAGES, make
 from tests.engine.architectures import SERVED
 from tests.engine.checkpoints import make_tokenizer

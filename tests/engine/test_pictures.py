@@ -106,7 +106,7 @@ def test_texts_go_on_and_a_broken_picture_costs_its_request(
         assert "this one is broken" in str(found[1].error)
         engine.add("late", [picture(9), "x"], GREEDY)
         engine.add("text", "text", GREEDY)
-        monkeypatch.setattr("engine.pictures.waiting.MAX_READY", 0)  # as if none could be looked at yet
+        monkeypatch.setattr("engine.run.forward.pictures.waiting.MAX_READY", 0)  # as if none could be looked at yet
         while not (done := engine.step()):
             pass
         assert [each.request_id for each in done] == ["text"]

@@ -23,8 +23,6 @@ from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.models.transformers_model import TransformersModel
-from engine.pictures.reader import PictureReader
-from engine.pictures.tower import Tower
 from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
@@ -39,7 +37,9 @@ from engine.run.forward.memory import (
     fit_pool,
     keep_freed_memory,
 )
-from engine.run.forward.picture_probe import probe_pictures
+from engine.run.forward.pictures.probe import probe_pictures
+from engine.run.forward.pictures.reader import PictureReader
+from engine.run.forward.pictures.tower import Tower
 from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidPrompt, UnsupportedModel
-from engine.pictures.reader import PictureReader
-from engine.pictures.tower import Tower
+from engine.run.forward.pictures.reader import PictureReader
+from engine.run.forward.pictures.tower import Tower
 from engine.run.forward.probe import Probe, differ
 from engine.schedule.pictures import PromptPictures, StepPictures
 from engine.schedule.step_batch import StepBatch

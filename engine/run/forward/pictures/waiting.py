@@ -3,7 +3,7 @@
 import time
 from bisect import insort
 
-from engine.pictures.tower import Tower
+from engine.run.forward.pictures.tower import Tower
 from engine.schedule.sequence import Sequence, SequenceStatus
 
 MAX_SECONDS = 0.05  # of a step for pictures, unless a single one takes longer
