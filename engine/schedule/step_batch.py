@@ -263,11 +263,10 @@ def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.i
         start, first = seq.num_computed_tokens, first + num_new
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
-        own_rows, own_parts = seq.pictures.within(start, start + num_new)
+        own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)
         shift = first - num_new - start
         rows.append(own_rows + shift)
-        within = (seq.pictures.blocks[:, 0] >= start) & (seq.pictures.blocks[:, 1] <= start + num_new)
-        blocks.append(seq.pictures.blocks[within] + shift)
+        blocks.append(own_blocks + shift)
         parts += own_parts
         if seq.pictures.positions is not None:
             if positions is None:

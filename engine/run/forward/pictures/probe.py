@@ -56,10 +56,9 @@ def probe_pictures(
 
     def logits(prompt: PromptPictures, start: int, end: int) -> Tensor:
         step = probe.step([(np.array(token_ids[start:end]), start, 0)])
-        rows, parts = prompt.within(start, end)
+        rows, parts, blocks = prompt.within(start, end)
         positions = None if prompt.positions is None else prompt.positions[:, start:end]
-        within = (prompt.blocks[:, 0] >= start) & (prompt.blocks[:, 1] <= end)
-        return run(replace(step, pictures=StepPictures(rows - start, parts, positions, prompt.blocks[within] - start)))
+        return run(replace(step, pictures=StepPictures(rows - start, parts, positions, blocks - start)))
 
     limits = most, tower.shortest_window
     for reader.block_limits, tower.model.attention.only_windows in (None, False), (limits, False), (limits, True):

@@ -212,10 +212,12 @@ def find_reader(
     folder: Path, model: ModelConfig, path: ModelPath
 ) -> tuple[ModelConfig, ModelPath, PictureReader | None]:
     """Return what reads a checkpoint's pictures, with its configuration and way then; None if nothing does."""
-    has_files = any((folder / name).is_file() for name in FILES)
-    if path.is_single_pass or not has_files or not _takes_features(model.whole or model.architecture):
+    if path.is_single_pass or not any((folder / name).is_file() for name in FILES):
         return model, path, None
     try:
+        classes = vars(sys.modules[class_of(model.whole or model.architecture).__module__]).values()
+        if not any(hasattr(each, "get_image_features") for each in classes if isinstance(each, type)):
+            return model, path, None
         reader = PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
         words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
@@ -223,12 +225,3 @@ def find_reader(
         return model, path, None
     model = replace(model, reads_pictures=True)
     return model, choose_path(model, "auto"), reader
-
-
-def _takes_features(architecture: str) -> bool:
-    """Whether a class, or one beside it, makes features of pictures."""
-    try:
-        classes = vars(sys.modules[class_of(architecture).__module__]).values()
-    except UnsupportedModel:
-        return False
-    return any(hasattr(each, "get_image_features") for each in classes if isinstance(each, type))
