@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.errors import InvalidValue, ModelNotServed
+from jobs.errors import InvalidJob, InvalidValue, ModelNotServed
 
 #: A model's name may be the path of its folder.
 MAX_MODEL_CHARS = 4096
@@ -40,6 +40,12 @@ class ServedModel:
         """Raise ModelNotServed when a job asks for a model by a name that is not this one's."""
         if name is not None and name not in self.names:
             raise ModelNotServed(name, self.name)
+
+    def check_ranks(self) -> None:
+        """Raise InvalidJob for a head of several classes, none of which says how well a document answers."""
+        if len(self.classes) > 1:
+            number = len(self.classes)
+            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {number} classes, not a score")
 
 
 def parse_model(model: object) -> str | None:

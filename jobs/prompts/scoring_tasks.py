@@ -124,6 +124,8 @@ class RerankTask(Task):
     make: Callable[[bool], PromptTask]
 
     def open(self, context: JobContext) -> OpenPrompts:
+        """Raises InvalidJob for a model that gives no relevance, and as PromptTask does."""
+        context.model.check_ranks()
         return self.make(bool(context.model.classes)).open(context)
 
 

@@ -114,7 +114,7 @@ class PairSource(PromptSource):
                 raise WrongColumnType(column, kind, "text")
 
     def render(self, values: Mapping[str, Any]) -> str:
-        return json.dumps([checked_text(values[column]) for column in self.columns])
+        return json.dumps([checked_text(values[column], f"column {column!r}") for column in self.columns])
 
 
 def prompt_column(column: str) -> ColumnSource:
@@ -194,11 +194,11 @@ def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
-def checked_text(text: Any) -> str:
-    """Return a prompt. Raises RowProblem."""
+def checked_text(text: Any, what: str = "prompt") -> str:
+    """Return a prompt, or a part of one. Raises RowProblem."""
     if text is None or text == "":
-        raise RowProblem(f"prompt is {'null' if text is None else 'empty'}")
-    if problem := text_problem(text, "prompt"):
+        raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
+    if problem := text_problem(text, what):
         raise RowProblem(problem)
     assert isinstance(text, str)
     return text

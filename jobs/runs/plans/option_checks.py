@@ -106,8 +106,8 @@ def check_served(
         )
     if task == CLASSIFY and not model.classes:
         raise InvalidJob(f"the worker serves {model.name!r}, which has no sequence-classification head")
-    if task == RERANK and len(model.classes) > 1:
-        raise InvalidJob(f"the worker serves {model.name!r}, whose head has {len(model.classes)} classes, not a score")
+    if task == RERANK:
+        model.check_ranks()
     _check_probabilities(len(model.classes) if task == CLASSIFY else 0, rows_per_shard)
     if dimensions is not None and dimensions > model.embedding_size:
         raise InvalidJob(f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}")

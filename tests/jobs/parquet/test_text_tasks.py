@@ -9,6 +9,7 @@ import pytest
 
 from engine import LogLikelihood
 from jobs.errors import InvalidJob
+from jobs.prompts.scoring_tasks import rerank_task
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet
@@ -67,7 +68,7 @@ def test_rows_of_queries_and_documents_are_ranked_by_a_cross_encoder(runs: Runs)
     runs.work(scored)
     found = rows_of(runs)
     assert [row["score"] for row in found] == [0.3, 0.5, None]
-    assert found[2]["error"] is not None
+    assert found[2]["error"] == "column 'q' is null"
     assert set(found[0]) == {
         "id",
         "q",
@@ -119,3 +120,5 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(runs: Runs) -> N
     columns = {"query_column": "prompt", "document_column": "prompt"}
     with pytest.raises(InvalidJob, match="3 classes, not"):
         score_parquet(runs.context(), str(runs.source), str(runs.output), task="rerank", **columns)
+    with pytest.raises(InvalidJob, match="3 classes, not"):
+        rerank_task("query", ["document"]).open(runs.context())
