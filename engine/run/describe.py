@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +60,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     way = "through transformers" if path.decoder is None else "natively"
     yield "model", f"{model.whole or model.architecture} runs {way}, in {dtype}{_not_compared(model, path)}"
     open_tokenizer(folder)
-    yield "text", f"{model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
+    yield "text", f"a vocabulary of {model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
     if reader is not None:
         yield "pictures", "its processor is here: a start compares two with transformers' own code, and says so"
     entries = whole_weights(folder)
@@ -70,7 +70,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
     if path.is_single_pass:
         classes = read_classes(model)
-        yield "gives", "embeddings" if classes is None else f"classes: {', '.join(classes.labels)}"
+        yield "gives", "embeddings" if classes is None else _scores(classes.labels)
         yield "state", "none: each text is read in one pass, without a KV cache"
         return
     if path.decoder is None:
@@ -106,6 +106,11 @@ def _template(source: str | None) -> str:
     if source is None:
         return "no chat template: chats are refused"
     return "a chat template" + (" that cannot be parsed: chats are refused" if read_variables(source) is None else "")
+
+
+def _scores(labels: Sequence[str]) -> str:
+    """Describe what a head gives: the probability of each class, of one alone its number."""
+    return f"classes: {', '.join(labels)}" if len(labels) > 1 else "a score: of a text, or of a document for a query"
 
 
 def _kind(layer: AttentionFeatures) -> str:

@@ -38,7 +38,12 @@ def test_a_served_model_is_described_as_it_will_be(name: str, lines: list[str], 
         size = block_bytes(runner.model.attention_layers, 1, runner.dtype)
     result = described(tmp_path)
     assert result.exit_code == 0
-    for line in (*lines, f"KV cache +{size:,} bytes a token", r"weights +\d\.\d MiB", "512 tokens, a chat template"):
+    for line in (
+        *lines,
+        f"KV cache +{size:,} bytes a token",
+        r"weights +\d\.\d MiB",
+        "a vocabulary of 512 tokens, a chat template",
+    ):
         assert re.search(line, result.output), line
 
 

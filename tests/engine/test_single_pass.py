@@ -146,6 +146,7 @@ def test_a_checkpoint_is_described_and_found_sound_without_its_weights(tmp_path:
     assert "classes: class 0, class 1" in described
     found = [each for each in check_up(config(folder)) if each.subject == "model"]
     assert {each.grade for each in found} == {"ok"}
+    assert "gives      a score" in describe_model(str(write_encoder(tmp_path / "one", "bert", 1)))
 
 
 def test_a_model_whose_answers_padding_changes_is_refused(tmp_path: Path) -> None:
