@@ -229,10 +229,10 @@ class PromptReader:
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
         most = self.max_model_len - room
         if num_tokens > most:
-            one = "less one new token" if room == 1 else "and one that is scored alone"
+            part = {1: ", less one new token", SCORED_ROOM: ", and one that is scored alone"}.get(room, "")
             raise PromptTooLong(
-                f"{what} {num_tokens} tokens; this engine takes {most} "
-                f"(max_model_len={self.max_model_len}, which model and KV pool bound, {one})"
+                f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, which "
+                f"model and KV pool bound{part}): shorten it, or cut it by truncate_prompt_tokens where that is taken"
             )
 
     def check_ids(self, token_ids: Iterable[object]) -> None:

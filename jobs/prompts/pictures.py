@@ -26,14 +26,22 @@ Picture = bytes | str
 ReadFile = Callable[[str], bytes]
 
 
+def is_url(text: str) -> bool:
+    """Whether a text is a data: URL or one of the web, and so no path."""
+    return text[:6].lower().startswith(("data:", "http:", "https:"))
+
+
 def picture_of(url: str, what: str) -> Picture:
-    """Return the bytes that a data: URL holds; any other text is a path. Raises InvalidJob."""
+    """Return the bytes that a data: URL holds; a text that is no URL of the web is a path. Raises InvalidJob."""
     if found := _DATA_URL.match(url):
         try:
             return b64decode(url[found.end() :], validate=True)
         except ValueError as error:
             raise InvalidJob(f"{what} is no base64: {error}") from None
-    if url[:5].lower() == "data:" or not 0 < len(url) <= MAX_PATH_CHARS:
+    is_data = url[:5].lower() == "data:"
+    if is_url(url) and not is_data:  # not shown: it may hold keys
+        raise InvalidJob(f"{what} has a URL of the web, and none is fetched: give a data: URL, or a path")
+    if is_data or not 0 < len(url) <= MAX_PATH_CHARS:
         expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
         raise InvalidValue(f"{what} is {{}}, expected {expected}", brief(url))
     return url

@@ -125,6 +125,7 @@ def test_a_bad_text_fails_alone(embedding: Engine) -> None:
     long, surrogate, empty, good, exact = embedding.embed([list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))])
     assert long.error is not None
     assert "129 tokens; this engine takes 128" in long.error
+    assert "which model and KV pool bound): shorten it" in long.error
     assert surrogate.error is not None
     assert "no valid Unicode" in surrogate.error
     assert empty.error is not None

@@ -7,7 +7,7 @@ from typing import Any
 from jobs.parquet.prompts.prompt_source import ColumnSource, Row
 from jobs.parquet.tables.columns import is_text
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.pictures import ReadFile, loaded
+from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.tasks import Parts
 
 
@@ -23,7 +23,7 @@ class LineSource(ColumnSource):
         def note(part: dict[str, Any]) -> dict[str, Any]:
             found = part.get("image_url")
             shown = part["image_url"] = {"url": found} if isinstance(found, str) else found
-            if isinstance(shown, dict) and isinstance(url := shown.get("url"), str) and url[:5].lower() != "data:":
+            if isinstance(shown, dict) and isinstance(url := shown.get("url"), str) and not is_url(url):
                 paths.append(shown)
             return part
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SLICE_ROWS = 128
 
 #: What a template may hold.
-TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these"
+TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these (pictures by image_column)"
 
 
 class Row(NamedTuple):

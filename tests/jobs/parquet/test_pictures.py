@@ -155,7 +155,7 @@ def test_a_chat_names_files_below_the_roots_alone(runs: Runs, ask: Ask, tmp_path
     chats = [json.dumps([{"role": "user", "content": each}]) for each in contents]
     found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
     assert found[:3] == ["[r]?"] * 3
-    words = ["outside the data roots"] * 3 + ["there is no picture at", "names the storage 'https'", "expected data:"]
+    words = ["outside the data roots"] * 3 + ["there is no picture at", "URL of the web", "expected data:"]
     words += ["is no base64", f"more than the limit of {MAX_BYTES}", "there is no picture at"]
     for error, expected in zip(found[3:], words, strict=True):
         assert expected in error
@@ -240,6 +240,9 @@ def test_a_column_that_holds_no_pictures_is_refused(runs: Runs) -> None:
     runs.write(["a"])
     with pytest.raises(WrongColumnType, match="column 'id' is of type int64, expected bytes, paths"):
         runs.plan(image_column="id")
+    runs.write(["a"], image=pa.array([RED_FILE]))
+    with pytest.raises(WrongColumnType, match="pictures by image_column"):
+        runs.plan(template="What does {image} show?")
 
 
 def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_path: Path) -> None:
@@ -263,7 +266,7 @@ def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_pat
     }
     assert [texts[name] for name in "012"] == ["see [b]", "see [r]", "see [r]"]
     assert "there is no picture at" in texts["3"]
-    assert "names the storage 'https'" in texts["4"]
+    assert "URL of the web" in texts["4"]
 
 
 def test_labels_of_a_chat_see_its_picture_which_has_no_prior(make_context: MakeContext, tmp_path: Path) -> None:
