@@ -65,7 +65,7 @@ class Engine:
         self._reader: PictureReader | None = None
         if may_read_pictures(config):
             model, path, self._reader = find_reader(folder, model, path)
-        logger.info("%s %s", model.architecture, path)
+        logger.info("%s %s", model.whole or model.architecture, path)
         if model.quantization is not None:
             logger.info(
                 "quantized weights (%s) are unpacked to %s when they are read, and take its memory",

@@ -195,7 +195,9 @@ def test_a_cut_completion_goes_on_behind_pictures(references: References) -> Non
     assert done[0].token_ids == answer
 
 
-def test_a_hostile_processor_runs_nothing_and_fetches_nothing(references: References, tmp_path: Path) -> None:
+def test_a_hostile_processor_runs_nothing_and_fetches_nothing(
+    references: References, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(references("llava").folder, folder)
     path = folder / "processor_config.json"
@@ -207,6 +209,7 @@ def test_a_hostile_processor_runs_nothing_and_fetches_nothing(references: Refere
     path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
     with Engine(config_of(folder, "whole")) as engine:
         assert not engine.reads_pictures
+    assert "LlavaForConditionalGeneration is served for text alone" in caplog.text
 
 
 def test_pictures_that_see_each_other_are_refused_where_that_is_not_exact(references: References) -> None:

@@ -221,7 +221,8 @@ def find_reader(
         reader = PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
         words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.architecture, words)
+        whole = model.whole or model.architecture
+        logger.warning("%s is served for text alone: its processor cannot be made (%s)", whole, words)
         return model, path, None
     model = replace(model, reads_pictures=True)
     return model, choose_path(model, "auto"), reader
