@@ -134,7 +134,9 @@ def model_table() -> str:
     through = served_architectures() - frozenset(ARCHITECTURES)
     lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
     lines += ["Through transformers (others are tried, and probed when the engine starts):", *_wrapped(through)]
-    lines += ["", "For text alone, of models that read images or sound too:", *_wrapped(WITH_IMAGES)]
+    lines += ["", "The text of models that read images or sound too, and pictures where the start finds them exact:"]
+    lines += _wrapped(WITH_IMAGES)
+    lines += ["", "Encoders and heads for classification: `tokenmill models FOLDER` tells of one."]
     lines += ["", "Refused, each with the nearest that is served:"]
     for reason, nearest_ones in REFUSED.items():
         pairs = (f"{name} ({instead})" for name, instead in nearest_ones.items())

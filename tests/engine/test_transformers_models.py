@@ -271,5 +271,10 @@ def test_the_command_prints_what_is_served() -> None:
     result = CliRunner().invoke(main, ["models"])
     assert result.exit_code == 0
     assert all(name in result.output for name in (*served_architectures(), *served.WITH_IMAGES))
-    for page, words in ("README.md", "{} architectures (["), ("docs/models.md", "`tokenmill models` lists"):
+    assert "pictures where the start finds them exact:\n  Aria" in result.output
+    for page, words in (
+        ("README.md", "{} architectures (["),
+        ("README.md", "{} architectures, CPUs"),
+        ("docs/models.md", "`tokenmill models` lists"),
+    ):
         assert words.format(len(served_architectures())) in (ROOT / page).read_text()
