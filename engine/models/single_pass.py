@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES
-from engine.errors import MissingWeights, UnsupportedModel
+from engine.errors import UnsupportedModel
 from engine.models.attention_calls import PLACE, AttentionCall, answer
 from engine.models.linear_plan import pack_linears
-from engine.models.transformers_model import MAX_ERROR_CHARS, MAX_NAMES, _quiet_transformers
+from engine.models.transformers_model import MAX_ERROR_CHARS, _check_filled, _quiet_transformers
 
 PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
@@ -46,7 +46,7 @@ def single_pass_class(architecture: str) -> Any:
 
 
 def load_single_pass(architecture: str, folder: Path, device: torch.device, dtype: torch.dtype) -> "SinglePass":
-    """Read transformers' model. Raises UnsupportedModel or MissingWeights."""
+    """Read transformers' model. Raises UnsupportedModel, MissingWeights or WeightMismatch."""
     import transformers
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -65,6 +65,7 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
                 output_loading_info=True,
             )
     except Exception as error:  # whatever transformers makes of what is in the files
@@ -72,9 +73,7 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
         problem = f"transformers {transformers.__version__} cannot load {architecture}: {type(error).__name__}: {words}"
         raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
     missing = [name for name in report["missing_keys"] if classifies or not any(part in name for part in UNUSED)]
-    if missing:
-        named = ", ".join(sorted(missing)[:MAX_NAMES])
-        raise MissingWeights(f"{folder} lacks tensors that the model needs: {named}; fetch it again")
+    _check_filled(folder, {**report, "missing_keys": missing, "unexpected_keys": []})
     model.requires_grad_(False).eval().to(device)
     return SinglePass(model, classifies=classifies)
 

@@ -102,7 +102,7 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     if path.is_single_pass:
         single_pass_class(model.architecture)
         refuse_options(config, model.architecture)
-        yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
+        yield Observation("model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}")
         return
     if path.decoder is None:
         class_of(model.whole or model.architecture)
@@ -110,7 +110,7 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
         found = f"{model.architecture} {path}; it was not compared with transformers' own answers"
         yield Observation("model", "warning", found, "look at its answers; `tokenmill models` lists what was")
     else:
-        yield Observation("model", "ok", f"{model.architecture} {path}, in {dtype.name}")
+        yield Observation("model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}")
     if entries:
         sizes = _pool_sizes(config, model, path, folder, dtype.name)
         yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name], sizes)

@@ -41,6 +41,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     from engine.attention.kv_cache import block_bytes
     from engine.checkpoint.heads import read_classes
+    from engine.checkpoint.pooling import read_pooling
     from engine.layers.parallel import TensorParallel
     from engine.models.load import read_supported
     from engine.models.single_pass import single_pass_class
@@ -63,14 +64,17 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     yield "text", f"a vocabulary of {model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
     if reader is not None:
         yield "pictures", "its processor is here: a start compares two with transformers' own code, and says so"
+    elif model.whole is not None:
+        yield "pictures", "not read: its text alone is served"
     entries = whole_weights(folder)
     if model.num_layers > len(entries):  # no model of so many layers is made then
         raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
     if path.is_single_pass:
-        classes = read_classes(model)
-        yield "gives", "embeddings" if classes is None else _scores(classes.labels)
+        classes, pooling = read_classes(model), read_pooling(folder, model)
+        embeds = "embeddings" if pooling else "embeddings if TOKENMILL_POOLING says how: modules.json is not here"
+        yield "gives", embeds if classes is None else _scores(classes.labels)
         yield "state", "none: each text is read in one pass, without a KV cache"
         return
     if path.decoder is None:

@@ -27,7 +27,7 @@ def described(folder: Path) -> Result:
     [
         ("bloom", ["through transformers", "3 of 3 layers: 4 heads over 4 of .*slopes"]),
         ("gemma2", ["natively", r"2 of 3 layers: .* a window of 20 tokens, a soft cap"]),
-        ("kimi_k25", ["through transformers", "of 24 numbers", "2 of 4 for each token"]),
+        ("kimi_k25", ["through transformers", "pictures +not read", "of 24 numbers", "2 of 4 for each token"]),
     ],
 )
 def test_a_served_model_is_described_as_it_will_be(name: str, lines: list[str], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, SamplingParams, ScoringParams, UnsupportedTask
+from engine.run.check_up import check_up
 from engine.text.tokenizer import Tokenizer
 from tests.engine.family_runs import GREEDY, config_of
 from tests.engine.picture_models import PictureReference, make_with_pictures, picture, prompts
@@ -206,6 +207,7 @@ def test_a_hostile_processor_runs_nothing_and_fetches_nothing(
     path.write_text(json.dumps({**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}))
     with Engine(config_of(folder, "whole")) as engine:
         assert engine.reads_pictures
+    assert any(each.found.startswith("LlavaFor") for each in check_up(config_of(folder, "whole")))
     path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
     with Engine(config_of(folder, "whole")) as engine:
         assert not engine.reads_pictures

@@ -20,6 +20,7 @@ from engine import (
     SamplingParams,
     UnsupportedModel,
     UnsupportedTask,
+    WeightMismatch,
     check_up,
     model_identity,
 )
@@ -147,6 +148,17 @@ def test_a_checkpoint_is_described_and_found_sound_without_its_weights(tmp_path:
     found = [each for each in check_up(config(folder)) if each.subject == "model"]
     assert {each.grade for each in found} == {"ok"}
     assert "gives      a score" in describe_model(str(write_encoder(tmp_path / "one", "bert", 1)))
+    write_encoder(tmp_path / "body", "bert").joinpath("modules.json").unlink()
+    assert "embeddings if TOKENMILL_POOLING says how" in describe_model(str(tmp_path / "body"))
+
+
+def test_a_head_of_more_classes_than_are_named_is_refused(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 3)
+    values = json.loads((folder / "config.json").read_text())
+    del values["id2label"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(WeightMismatch, match=r"another shape than config.json says: .*classifier"):
+        Engine(config(folder))
 
 
 def test_a_model_whose_answers_padding_changes_is_refused(tmp_path: Path) -> None:
