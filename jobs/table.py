@@ -88,10 +88,13 @@ def _check_binding(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
     """Raise InvalidJob where a call with these arguments would raise TypeError for them."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*args, **(kwargs or {}))
+        signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        raise InvalidJob(f"{name}: {str(error)[:200]}") from None
+        all_of = signature.parameters.values()
+        taken = ["..." if each.kind is each.VAR_KEYWORD else each.name for each in all_of if each.name != "context"]
+        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
 
 
 #: Exact dotted names of everything of ours that may be enqueued.
