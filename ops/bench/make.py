@@ -5,8 +5,8 @@ These weights are for speed: they repeat a token in most steps, so equal output 
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ OUT = Path("ops/out/bench")
 INITIALIZER_RANGE = 0.02
 PROMPT_TOKENS = 10_000  # prompts take ids below this, or the vocabulary's where it is smaller
 END = "<|endoftext|>"
+
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -99,37 +101,38 @@ def tensor_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
 
 
-def mixed() -> Workload:
-    """W1: 64 prompts and answers of 32 to 256 tokens."""
-    return _random("W1", "q54m", 64, (32, 256), seed=100)
-
-
-def shared_prefix() -> Workload:
-    """W2: 64 prompts of 544 tokens, of which all have the first 512, and answers of 32."""
-    rng = random.Random(101)
-    prefix = _tokens(rng, 512)
-    return Workload("W2", "q54m", [prefix + _tokens(rng, 32) for _ in range(64)], [32] * 64)
-
-
-def mixed_256() -> Workload:
-    """nano-vLLM's benchmark, token for token: 256 prompts and answers of 100 to 1,024 tokens."""
-    return _random("mixed256", "q06b", 256, (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1)
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": mixed, "W2": shared_prefix}
-
-
-def _random(
-    name: str, model: str, num_seqs: int, span: tuple[int, int], *, seed: int, vocab_size: int = PROMPT_TOKENS
-) -> Workload:
-    """Prompts and answers of lengths within the span."""
-    rng = random.Random(seed)
-    prompts = [_tokens(rng, rng.randint(*span), vocab_size) for _ in range(num_seqs)]
-    return Workload(name, model, prompts, [rng.randint(*span) for _ in range(num_seqs)])
-
-
 def _tokens(rng: random.Random, count: int, vocab_size: int = PROMPT_TOKENS) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def _mixed(
+    name: str, model: str, num_seqs: int, prompts: Span, answers: Span, *, seed: int, vocab_size: int = PROMPT_TOKENS
+) -> Workload:
+    """Prompts and answers of lengths within the spans."""
+    rng = random.Random(seed)
+    made = [_tokens(rng, rng.randint(*prompts), vocab_size) for _ in range(num_seqs)]
+    return Workload(name, model, made, [rng.randint(*answers) for _ in range(num_seqs)])
+
+
+def _shared(name: str, num_seqs: int, num_common: int, tails: Span, answers: Span) -> Workload:
+    """Prompts that begin alike."""
+    tail = _mixed(name, "q54m", num_seqs, tails, answers, seed=101)
+    common = _tokens(random.Random(102), num_common)
+    return replace(tail, prompts=[common + own for own in tail.prompts])
+
+
+WORKLOADS: dict[str, Workload] = {
+    each.name: each
+    for each in (
+        _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100),
+        _shared("W2", 64, 512, (32, 32), (32, 32)),
+        _mixed("W3", "q06b", 16, (32, 128), (16, 64), seed=103),
+        _shared("W4", 256, 896, (16, 64), (1, 4)),
+        _mixed("W5", "q54m", 48, (16, 64), (200, 400), seed=104),
+        # nano-vLLM's benchmark, token for token
+        _mixed("mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1),
+    )
+}
 
 
 def save_tokenizer(folder: Path, shape: Shape) -> None:

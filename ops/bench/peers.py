@@ -173,7 +173,7 @@ def main() -> None:
     """Start all, let them take turns on each workload, print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=OUT, help="of the checkpoint, workloads and logs")
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS, help="of one model")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
     parser.add_argument("--peers", type=Path, help="JSON: names and commands")
@@ -185,10 +185,11 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--peers {options.peers}: {error}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = existing_checkpoint(options.folder / "q54m", "q54m")
+    name = WORKLOADS[options.workloads[0]].model
+    model = existing_checkpoint(options.folder / name, name)
     paths = [options.folder / f"{name}.json" for name in options.workloads]
     for name, path in zip(options.workloads, paths, strict=True):
-        WORKLOADS[name]().write(path)
+        WORKLOADS[name].write(path)
     ours = f"{PYTHON} -m ops.bench.engine {RUNNER} --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     print_machine()
     try:

@@ -24,7 +24,7 @@ from engine import Engine, EngineConfig
 from ops.bench.engine import generate
 from ops.bench.floor import Floor, floor_of, measure_ceilings
 from ops.bench.gpu.simulated import graphs_on_cpu
-from ops.bench.make import SHAPES, existing_checkpoint, mixed_256
+from ops.bench.make import SHAPES, WORKLOADS, existing_checkpoint
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread
 from ops.bench.workload import Workload
@@ -169,7 +169,7 @@ def main() -> None:
     options = parse_options()
     device = torch.device("cpu" if options.dry_run else "cuda")
     name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)
-    shape, workload = SHAPES[name], mixed_256()
+    shape, workload = SHAPES[name], WORKLOADS["mixed256"]
     settings: dict[str, Any] = {"device": device.type, "attention_backend": "triton", "max_model_len": 4096}
     if options.dry_run:
         workload = small(workload, 2, 400, shape.vocab_size)

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine import Engine, EngineConfig, SamplingParams
 from ops.bench.engine import generate
 from ops.bench.gpu.simulated import graphs_on_cpu
-from ops.bench.make import SHAPES, existing_checkpoint, mixed_256
+from ops.bench.make import SHAPES, WORKLOADS, existing_checkpoint
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
 from ops.bench.throughput import small, with_other_tokens
@@ -130,7 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.dry_run else "cuda")
     name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)
-    vocab_size, workload = min(10_000, SHAPES[name].vocab_size - 1), mixed_256()
+    vocab_size, workload = min(10_000, SHAPES[name].vocab_size - 1), WORKLOADS["mixed256"]
     settings: dict[str, Any] = {"max_model_len": 4096, "enable_prefix_caching": False}
     if options.dry_run:
         workload = small(workload, 3, 200, SHAPES[name].vocab_size)
