@@ -21,7 +21,7 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
-from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch
+from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch, quoted
 from engine.models.attention_calls import (
     NUM_RECORDED_TOKENS,
     PLACE,
@@ -48,7 +48,7 @@ CACHES = ("past_key_values", "cache_params")  # how a model's argument for its c
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 TRACED = torch.bfloat16  # in which all products are known for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
-MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
+MAX_NAMES = 8  # of tensors in an error
 
 
 class TransformersModel(CausalModel):
@@ -229,9 +229,8 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     except SafetensorError as error:
         raise MissingWeights(f"{folder} holds no complete safetensors files ({error}); fetch it again") from error
     except Exception as error:  # whatever transformers makes of what is in the files
-        words = " ".join(str(error).split())
-        problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        problem = f"transformers {transformers.__version__} cannot load it: {quoted(error)}"
+        raise UnsupportedModel(problem) from error
     _check_filled(folder, report)
     _attend_by(model, PAGED)
     return model
@@ -271,9 +270,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
         values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = values.get_text_config(decoder=True)
     except Exception as error:  # whatever it makes of what is in the file
-        words = " ".join(str(error).split())
-        problem = f"transformers cannot read config.json of this {kind.__name__}: {words}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        problem = f"transformers cannot read config.json of this {kind.__name__}: {quoted(error)}"
+        raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
     if isinstance(values, kind.config_class) or any(each.get(type(values), None) is kind for each in known):
         return values
@@ -378,8 +376,7 @@ def _problems_named() -> Iterator[None]:
     except UnsupportedModel:
         raise
     except Exception as error:
-        problem = f"its forward pass raises {type(error).__name__}: {error}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        raise UnsupportedModel(f"its forward pass raises {quoted(error)}") from error
 
 
 def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
