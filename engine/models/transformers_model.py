@@ -7,6 +7,7 @@ batch and the cache: engine.run.forward.probe checks that.
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -410,10 +411,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
     body, output = recorded.bodies[-1]  # the outermost ends last
-
-    def record_body(first: int | None) -> Recorded:
-        return _record(body, place.device, first)
-
+    record_body = partial(_record, body, place.device)
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
     chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
     attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype, chosen)
