@@ -52,8 +52,8 @@ class PromptPictures:
         """How much further the tokens behind the prompt are in positions than in places."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
 
-    def within(self, start: int, end: int) -> StepPictures:
-        """Return what a step has that computes the tokens from start to end in its first rows."""
+    def within(self, start: int, end: int) -> tuple[NDArray[np.int64], list[Part]]:
+        """Return the placeholders among the tokens from start to end, and the parts of features for them."""
         low, high = np.searchsorted(self.rows, (start, end)).tolist()
         parts, first = [], 0
         for picture in self.seen:
@@ -61,9 +61,7 @@ class PromptPictures:
             if part[0] < part[1]:
                 parts.append((picture, *part))
             first += picture.num_rows
-        is_inside = (self.blocks[:, 0] >= start) & (self.blocks[:, 1] <= end)
-        positions = None if self.positions is None else self.positions[:, start:end]
-        return StepPictures(self.rows[low:high] - start, parts, positions, self.blocks[is_inside] - start)
+        return self.rows[low:high], parts
 
 
 Part = tuple[SeenPicture, int, int]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from engine.sampling.logit_edits import EditParts, LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
-from engine.schedule.pictures import StepPictures
+from engine.schedule.pictures import Part, StepPictures
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
@@ -255,25 +255,28 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]) -> StepPictures | None:
     """Find the placeholders among a step's tokens, and where these are if they have three positions."""
-    found, first = list[tuple[int, StepPictures]](), 0
+    rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
+    positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
+    first = 0
     for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-        start = seq.num_computed_tokens
-        if seq.pictures is not None and start < seq.num_prompt_tokens:
-            found.append((first, seq.pictures.within(start, start + num_new)))
-        first += num_new
-    positions = None
-    if shifts.any() or any(own.positions is not None for _, own in found):
-        positions = np.tile(places + shifts, (3, 1))
-        for first, own in found:
-            if own.positions is not None:
-                positions[:, first : first + own.positions.shape[1]] = own.positions
-    parts = [part for _, own in found for part in own.parts]
+        start, first = seq.num_computed_tokens, first + num_new
+        if seq.pictures is None or start >= seq.num_prompt_tokens:
+            continue
+        own_rows, own_parts = seq.pictures.within(start, start + num_new)
+        shift = first - num_new - start
+        rows.append(own_rows + shift)
+        within = (seq.pictures.blocks[:, 0] >= start) & (seq.pictures.blocks[:, 1] <= start + num_new)
+        blocks.append(seq.pictures.blocks[within] + shift)
+        parts += own_parts
+        if seq.pictures.positions is not None:
+            if positions is None:
+                positions = np.tile(places + shifts, (3, 1))
+            told = seq.pictures.positions[:, start : start + num_new]
+            positions[:, first - num_new : first - num_new + told.shape[1]] = told
     if not parts and positions is None:
         return None
-    rows = np.concatenate([NOTHING, *(own.rows + first for first, own in found)])
-    blocks = np.concatenate([np.zeros((0, 2), np.int64), *(own.blocks + first for first, own in found)])
-    return StepPictures(rows, parts, positions, blocks)
+    return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
 
 
 def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ class LineSource(ColumnSource):
     """Each line is its own JSON, which may be longer than a prompt; a picture's path in it becomes a data: URL."""
 
     def __init__(self) -> None:
-        super().__init__("request", of=_line, fits=is_text, expected="JSON")
+        super().__init__("request", _line, is_text, "JSON")
 
     def pictured(self, prompt: Parts, read: ReadFile) -> Row:
         paths: list[dict[str, Any]] = []

@@ -84,41 +84,47 @@ class PromptSource(abc.ABC):
 
 
 class ColumnSource(PromptSource):
-    """Columns whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
+    """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
     def __init__(
-        self, *columns: str, of: Callable[..., str | Parts], fits: Callable[[pa.DataType], bool], expected: str
+        self, column: str, of: Callable[[Any], str | Parts], fits: Callable[[pa.DataType], bool], expected: str
     ) -> None:
-        self.columns = columns
+        self.columns = (column,)
         self._of, self._fits, self._expected = of, fits, expected
 
     def check(self, schema: pa.Schema) -> None:
-        for column in self.columns:
-            if not self._fits(kind := schema.field(column).type):
-                raise WrongColumnType(column, kind, self._expected)
+        (column,) = self.columns
+        if not self._fits(kind := schema.field(column).type):
+            raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
-        return self._of(*(values[column] for column in self.columns))
+        (value,) = values.values()
+        return self._of(value)
+
+
+class PairSource(PromptSource):
+    """Two columns of texts. A row's prompt is the JSON of both."""
+
+    def __init__(self, first: str, second: str) -> None:
+        self.columns = (first, second)
+
+    def check(self, schema: pa.Schema) -> None:
+        for column in self.columns:
+            if not is_text(kind := schema.field(column).type):
+                raise WrongColumnType(column, kind, "text")
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        return json.dumps([checked_text(values[column]) for column in self.columns])
 
 
 def prompt_column(column: str) -> ColumnSource:
     """Return the source of a column of texts."""
-    return ColumnSource(column, of=checked_text, fits=is_text, expected="text")
-
-
-def pair_columns(first: str, second: str) -> ColumnSource:
-    """Return the source of two columns of texts. A row's prompt is the JSON of both."""
-    return ColumnSource(first, second, of=_pair, fits=is_text, expected="text")
-
-
-def _pair(*texts: Any) -> str:
-    return json.dumps(list(map(checked_text, texts)))
+    return ColumnSource(column, checked_text, is_text, "text")
 
 
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
-    expected = "a list of structs with role and content, or their JSON"
-    return ColumnSource(column, of=_chat, fits=_may_be_chat, expected=expected)
+    return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
 
 
 def _may_be_chat(kind: pa.DataType) -> bool:

@@ -11,12 +11,12 @@ from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.line_source import LineSource
 from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import (
+    PairSource,
     PromptSource,
     RowSource,
     TemplateSource,
     check_defaults,
     messages_column,
-    pair_columns,
     prompt_column,
     written_as_texts,
 )
@@ -56,7 +56,7 @@ def _prompts(spec: RunSpec) -> PromptSource:
         template.check_cost(spec.rows_per_shard)
         return TemplateSource(template, spec.defaults)
     if spec.query_column is not None and spec.document_column is not None:
-        return pair_columns(spec.query_column, spec.document_column)
+        return PairSource(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
         return messages_column(spec.messages_column)
     assert spec.prompt_column is not None

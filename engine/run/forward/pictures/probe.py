@@ -11,7 +11,7 @@ from engine.errors import InvalidPrompt, UnsupportedModel, quoted
 from engine.run.forward.pictures.reader import PictureReader
 from engine.run.forward.pictures.tower import Tower
 from engine.run.forward.probe import Probe, differ
-from engine.schedule.pictures import PromptPictures
+from engine.schedule.pictures import PromptPictures, StepPictures
 from engine.schedule.step_batch import StepBatch
 
 SIZES = ((56, 84), (112, 56))  # height and width
@@ -54,7 +54,10 @@ def probe_pictures(
 
     def logits(prompt: PromptPictures, start: int, end: int) -> Tensor:
         step = probe.step([(np.array(token_ids[start:end]), start, 0)])
-        return run(replace(step, pictures=prompt.within(start, end)))
+        rows, parts = prompt.within(start, end)
+        positions = None if prompt.positions is None else prompt.positions[:, start:end]
+        within = (prompt.blocks[:, 0] >= start) & (prompt.blocks[:, 1] <= end)
+        return run(replace(step, pictures=StepPictures(rows - start, parts, positions, prompt.blocks[within] - start)))
 
     limits = most, tower.shortest_window
     for reader.block_limits, tower.model.attention.only_windows in (None, False), (limits, False), (limits, True):

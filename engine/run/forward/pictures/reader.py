@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoint.model_config import ModelConfig, read_json
-from engine.errors import InvalidPrompt, UnsupportedModel, quoted
+from engine.errors import InvalidPrompt, UnsupportedModel
 from engine.models.load import ModelPath, choose_path
 from engine.models.transformers_model import class_of
 from engine.schedule.pictures import PromptPictures, SeenPicture
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_KNOWN = 1 << 16  # pictures whose number in block keys is remembered
+MAX_ERROR_CHARS = 300
 LEFT, RIGHT = "before", "behind"  # of a picture, to see what a chat template puts around it
 
 Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64] | None]
@@ -152,8 +153,10 @@ class PictureReader:
             )  # fmt: skip
         except Exception as error:
             height, width, _ = picture.shape
-            problem = f"a picture of {width} x {height} pixels cannot be read by this model: {quoted(error)}"
-            raise InvalidPrompt(problem) from error
+            words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+            raise InvalidPrompt(
+                f"a picture of {width} x {height} pixels cannot be read by this model: {words}"
+            ) from error
         if "text_replacement_offsets" not in made:
             raise UnsupportedModel(f"{type(self.processor).__name__} does not tell what it makes of a picture")
         text = made["text_replacement_offsets"][0][0]["replacement"]
@@ -215,8 +218,8 @@ def find_reader(
     try:
         reader = PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
-        why = quoted(error)
-        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.architecture, why)
+        words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        logger.warning("%s is served for text alone: its processor cannot be made (%s)", model.architecture, words)
         return model, path, None
     model = replace(model, reads_pictures=True)
     return model, choose_path(model, "auto"), reader
