@@ -1,5 +1,12 @@
 """Every error the engine raises on purpose. All arguments are in `args`, so they pickle."""
 
+MAX_QUOTED_CHARS = 400  # of another package's error in ours
+
+
+def quoted(error: BaseException) -> str:
+    """Return type and words of another package's error on one line, cut."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_QUOTED_CHARS]
+
 
 class EngineError(Exception):
     """Base of every error this package raises on purpose."""

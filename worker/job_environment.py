@@ -72,4 +72,4 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
             raise InvalidJob(str(error)) from None
         return found
 
-    return PromptMeter(token_ids, max_num_seqs, block_size, engine.stats().num_blocks)
+    return PromptMeter(token_ids, max_num_seqs, block_size)

@@ -47,22 +47,11 @@ def check_file(path: Path) -> list[TensorEntry]:
 
 #: Files read whole: they decide a text's tokens, how these are computed, and where a text ends.
 TEXT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
+    *("config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 #: Files read whole in any folder.
 MORE_TEXT_FILES = (

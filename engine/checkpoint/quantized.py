@@ -179,14 +179,8 @@ def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 #: Tensors of a module that say that its weight is quantized, and their possible companions.
 CODES = ("weight_packed", "qweight", "weight")
 BESIDE = (
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-    "scales",
-    "qzeros",
-    "g_idx",
+    *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("scales", "qzeros", "g_idx"),
 )
 #: Tensors of activations and KV cache, which are not quantized here.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")

@@ -7,17 +7,8 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError
 
 #: Architectures whose text part the native decoder computes exactly, where its type is below. Others run whole.
-NATIVE = (
-    "Gemma3ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+QWENS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+NATIVE = [f"{name}ForConditionalGeneration" for name in ("Gemma3", "Llava", "Mistral3", *QWENS)]
 
 #: The text part's architecture, by its model type. The three positions that Qwen-VL gives a token, in time, height
 #: and width, are one and the same for a token of text.

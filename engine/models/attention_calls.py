@@ -22,17 +22,8 @@ FAR = 1 << 20  # a position beyond every window and chunk
 # Options by which attention differs and that are built, and those that say nothing about it.
 BUILT = frozenset({"alibi", "block_indices", "indices", "sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
-    {
-        "cache_position",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+    {"cache_position", "logits_to_keep", "past_key_values", "position_ids", "return_dict", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
 
 MaskSpan = tuple[int | None, int | None]  # window and chunk of a mask, as AttentionFeatures have them

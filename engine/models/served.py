@@ -7,74 +7,50 @@ from os.path import commonprefix
 from engine.errors import UnsupportedModel
 from engine.models.registry import ARCHITECTURES
 
+
+def _ending(end: str, names: str) -> list[str]:
+    """Write an end behind each name."""
+    return [name + end for name in names.split()]
+
+
 #: tests/engine/test_transformers_models.py compares each with transformers, token by token. Those that are
 #: native by now are served natively unless model_path says otherwise.
-TRANSFORMERS = tuple(
-    """
-    AXK1ForCausalLM AXK2ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
-    BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BeamForCausalLM BertGenerationDecoder
-    BertLMHeadModel BioGptForCausalLM BitNetForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM
-    BloomForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM
-    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM
-    DiffLlamaForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM ElectraForCausalLM Ernie4_5ForCausalLM
-    Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM
-    FalconH1ForCausalLM FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel
-    GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM
-    Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
-    Glm4MoeLiteForCausalLM GlmForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
-    GraniteSWAForCausalLM HYV3ForCausalLM HYV4ForCausalLM HeliumForCausalLM HrmTextForCausalLM
-    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM
-    JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
-    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM LlamaForCausalLM
-    LongcatFlashForCausalLM MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM
-    MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
-    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
-    ModernBertDecoderForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM
-    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM
-    PLBartForCausalLM PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
-    PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
-    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
-    WhisperForCausalLM YoutuForCausalLM Zamba2ForCausalLM ZambaForCausalLM
-    """.split()  # noqa: SIM905  # as a list it would fill a page
+TRANSFORMERS = (
+    *("BertGenerationDecoder", "BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel"),
+    *_ending(
+        "ForCausalLM",
+        """
+        AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Bamba Bart Beam BioGpt BitNet Blenderbot
+        BlenderbotSmall Bloom Cohere Cohere2 Cohere2Moe CohereCompass Cwm DeepseekV2 DeepseekV3 DeepseekV32
+        DiffLlama Dots1 Dots3Note Electra Ernie Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconH1
+        FalconMamba FlexOlmo Flint GPTBigCode GPTNeoX Gemma Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Glm Glm4
+        Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Granite GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared
+        GraniteSWA HYV3 HYV4 Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Jamba JetMoe KimiLinear
+        Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama Llama4 LongcatFlash MBart Mamba Mamba2 Marian Mellum MiMoV2Flash
+        MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral ModernBertDecoder Mpt NanoChat
+        Nemotron NemotronH OPT Olmo Olmo2 Olmo3 OlmoHybrid Olmoe PLBart Pegasus Persimmon Phi Phi3 Phimoe Qwen2
+        Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe RoCBert SeedOss SmolLM3 SolarOpen StableLm Starcoder2
+        VaultGemma Whisper Youtu Zamba Zamba2
+        """,
+    ),
 )
 
-
 #: Asked for text alone: `python -m ops.models` compares each with transformers. Some are native.
-WITH_IMAGES = tuple(
-    """
-    AriaForConditionalGeneration AyaVisionForConditionalGeneration ChameleonForConditionalGeneration
-    Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration
-    Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration
-    DeepseekVLForConditionalGeneration DeepseekVLHybridForConditionalGeneration
-    Dots3NoteForConditionalGeneration Emu3ForConditionalGeneration EvollaForProteinText2Text
-    Exaone4_5_ForConditionalGeneration FunAsrNanoForConditionalGeneration FuyuForCausalLM
-    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
-    Glm46VForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
-    Glm5NextForConditionalGeneration GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration
-    GotOcr2ForConditionalGeneration GraniteDoclingForConditionalGeneration
-    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
-    HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration
-    Idefics2ForConditionalGeneration Idefics3ForConditionalGeneration InternVLForConditionalGeneration
-    JanusForConditionalGeneration Kimi_K25ForConditionalGeneration Lfm2VlForConditionalGeneration
-    Lfm3VlForConditionalGeneration LightOnOcrForConditionalGeneration Llama4ForConditionalGeneration
-    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
-    LlavaOnevisionForConditionalGeneration MiniCPMOcrForConditionalGeneration
-    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
-    MiniMaxM3SparseForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
-    MistralLarge4ForConditionalGeneration MllamaForConditionalGeneration Molmo2ForConditionalGeneration
-    MossTranscribeDiarizeForConditionalGeneration MuseGlimmerForConditionalGeneration
-    Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration Phi4MultimodalForCausalLM
-    QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2VLForConditionalGeneration
-    Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
-    Qwen3ASRForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
-    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForConditionalGeneration
-    Qwen3_5MoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
-    UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration
-    VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration
-    VoxtralForConditionalGeneration
-    """.split()  # noqa: SIM905
+WITH_IMAGES = (
+    *("EvollaForProteinText2Text", "FuyuForCausalLM", "Mistral4ForCausalLM", "Phi4MultimodalForCausalLM"),
+    *_ending(
+        "ForConditionalGeneration",
+        """
+        Aria AyaVision Chameleon Cohere2Vision CohereCompass Cosmos3Edge Cosmos3Omni DeepseekVL DeepseekVLHybrid
+        Dots3Note Emu3 Exaone4_5_ FunAsrNano Gemma3 Gemma4 Gemma4Unified Glm46V Glm4v Glm4vMoe Glm5Next GlmAsr
+        GlmOcr GotOcr2 GraniteDocling GraniteSpeech GraniteSpeechPlus HunYuanVL HyperCLOVAXVisionV2 Idefics2
+        Idefics3 InternVL Janus Kimi_K25 Lfm2Vl Lfm3Vl LightOnOcr Llama4 Llava LlavaNext LlavaNextVideo
+        LlavaOnevision MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 MiniMaxM3Sparse Mistral3 MistralLarge4 Mllama Molmo2
+        MossTranscribeDiarize MuseGlimmer Ovis2 PaddleOCRVL QianfanOCR Qwen2Audio Qwen2VL Qwen2_5OmniThinker
+        Qwen2_5_VL Qwen3ASR Qwen3OmniMoeThinker Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe SmolVLM Step3p7 UnlimitedOcr
+        VibeVoiceAsr VideoLlama3 VideoLlava VipLlava Voxtral
+        """,
+    ),
 )
 
 #: Refused architectures by the reason, each with the nearest served one.

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedModel, quoted
 from engine.models.attention_calls import PLACE, AttentionCall, answer
 from engine.models.linear_plan import pack_linears
-from engine.models.transformers_model import MAX_ERROR_CHARS, _check_filled, _quiet_transformers
+from engine.models.transformers_model import _check_filled, _quiet_transformers
 
 PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
@@ -69,9 +69,8 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
                 output_loading_info=True,
             )
     except Exception as error:  # whatever transformers makes of what is in the files
-        words = " ".join(str(error).split())
-        problem = f"transformers {transformers.__version__} cannot load {architecture}: {type(error).__name__}: {words}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        problem = f"transformers {transformers.__version__} cannot load {architecture}: {quoted(error)}"
+        raise UnsupportedModel(problem) from error
     missing = [name for name in report["missing_keys"] if classifies or not any(part in name for part in UNUSED)]
     _check_filled(folder, {**report, "missing_keys": missing, "unexpected_keys": []})
     model.requires_grad_(False).eval().to(device)
@@ -195,9 +194,7 @@ class SinglePass:
         try:
             self.model(input_ids=tokens % self._vocab_size)
         except Exception as error:  # whatever the model makes of its files
-            raise UnsupportedModel(
-                f"its forward pass raises {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-            ) from error
+            raise UnsupportedModel(f"its forward pass raises {quoted(error)}") from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -7,6 +7,7 @@ batch and the cache: engine.run.forward.probe checks that.
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
-from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch
+from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch, quoted
 from engine.models.attention_calls import (
     NUM_RECORDED_TOKENS,
     PLACE,
@@ -48,7 +49,7 @@ CACHES = ("past_key_values", "cache_params")  # how a model's argument for its c
 MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 TRACED = torch.bfloat16  # in which all products are known for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
-MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
+MAX_NAMES = 8  # of tensors in an error
 
 
 class TransformersModel(CausalModel):
@@ -229,9 +230,8 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     except SafetensorError as error:
         raise MissingWeights(f"{folder} holds no complete safetensors files ({error}); fetch it again") from error
     except Exception as error:  # whatever transformers makes of what is in the files
-        words = " ".join(str(error).split())
-        problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        problem = f"transformers {transformers.__version__} cannot load it: {quoted(error)}"
+        raise UnsupportedModel(problem) from error
     _check_filled(folder, report)
     _attend_by(model, PAGED)
     return model
@@ -271,9 +271,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
         values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = values.get_text_config(decoder=True)
     except Exception as error:  # whatever it makes of what is in the file
-        words = " ".join(str(error).split())
-        problem = f"transformers cannot read config.json of this {kind.__name__}: {words}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        problem = f"transformers cannot read config.json of this {kind.__name__}: {quoted(error)}"
+        raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
     if isinstance(values, kind.config_class) or any(each.get(type(values), None) is kind for each in known):
         return values
@@ -378,8 +377,7 @@ def _problems_named() -> Iterator[None]:
     except UnsupportedModel:
         raise
     except Exception as error:
-        problem = f"its forward pass raises {type(error).__name__}: {error}"
-        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+        raise UnsupportedModel(f"its forward pass raises {quoted(error)}") from error
 
 
 def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
@@ -413,10 +411,7 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     if not recorded.bodies:
         raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
     body, output = recorded.bodies[-1]  # the outermost ends last
-
-    def record_body(first: int | None) -> Recorded:
-        return _record(body, place.device, first)
-
+    record_body = partial(_record, body, place.device)
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
     chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
     attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype, chosen)

@@ -1,7 +1,6 @@
 """Turns finished sequences into completions."""
 
 import time
-from typing import Any
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
@@ -54,13 +53,8 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued + seq.num_resumed,
         metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-        **_pooled(seq),
+        **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
     )
-
-
-def _pooled(seq: Sequence) -> dict[str, Any]:
-    """Return the field of a completion whose hidden states were pooled."""
-    return {} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}
 
 
 def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:

@@ -16,7 +16,6 @@ from engine.run.config import EngineConfig
 if TYPE_CHECKING:
     from engine.attention.features import AttentionFeatures
     from engine.checkpoint.model_config import ModelConfig
-    from engine.models.load import ModelPath
 
 MIB = 2**20
 
@@ -44,6 +43,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     from engine.checkpoint.pooling import read_pooling
     from engine.layers.parallel import TensorParallel
     from engine.models.load import read_supported
+    from engine.models.served import WITH_IMAGES, served_architectures
     from engine.models.single_pass import single_pass_class
     from engine.models.transformers_model import class_of, kept_by
     from engine.run.dtype import served_dtype
@@ -53,13 +53,16 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     config = EngineConfig(str(folder))
     model, path, reader = find_reader(folder, *read_supported(folder, config.model_path))
+    name, new = model.whole or model.architecture, ""
     if path.is_single_pass:
         single_pass_class(model.architecture)
     elif path.decoder is None:
-        class_of(model.whole or model.architecture)
+        class_of(name)
+        if name not in {*served_architectures(), *WITH_IMAGES}:
+            new = "; nobody compared it with transformers yet: the start will probe it"
     dtype = served_dtype(config.dtype, model.dtype, config.device).name
     way = "through transformers" if path.decoder is None else "natively"
-    yield "model", f"{model.whole or model.architecture} runs {way}, in {dtype}{_not_compared(model, path)}"
+    yield "model", f"{name} runs {way}, in {dtype}{new}"
     open_tokenizer(folder)
     yield "text", f"a vocabulary of {model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
     if reader is not None:
@@ -92,15 +95,6 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     yield "KV cache", f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens"
     state = sum(prod(each.shape) * each.dtype.itemsize for each in kept.states)
     yield "state", f"{state:,} bytes a sequence" if state else "none beside the KV cache"
-
-
-def _not_compared(model: ModelConfig, path: ModelPath) -> str:
-    from engine.models.served import WITH_IMAGES, served_architectures
-
-    known = {*served_architectures(), *WITH_IMAGES}
-    if path.decoder is not None or path.is_single_pass or (model.whole or model.architecture) in known:
-        return ""
-    return "; nobody compared it with transformers yet: the start will probe it"
 
 
 def _template(source: str | None) -> str:

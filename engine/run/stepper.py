@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.errors import OutOfBlocks, RankFailed, StepFailed
 from engine.run.forward.runner import PendingTokens, Runner
 from engine.sampling.sampling_params import SamplingParams
-from engine.schedule.drafts import Drafts, LookedUp
+from engine.schedule.drafts import Drafts
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.outputs import EngineStats
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -89,7 +89,7 @@ class Stepper:
         self.overlaps = overlaps
         self.stats = StepStats()
         self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
-        self.drafts: Drafts | None = None if overlaps else LookedUp()
+        self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
         self._suspects: dict[Sequence, int] = {}  # the tokens each had when steps in flight were withdrawn
@@ -122,8 +122,6 @@ class Stepper:
             prefill_tokens=scheduler.prefill_tokens,
             cached_tokens=scheduler.cached_tokens,
             decode_tokens=scheduler.decode_tokens,
-            drafted_tokens=scheduler.drafted_tokens,
-            accepted_tokens=scheduler.accepted_tokens,
             num_blocks=scheduler.blocks.num_blocks,
             free_blocks=scheduler.blocks.num_free_blocks,
             cpu_threads=torch.get_num_threads(),

@@ -5,7 +5,7 @@ would have come without it, and guesses are kept as far as they are what was sam
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,31 +24,7 @@ GROWTH = 1.01  # of the least seconds of a size with each step: others disturb, 
 STEPS_OF_DOUBLE = 4  # numbers of rows between one and its double whose seconds are kept
 
 
-class Drafts(Protocol):
-    """Makes drafts, and hears what became of them."""
-
-    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
-        """Return guesses for each sequence, at best `most` in all. token_ids: [tokens], those known of each."""
-
-    def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
-        """Hear how many guesses were what was sampled."""
-
-    def timed(self, num_rows: int, seconds: float) -> None:
-        """Hear how long a step took that computed so many rows, all of which sampled."""
-
-    def learn(self, finished: list[Sequence]) -> None:
-        """Hear of sequences that have finished."""
-
-
-class Drafted(NamedTuple):
-    """A sequence that is computed with guesses behind its last token, and who made them."""
-
-    seq: Sequence
-    guesses: list[int]
-    drafts: Drafts
-
-
-class LookedUp(Drafts):
+class Drafts:
     """Guesses what followed the same last tokens in the sequence's own text, else in earlier answers.
 
     It drafts where that gives more tokens a second, by the seconds of steps and the shares of right guesses so far.
@@ -61,6 +37,7 @@ class LookedUp(Drafts):
         self._num_steps = 0
 
     def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+        """Return guesses for each sequence, at best `most` in all. token_ids: [tokens], those known of each."""
         self._num_steps += 1
         if self._num_steps % PLAIN_STEPS == 1:
             return [[] for _ in seqs]
@@ -84,6 +61,7 @@ class LookedUp(Drafts):
         return [own[:count] for own, count in zip(guesses, counts.tolist(), strict=True)]
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        """Hear how many guesses were what was sampled."""
         num_tried = min(num_right + 1, num_guesses)
         right, tried = seq.drafts or (self._right, self._tried)
         seq.drafts = FORGETTING * right + num_right, FORGETTING * tried + num_tried
@@ -91,11 +69,13 @@ class LookedUp(Drafts):
         self._tried = FORGETTING * self._tried + num_tried
 
     def timed(self, num_rows: int, seconds: float) -> None:
+        """Hear how long a step took that computed so many rows, all of which sampled."""
         size = round(STEPS_OF_DOUBLE * float(np.log2(num_rows)))
         _, least = self._seconds.get(size, (num_rows, seconds))
         self._seconds[size] = num_rows, min(seconds, least * GROWTH)
 
     def learn(self, finished: list[Sequence]) -> None:
+        """Hear of sequences that have finished."""
         if len(self._answered[0].token_ids) > MAX_ANSWERED:
             self._answered = Answers(), self._answered[0]
         for seq in finished:
@@ -123,6 +103,14 @@ class LookedUp(Drafts):
         seconds = np.interp(num_rows + np.arange(most + 1), known[:, 0], known[:, 1])
         costs: NDArray[np.float64] = num_rows * (seconds / seconds[0] - 1)
         return costs
+
+
+class Drafted(NamedTuple):
+    """A sequence that is computed with guesses behind its last token, and who made them."""
+
+    seq: Sequence
+    guesses: list[int]
+    drafts: Drafts
 
 
 class Answers:

@@ -119,7 +119,6 @@ class EngineStats:
     step_seconds: by part of a step: schedule, prepare, launch (on a CPU all computing), wait (for the
         device), update, detokenize.
     num_scheduled: the sequences of each step, added up.
-    drafted_tokens, accepted_tokens: guessed, and guessed right; decode_tokens has the latter too.
     batch_sizes: steps by number of sequences: 1, 2, up to 4, up to 8 and so on; the last count has all larger ones.
     """
 
@@ -138,5 +137,3 @@ class EngineStats:
     step_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     num_scheduled: int = 0
     batch_sizes: tuple[int, ...] = ()
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0

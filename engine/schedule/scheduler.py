@@ -65,7 +65,6 @@ class Scheduler:
         self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
         self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
@@ -301,10 +300,9 @@ class Scheduler:
             num_new = len(seq.token_ids) - num_before
             seq.num_tokens, seq.num_computed_tokens = len(seq.token_ids), len(seq.token_ids) - 1
             self.slots.move_on(seq, num_new)
+            self.blocks.launched(self.blocks.publish(seq, seq.num_computed_tokens))
             self.generation_tokens += num_new
             self.decode_tokens += num_new - 1
-            self.drafted_tokens += len(guesses)
-            self.accepted_tokens += num_right
         return finished
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:

@@ -180,10 +180,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
         "errors": reasons.rows,
         "failed_checks": failed_checks,
         "cut": cut,
-        "reasons": [
-            {"reason": each.text, "rows": each.rows, "examples": each.examples}
-            for each in reasons.commonest(MAX_REASONS)
-        ],
+        "reasons": reasons.told(MAX_REASONS),
         "rows": [each.to_object() for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)

@@ -38,11 +38,6 @@ class Answer:
         return self.columns[name] if name in self.columns else getattr(self, name, None)
 
     @property
-    def failed_check(self) -> bool:
-        """Whether the row has an answer that its check does not take."""
-        return self.error is None and self.check_error is not None
-
-    @property
     def is_cut(self) -> bool:
         """Whether an answer of the row ended at its limit of tokens."""
         if self.error is not None or not self.all_completion_tokens:

@@ -70,10 +70,8 @@ class PromptMeter:
     truncate_prompt_tokens, which a text has too); for any thread. Raises InvalidJob with the reason for which
     the engine would refuse it.
     max_num_seqs: rows in the batch at a time. block_size: tokens that the prefix cache shares at once.
-    num_blocks: of so many tokens each, in the KV pool.
     """
 
     token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]
     max_num_seqs: int
     block_size: int
-    num_blocks: int

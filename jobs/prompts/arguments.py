@@ -137,27 +137,17 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
+    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
+    **dict.fromkeys(("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"), (False,)),
+    **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("stream_options", "web_search_options"), ()),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_decoding": (),
-    "length_penalty": (1,),
     "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream": (False,),
-    "stream_options": (),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
 
 #: What says something of a request to a service's operator, and nothing to a model.

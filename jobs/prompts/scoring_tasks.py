@@ -56,16 +56,14 @@ def classify_task(
         for name in options.keys() - set(CHAT_NAMES) if is_chat else options:
             raise InvalidValue("{} is no argument of jobs.classify", brief(name))
 
-        def made(asked: object) -> PromptTask:
+        def made(asked: Any) -> PromptTask:
             both = [asked]
             if calibrate is not False and calibrate is not None:
                 both.append(_content_free(asked, calibrate, is_chat=is_chat))
-            requests = [
-                Request(None, parse_messages(each), values, template, kind="score")
-                if is_chat
-                else Request(_one_prompt(each), None, values, kind="score")
-                for each in both
-            ]
+            if is_chat:
+                requests = [Request(None, each, values, template, kind="score") for each in both]
+            else:
+                requests = [Request(_one_prompt(each), None, values, kind="score") for each in both]
             if len(requests) > 1 and any(pictures_in(each.messages or []) for each in requests):
                 raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
             return PromptTask(requests, partial(_classification, labels=found), asked_for)
@@ -261,17 +259,17 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     return found
 
 
-def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
-    """Return the prompt, or the messages, that stand for no input."""
+def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
+    """Return the prompt, or the messages, that stand for no input. asked: the same of the job, parsed."""
     if calibrate is True:
         if not is_chat:
             return CONTENT_FREE
-        *before, last = parse_messages(asked)  # in which the last one says nothing
+        *before, last = asked  # in which the last one says nothing
         return [*before, {**last, "content": CONTENT_FREE}]
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
         raise unlike("calibrate", calibrate, f"true, false, or {kind} without content")
-    return calibrate
+    return parse_messages(calibrate) if is_chat else calibrate
 
 
 def _documents(documents: object) -> list[str]:

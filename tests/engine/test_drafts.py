@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from engine.schedule.drafts import MOST, PLAIN_STEPS, RETRY_STEPS, Drafts, LookedUp
+from engine.schedule.drafts import MOST, PLAIN_STEPS, RETRY_STEPS, Drafts
 from engine.schedule.sequence import Sequence
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 
@@ -23,11 +23,11 @@ def sequence(token_ids: list[int], max_tokens: int = 40) -> Sequence:
     return Sequence("a", token_ids, SamplingParams(max_tokens=max_tokens))
 
 
-def choose(drafts: LookedUp, seqs: list[Sequence]) -> list[list[int]]:
+def choose(drafts: Drafts, seqs: list[Sequence]) -> list[list[int]]:
     return drafts.choose(seqs, (np.array(seq.token_ids, np.int32) for seq in seqs), 100)
 
 
-def after(drafts: LookedUp, num_steps: int, seqs: list[Sequence]) -> list[list[int]]:
+def after(drafts: Drafts, num_steps: int, seqs: list[Sequence]) -> list[list[int]]:
     """What is chosen in the last of so many steps."""
     found = [choose(drafts, seqs) for _ in range(num_steps)]
     return found[-1]
@@ -35,7 +35,7 @@ def after(drafts: LookedUp, num_steps: int, seqs: list[Sequence]) -> list[list[i
 
 def test_what_followed_the_same_tokens_is_guessed() -> None:
     """In the text itself, the last time; else in an answer before. Never beyond the longest the sequence may get."""
-    drafts, unlike = LookedUp(), sequence([50, 51, 52, 53])
+    drafts, unlike = Drafts(), sequence([50, 51, 52, 53])
     answered = sequence([1])
     for token_id in (49, 51, 52, 53, 54, 55, 56):
         answered.append(token_id)
@@ -50,14 +50,14 @@ def test_what_followed_the_same_tokens_is_guessed() -> None:
 def test_tokens_are_found_whole() -> None:
     """Not at bytes that two tokens have together."""
     text = np.frombuffer(b"\0" + np.array([900, 901, 902], np.int32).tobytes() + b"\0\0\0", np.int32)
-    drafts = LookedUp()
+    drafts = Drafts()
     assert after(drafts, 2, [sequence([*text.tolist(), 900, 901, 902])]) == [[]]
 
 
 def test_it_drafts_where_that_gives_more_tokens_a_second() -> None:
     """Rows that cost nothing, rows that cost as much as a step, and guesses that are never right."""
     seq = sequence(TEXT)
-    free, dear = LookedUp(), LookedUp()
+    free, dear = Drafts(), Drafts()
     for num_rows in range(1, 20):
         free.timed(num_rows, 1.0)
         dear.timed(num_rows, float(num_rows))
@@ -72,7 +72,7 @@ def test_it_drafts_where_that_gives_more_tokens_a_second() -> None:
 
 def test_a_loss_is_tried_again_and_a_gain_is_compared() -> None:
     """Each few hundred steps all guesses are computed, and of steps with guesses some have none."""
-    seq, dear, free = sequence(TEXT), LookedUp(), LookedUp()
+    seq, dear, free = sequence(TEXT), Drafts(), Drafts()
     for num_rows in range(1, 20):
         dear.timed(num_rows, float(num_rows))
     assert sum(choose(dear, [seq]) != [[]] for _ in range(2 * RETRY_STEPS)) == 2
@@ -80,17 +80,23 @@ def test_a_loss_is_tried_again_and_a_gain_is_compared() -> None:
 
 
 class Known(Drafts):
-    """Guesses from the answers without guesses; by a share they are right."""
+    """Guesses from the answers without guesses, some tokens; by a share they are right."""
 
-    def __init__(self, answers: list[Completion], share: float) -> None:
-        self._answers, self._share, self._random = answers, share, random.Random(7)
+    def __init__(self, answers: list[Completion], share: float, least: int = 1) -> None:
+        super().__init__()
+        self.num_guesses = self.num_right = 0
+        self._answers, self._share, self._least, self._random = answers, share, least, random.Random(7)
 
     def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
-        return [self._guess(seq) for seq in seqs]
+        return [self._made(seq) for seq in seqs]
 
-    def _guess(self, seq: Sequence) -> list[int]:
+    def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        self.num_guesses += num_guesses
+        self.num_right += num_right
+
+    def _made(self, seq: Sequence) -> list[int]:
         start = len(seq.token_ids) - seq.num_prompt_tokens
-        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(1, 6)]
+        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(self._least, 6)]
         draws = [self._random.random() < self._share for _ in rest]
         guesses = [token if right else (token + 1) % VOCAB_SIZE for token, right in zip(rest, draws, strict=True)]
         return guesses[: seq.max_len - len(seq.token_ids) - 1]
@@ -120,10 +126,28 @@ def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path]
         kv_cache_bytes=pool_bytes(shape, 40),
     )  # fmt: skip
     plain, plain_stats = answer(config, None)
-    guessed, stats = answer(config, Known(plain, share))
+    drafts = Known(plain, share)
+    guessed, stats = answer(config, drafts)
     assert guessed == [
         replace(own, num_cached_tokens=each.num_cached_tokens) for own, each in zip(plain, guessed, strict=True)
     ]
-    assert stats.drafted_tokens > 20
+    assert drafts.num_guesses > 20
     assert stats.generation_tokens == plain_stats.generation_tokens
-    assert (stats.accepted_tokens == 0) == (share == 0)
+    assert (drafts.num_right == 0) == (share == 0)
+
+
+def small(folders: dict[str, Path]) -> Engine:
+    return Engine(EngineConfig(str(folders["gqa2_bias"]), device="cpu", max_num_seqs=40, kv_cache_bytes=1 << 22))
+
+
+def test_an_answer_that_was_guessed_is_found_again(folders: dict[str, Path]) -> None:
+    """All its full blocks, though steps begin and end inside of them."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with small(folders) as engine:
+        plain = engine.generate([[5, 6]], params)
+    with small(folders) as engine:
+        engine._stepper.drafts = drafts = Known(plain, 1.0, least=5)
+        assert engine.generate([[5, 6]], params)[0].token_ids == plain[0].token_ids
+        assert drafts.num_right > 0
+        (later,) = engine.generate([[5, 6, *plain[0].token_ids[:50], 3]], SamplingParams(max_tokens=1))
+    assert later.num_cached_tokens >= 48

@@ -177,13 +177,15 @@ class Guesses(Drafts):
     """Guesses by a share that are right: 1 always, 0 never, at each place of a draft."""
 
     def __init__(self, device: ShadowDevice, share: float) -> None:
+        super().__init__()
+        self.num_right = 0
         self._device, self._share, self._random = device, share, random.Random(3)
 
     def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
         assert all(seq.token_ids == known.tolist() for seq, known in zip(seqs, token_ids, strict=True))
-        return [self._guess(list(seq.token_ids), min(6, seq.max_len - len(seq.token_ids) - 1)) for seq in seqs]
+        return [self._made(list(seq.token_ids), min(6, seq.max_len - len(seq.token_ids) - 1)) for seq in seqs]
 
-    def _guess(self, token_ids: list[int], most: int) -> list[int]:
+    def _made(self, token_ids: list[int], most: int) -> list[int]:
         num_known = len(token_ids)
         for _ in range(self._random.randrange(7) if most > 0 else 0):
             right = self._device.next_token(token_ids)
@@ -192,6 +194,7 @@ class Guesses(Drafts):
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
         assert 0 <= num_right <= num_guesses
+        self.num_right += num_right
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
@@ -204,7 +207,8 @@ def test_guesses_change_no_token_of_any_history(share: float) -> None:
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         nonlocal num_right
         shadow = play(history, sizes | {"overlap": False}, make_drafts=lambda device: Guesses(device, share))
-        num_right += shadow.scheduler.accepted_tokens
+        assert isinstance(shadow.drafts, Guesses)
+        num_right += shadow.drafts.num_right
 
     histories()
     assert (num_right > 0) == (share > 0)

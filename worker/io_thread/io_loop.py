@@ -239,7 +239,7 @@ class IoLoop:
     def _take_or_give(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
             if not self._runner.journals.is_awaited(moment):
-                self._give_back_everything()
+                self._runner.give_back(self._runner.withdraw_everything(), self._release_mode)
         elif self._phase is Phase.DRAINING:
             self._runner.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
@@ -329,10 +329,6 @@ class IoLoop:
     def _leave(self, why: str) -> None:
         self._log.info(why)
         self._phase = Phase.GONE
-
-    def _give_back_everything(self) -> None:
-        """Put the jobs back, except ends that are being written."""
-        self._runner.give_back(self._runner.withdraw_everything(), self._release_mode)
 
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""

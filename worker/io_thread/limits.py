@@ -32,11 +32,6 @@ class Limits:
         return min(self.lease_s / 4, 2.0)
 
     @property
-    def longest_renew_s(self) -> float:
-        """Seconds between renewals of very many leases, when a cancelled job may show later."""
-        return self.lease_s / 4
-
-    @property
     def sweep_period_s(self) -> float:
         """Seconds between looks for abandoned jobs, which add to the time to recovery."""
         return min(self.lease_s / 4, 10.0)
@@ -96,6 +91,6 @@ class PollRates:
 
     @property
     def renew_s(self) -> float:
-        """Return the seconds between renewals of the held leases."""
+        """Return the seconds between renewals of the held leases; of very many, a cancelled job may show later."""
         wished_s = self._num_started / RENEWALS_PER_S * self._factor
-        return min(max(self._limits.renew_period_s, wished_s), self._limits.longest_renew_s)
+        return min(max(self._limits.renew_period_s, wished_s), self._limits.lease_s / 4)

@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import ConfigError, UnsupportedModel
+from engine.errors import ConfigError, UnsupportedModel, quoted
 from engine.models.single_pass import load_single_pass
-from engine.models.transformers_model import MAX_ERROR_CHARS, refuse_moving_rotary
+from engine.models.transformers_model import refuse_moving_rotary
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import numbered, on_device, resolve_device
@@ -107,8 +107,8 @@ class SinglePassRunner:
         except ConfigError as error:
             raise type(error)(f"{model.architecture} is not served: {error}") from error
         except Exception as error:  # whatever the model makes of these texts
-            problem = f"its forward pass raises {type(error).__name__}: {error}"
-            raise UnsupportedModel(f"{model.architecture} is not served: {problem}"[:MAX_ERROR_CHARS]) from error
+            problem = f"its forward pass raises {quoted(error)}"
+            raise UnsupportedModel(f"{model.architecture} is not served: {problem}") from error
 
     def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
         together = torch.tensor_split(self.model(texts), np.cumsum([len(each) for each in alone])[:-1].tolist())

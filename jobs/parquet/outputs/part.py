@@ -126,7 +126,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         **known,
         rows=len(answers),
         errors=len(answers) - len(good),
-        failed_checks=sum(answer.failed_check for answer in answers),
+        failed_checks=sum(answer.check_error is not None for answer in good),
         cut=sum(answer.is_cut for answer in answers),
         rows_reused=sum(answer.reused is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 #: Characters of a reason that are kept.
 MAX_REASON_CHARS = 200
@@ -50,6 +51,10 @@ class Reasons:
     def commonest(self, most: int) -> list[Reason]:
         """Return at most so many, the commonest first; of equal ones that with the first row."""
         return sorted(self._found.values(), key=lambda each: (-each.rows, each.examples))[:most]
+
+    def told(self, most: int) -> list[dict[str, Any]]:
+        """Return those as JSON has them."""
+        return [{"reason": each.text, "rows": each.rows, "examples": each.examples} for each in self.commonest(most)]
 
 
 def reasons_text(reasons: Reasons, most: int) -> str:

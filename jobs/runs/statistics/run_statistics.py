@@ -97,10 +97,7 @@ class RunStatistics:
             ],
             "num_workers": len(workers),
             "worker_seconds": sum(each.seconds for _, each in workers),
-            "reasons": [
-                {"reason": each.text, "rows": each.rows, "examples": each.examples}
-                for each in reasons.commonest(MAX_REASONS)
-            ],
+            "reasons": reasons.told(MAX_REASONS),
         }
 
     def _timeline(self, busy: list[tuple[float, float]]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
 
 @pytest.fixture
 def context(make_context: MakeContext) -> MakeContext:
-    meter = PromptMeter(token_ids, 256, BLOCK, 10_000)
+    meter = PromptMeter(token_ids, 256, BLOCK)
     return lambda: replace(make_context(), meter=lambda: meter)
 
 

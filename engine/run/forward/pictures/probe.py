@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidPrompt, UnsupportedModel
+from engine.errors import InvalidPrompt, UnsupportedModel, quoted
 from engine.run.forward.pictures.reader import PictureReader
 from engine.run.forward.pictures.tower import Tower
 from engine.run.forward.probe import Probe, differ
 from engine.schedule.pictures import PromptPictures, StepPictures
 from engine.schedule.step_batch import StepBatch
 
-MAX_ERROR_CHARS = 300
 SIZES = ((56, 84), (112, 56))  # height and width
 
 
@@ -47,8 +46,7 @@ def probe_pictures(
     except UnsupportedModel:
         raise
     except Exception as error:
-        problem = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        raise UnsupportedModel(f"pictures cannot be tried: {type(error).__name__}: {problem}") from error
+        raise UnsupportedModel(f"pictures cannot be tried: {quoted(error)}") from error
     num_tokens = len(token_ids)
     if num_tokens > num_places:
         raise UnsupportedModel(f"two pictures have {num_tokens} tokens, and {num_places} fit: raise max_model_len")
