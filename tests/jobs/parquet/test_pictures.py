@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from engine import InvalidRequest
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.prompts.pictures import MAX_BYTES
+from jobs.prompts.pictures import MAX_BYTES, picture_of
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, refuse
 from tests.jobs.conftest import MakeContext
@@ -159,6 +160,21 @@ def test_a_chat_names_files_below_the_roots_alone(runs: Runs, ask: Ask, tmp_path
     words += ["is no base64", f"more than the limit of {MAX_BYTES}", "there is no picture at"]
     for error, expected in zip(found[3:], words, strict=True):
         assert expected in error
+
+
+@pytest.mark.parametrize("part", [{"image": RED_FILE}, {"type": "text", "text": "5", "image": RED_FILE}])
+def test_bytes_in_another_part_than_a_picture_cost_their_row(ask: Ask, part: dict[str, Any]) -> None:
+    chats = pa.array([[{"role": "user", "content": [each]}] for each in (part, {"type": "text", "text": "?"})])
+    found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
+    assert [found[1], "a part of message 0 must be" in found[0]] == ["?", True]
+
+
+def test_a_long_url_takes_no_memory_to_be_refused() -> None:
+    tracemalloc.start()
+    with pytest.raises(InvalidJob, match="a picture is 'data:image/x;;;"):
+        picture_of("data:image/x" + 1_000_000 * ";", "a picture")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_a_broken_picture_costs_its_row(ask: Ask) -> None:
