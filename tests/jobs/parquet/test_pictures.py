@@ -256,7 +256,7 @@ def test_what_pictures_do_not_go_with_is_named(runs: Runs, arguments: dict[str, 
 @pytest.mark.parametrize("image", [7, {"bytes": 7, "path": "red.png"}, {"bytes": [1], "path": ""}, {"url": "red.png"}])
 def test_a_column_that_holds_no_pictures_is_refused(runs: Runs, image: Any) -> None:
     runs.write(["a"], image=pa.array([image]))
-    with pytest.raises(WrongColumnType, match="column 'image' is of type .*, expected bytes, paths"):
+    with pytest.raises(WrongColumnType, match=r"column 'image' is of type .*, expected bytes, paths"):
         runs.plan(image_column="image")
 
 
