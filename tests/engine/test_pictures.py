@@ -138,6 +138,7 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
         (["a", picture(1)], {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)}, "are not cut"),
         (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
         ("a <image_token> b", {}, "stands for a picture, and none came"),
+        ("a <image_token> b", {"scoring": ScoringParams(["b"])}, "stands for a picture, and none came"),
         ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
         ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
         ([picture(1), 5], {}, "texts and pictures, got int"),
