@@ -191,11 +191,13 @@ class Engine:
         if pooling is not None:
             return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
         if scoring is not None:
-            return self._prepare_scores(prompt, scoring)
-        token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
+            prepared = self._prepare_scores(prompt, scoring)
+        else:
+            token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
+            prepared = PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
         if self._reader is not None:
-            self._reader.check_ids(token_ids)
-        return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
+            self._reader.check_ids(prepared.token_ids)
+        return prepared
 
     def prepare_chat(
         self,

@@ -183,11 +183,16 @@ class BlockManager:
     def find_cached(self, seq: Sequence) -> list[int]:
         """Return the blocks of the longest cached prefix that need not be computed."""
         found = self._find_blocks(seq)
-        while self.snapshots is not None and found and self._content_id(found[-1]) not in self.snapshots:
+        while found and not self._may_follow(seq, found):
             found.pop()
-        if seq.pictures is not None:
-            del found[seq.pictures.whole_until(len(found) * self.block_size) // self.block_size :]
         return found
+
+    def _may_follow(self, seq: Sequence, found: list[int]) -> bool:
+        """Whether a sequence can begin behind these blocks: not inside a picture, nor without states."""
+        if self.snapshots is not None and self._content_id(found[-1]) not in self.snapshots:
+            return False
+        end = len(found) * self.block_size
+        return seq.pictures is None or seq.pictures.whole_until(end) == end
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
         found: list[int] = []

@@ -73,8 +73,8 @@ def _message(message: object, number: int) -> dict[str, Any]:
 def _part(part: object, number: int) -> dict[str, Any]:
     """Return a text or a picture. Raises InvalidJob for what is neither."""
     given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    if isinstance(given.get("image"), bytes):  # which no JSON holds: it was parsed before
-        return given
+    if given.keys() == {"type", "image"} and given["type"] == "image" and isinstance(given["image"], bytes):
+        return given  # which no JSON holds: it was parsed before
     if given.get("type") == "image_url":
         return {"type": "image", "image": _picture(given, number)}
     if isinstance(given.get("type"), str) and given["type"] != "text":

@@ -18,7 +18,7 @@ MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
 #: Of what says where a picture lies.
 MAX_PATH_CHARS = 4096
 
-_DATA_URL = re.compile(r"data:image/[^,;]*(;[^,;]*)*;base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
 
 Picture = bytes | str
 """The bytes of a picture's file, or the path where it lies."""

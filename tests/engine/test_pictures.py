@@ -139,6 +139,7 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
         (["a", picture(1)], {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)}, "are not cut"),
         (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
         ("a <image_token> b", {}, "stands for a picture, and none came"),
+        ("a <image_token> b", {"scoring": ScoringParams(["b"])}, "stands for a picture, and none came"),
         ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
         ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
         ([picture(1), 5], {}, "texts and pictures, got int"),
@@ -219,6 +220,29 @@ def test_pictures_that_see_each_other_are_refused_where_that_is_not_exact(refere
         with pytest.raises(InvalidPrompt, match=r"ends at token \d+: .* windows of 100 tokens"):
             engine.prepare(["0123456789" * 11, picture(1)])
         assert engine.prepare([picture(1), "0123456789" * 11]).pictures is not None
+
+
+def test_no_prefix_is_found_that_ends_inside_a_picture(references: References) -> None:
+    """Nor inside an earlier one, where the cut before a picture leads there."""
+    parts = ["abcdefghi", picture(1), "jklmn", picture(2), " the end of it, long enough"]
+    with Engine(config_of(references("gemma3").folder, "whole")) as engine:
+        prepared = engine.prepare(parts).pictures
+        assert prepared is not None
+        assert [[first < end < last for first, last in prepared.blocks] for end in (16, 32)] == [[1, 0], [0, 1]]
+        found = [engine.generate([each], GREEDY)[0].num_cached_tokens for each in ([*parts[:-1], "."], parts, parts)]
+        assert found == [0, 0, 48]
+
+
+def test_an_urgent_picture_does_not_wait_for_those_of_other_lanes(references: References) -> None:
+    with Engine(config_of(references("llava").folder, "whole", max_num_seqs=1)) as engine:
+        for number in range(40):
+            engine.add(f"{number}", ["a", picture(number)], SamplingParams(max_tokens=40, ignore_eos=True), lane=1)
+        for _ in range(20):
+            engine.step()
+        engine.add("urgent", ["b", picture(99)], GREEDY, lane=0)
+        for _ in range(4):
+            engine.step()
+        assert "urgent" in engine.progress()
 
 
 def test_the_compiled_kernels_see_pictures_whole_too(references: References) -> None:

@@ -35,6 +35,21 @@ def test_it_is_turned_as_its_camera_says_and_white_where_transparent() -> None:
     assert (found == 255).all()
 
 
+@pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
+def test_greys_of_16_bits_keep_their_shades(kind: str, order: str) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x4080, 0xFFFF]], f"{order}u2")).save(file, kind)
+    assert decoded(parts(file.getvalue()))[0][0, :, 0].tolist() == [0, 0x40, 255]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_a_known_white_are_refused(mode: str) -> None:
+    file = io.BytesIO()
+    Image.new(mode, (4, 2), 1).save(file, "TIFF")
+    with pytest.raises(InvalidRequest, match="picture 1 has pixels of 32 bits"):
+        decoded(parts(file.getvalue()))
+
+
 def test_the_first_frame_is_read() -> None:
     file = io.BytesIO()
     first, second = Image.new("RGB", (4, 2), RED), Image.new("RGB", (4, 2), BLUE)

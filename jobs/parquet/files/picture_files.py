@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.errors import InputNotFound, InvalidValue
+from jobs.errors import InputNotFound, InvalidValue, PathSwapped
 from jobs.parquet.files.storage import Storage, reading
 from jobs.prompts.pictures import MAX_BYTES
 
@@ -28,7 +28,7 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
                 if (size := file.size()) > MAX_BYTES:
                     raise InvalidValue(f"{{}} has {size} bytes, more than the limit of {MAX_BYTES}", brief(path))
                 return bytes(file.read())
-        except (InputNotFound, PermissionError):
+        except (InputNotFound, PathSwapped, PermissionError):
             raise InvalidValue("there is no picture at {}, or it may not be read", brief(path)) from None
 
     return read

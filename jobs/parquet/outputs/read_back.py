@@ -90,9 +90,11 @@ class FolderReader:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """Return the input's columns that the prompts' texts are made of."""
-        pictures = self.plan.spec.image_column or ()
-        return [name for name in row_source(self.plan.spec).columns if name not in pictures]
+        """Return the output's columns that the prompts' texts are made of."""
+        spec = self.plan.spec
+        left_out = {*(spec.image_column or ()), *(spec.drop or ())}
+        columns = (name for name in row_source(spec).columns if name not in left_out)
+        return [name for name in columns if spec.keep is None or name in spec.keep]
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""

@@ -83,3 +83,10 @@ def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
     redis.flushall()
     assert invoke("tail", output, "-f", "-n", 1).stdout == "row 0: A\n"
     assert invoke("tail", run).exit_code == 1
+
+
+@pytest.mark.parametrize("columns", [{"drop": ["prompt"]}, {"keep": ["id"]}])
+def test_prompts_that_the_output_does_not_have_are_not_shown(runs: Runs, invoke: Invoke, columns: Any) -> None:
+    runs.write(["a"])
+    runs.score(**columns)
+    assert invoke("tail", runs.output, "--prompts").stdout == "row 0: A\n"

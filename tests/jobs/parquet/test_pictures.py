@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from engine import InvalidRequest
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.prompts.pictures import MAX_BYTES
+from jobs.prompts.pictures import MAX_BYTES, picture_of
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, refuse
 from tests.jobs.conftest import MakeContext
@@ -146,19 +147,35 @@ def test_pictures_stand_first_in_the_last_message_of_the_user(ask: Ask) -> None:
 def test_a_chat_names_files_below_the_roots_alone(runs: Runs, ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(RED_FILE)
     os.symlink("/etc/passwd", tmp_path / "link.png")
+    os.symlink("loop.png", tmp_path / "loop.png")
     (tmp_path / "large.png").write_bytes(bytes(MAX_BYTES + 1))
     urls = ["red.png", str(tmp_path / "red.png"), f"file://{tmp_path}/red.png"]
     urls += ["/etc/passwd", "link.png", "../x.png", "none.png", "https://host/x.png", "data:text/plain;base64,aGk="]
-    urls += ["data:image/png;base64,?", "large.png", "folder"]
+    urls += ["data:image/png;base64,?", "large.png", "folder", "loop.png"]
     (tmp_path / "folder").mkdir()
     contents = [[{"type": "image_url", "image_url": url}, {"type": "text", "text": "?"}] for url in urls]
     chats = [json.dumps([{"role": "user", "content": each}]) for each in contents]
     found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
     assert found[:3] == ["[r]?"] * 3
     words = ["outside the data roots"] * 3 + ["there is no picture at", "URL of the web", "expected data:"]
-    words += ["is no base64", f"more than the limit of {MAX_BYTES}", "there is no picture at"]
+    words += ["is no base64", f"more than the limit of {MAX_BYTES}", *["there is no picture at"] * 2]
     for error, expected in zip(found[3:], words, strict=True):
         assert expected in error
+
+
+@pytest.mark.parametrize("part", [{"image": RED_FILE}, {"type": "text", "text": "5", "image": RED_FILE}])
+def test_bytes_in_another_part_than_a_picture_cost_their_row(ask: Ask, part: dict[str, Any]) -> None:
+    chats = pa.array([[{"role": "user", "content": [each]}] for each in (part, {"type": "text", "text": "?"})])
+    found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
+    assert [found[1], "a part of message 0 must be" in found[0]] == ["?", True]
+
+
+def test_a_long_url_takes_no_memory_to_be_refused() -> None:
+    tracemalloc.start()
+    with pytest.raises(InvalidJob, match="a picture is 'data:image/x;;;"):
+        picture_of("data:image/x" + 1_000_000 * ";", "a picture")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_a_broken_picture_costs_its_row(ask: Ask) -> None:
@@ -236,10 +253,14 @@ def test_what_pictures_do_not_go_with_is_named(runs: Runs, arguments: dict[str, 
         runs.plan(**{"image_column": "image", **arguments})
 
 
-def test_a_column_that_holds_no_pictures_is_refused(runs: Runs) -> None:
-    runs.write(["a"])
-    with pytest.raises(WrongColumnType, match="column 'id' is of type int64, expected bytes, paths"):
-        runs.plan(image_column="id")
+@pytest.mark.parametrize("image", [7, {"bytes": 7, "path": "red.png"}, {"bytes": [1], "path": ""}, {"url": "red.png"}])
+def test_a_column_that_holds_no_pictures_is_refused(runs: Runs, image: Any) -> None:
+    runs.write(["a"], image=pa.array([image]))
+    with pytest.raises(WrongColumnType, match=r"column 'image' is of type .*, expected bytes, paths"):
+        runs.plan(image_column="image")
+
+
+def test_a_template_over_bytes_names_the_way_to_pictures(runs: Runs) -> None:
     runs.write(["a"], image=pa.array([RED_FILE]))
     with pytest.raises(WrongColumnType, match="pictures by image_column"):
         runs.plan(template="What does {image} show?")

@@ -7,7 +7,7 @@ from engine.run.forward.pictures.tower import Tower
 from engine.schedule.sequence import Sequence, SequenceStatus
 
 MAX_SECONDS = 0.05  # of a step for pictures, unless a single one takes longer
-MAX_READY = 16  # sequences whose features are there and that do not run yet: more would only take memory
+MAX_READY = 16  # sequences of a lane whose features are there and that do not run yet: more would only take memory
 
 
 class PictureQueue:
@@ -31,8 +31,10 @@ class PictureQueue:
         self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
         began, last = time.perf_counter(), 0.0
         found: list[Sequence] = []
-        while self._waiting and len(self._ready) + len(found) < MAX_READY:
+        while self._waiting:
             seq = self._waiting[0]
+            if sum(each.lane <= seq.lane for each in (*self._ready, *found)) >= MAX_READY:
+                break
             assert seq.pictures is not None
             missing = next((each for each in seq.pictures.seen if each.features is None), None)
             if missing is not None and seq.status is SequenceStatus.HELD:
