@@ -301,6 +301,7 @@ class Scheduler:
             num_new = len(seq.token_ids) - num_before
             seq.num_tokens, seq.num_computed_tokens = len(seq.token_ids), len(seq.token_ids) - 1
             self.slots.move_on(seq, num_new)
+            self.blocks.launched(self.blocks.publish(seq, seq.num_computed_tokens))
             self.generation_tokens += num_new
             self.decode_tokens += num_new - 1
             self.drafted_tokens += len(guesses)

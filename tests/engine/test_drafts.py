@@ -80,17 +80,17 @@ def test_a_loss_is_tried_again_and_a_gain_is_compared() -> None:
 
 
 class Known(Drafts):
-    """Guesses from the answers without guesses; by a share they are right."""
+    """Guesses from the answers without guesses, some tokens; by a share they are right."""
 
-    def __init__(self, answers: list[Completion], share: float) -> None:
-        self._answers, self._share, self._random = answers, share, random.Random(7)
+    def __init__(self, answers: list[Completion], share: float, least: int = 1) -> None:
+        self._answers, self._share, self._least, self._random = answers, share, least, random.Random(7)
 
     def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
         return [self._guess(seq) for seq in seqs]
 
     def _guess(self, seq: Sequence) -> list[int]:
         start = len(seq.token_ids) - seq.num_prompt_tokens
-        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(1, 6)]
+        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(self._least, 6)]
         draws = [self._random.random() < self._share for _ in rest]
         guesses = [token if right else (token + 1) % VOCAB_SIZE for token, right in zip(rest, draws, strict=True)]
         return guesses[: seq.max_len - len(seq.token_ids) - 1]
@@ -127,3 +127,20 @@ def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path]
     assert stats.drafted_tokens > 20
     assert stats.generation_tokens == plain_stats.generation_tokens
     assert (stats.accepted_tokens == 0) == (share == 0)
+
+
+def small(folders: dict[str, Path]) -> Engine:
+    return Engine(EngineConfig(str(folders["gqa2_bias"]), device="cpu", max_num_seqs=40, kv_cache_bytes=1 << 22))
+
+
+def test_an_answer_that_was_guessed_is_found_again(folders: dict[str, Path]) -> None:
+    """All its full blocks, though steps begin and end inside of them."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with small(folders) as engine:
+        plain = engine.generate([[5, 6]], params)
+    with small(folders) as engine:
+        engine._stepper.drafts = Known(plain, 1.0, least=5)
+        assert engine.generate([[5, 6]], params)[0].token_ids == plain[0].token_ids
+        assert engine.stats().accepted_tokens > 0
+        (later,) = engine.generate([[5, 6, *plain[0].token_ids[:50], 3]], SamplingParams(max_tokens=1))
+    assert later.num_cached_tokens >= 48
