@@ -21,7 +21,7 @@ class ScheduledBatch:
     """The work of one step: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
     A sequence with all tokens computed samples its next one, if it generates: each of `decodes`, and `prefills[i]`
-    if `prefill_samples[i]` says so. num_decode_tokens: generated ones of `decodes`, whose others end a prompt.
+    if `prefill_samples[i]` says so. num_decode_tokens: with those of `drafted`, without guesses.
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed.
     states: of a model that keeps states.
@@ -48,12 +48,12 @@ class ScheduledBatch:
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
     launched: bool = False
 
-    def add_decodes(self, group: SlotGroup, *, num_generated: int) -> None:
-        """Compute one token of each of `group`; num_generated of them were generated."""
+    def add_decodes(self, group: SlotGroup) -> None:
+        """Compute one generated token of each of `group`."""
         self.decodes += group.seqs
         self.decode_slots = np.concatenate((self.decode_slots, group.slots))
         self.num_tokens += len(group.seqs)
-        self.num_decode_tokens += num_generated
+        self.num_decode_tokens += len(group.seqs)
 
     def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
         """Compute guesses behind the last tokens of `decodes`, [] for none."""
@@ -87,7 +87,7 @@ class ScheduledBatch:
                 decode_slots=self.decode_slots[decodes],
                 num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
                 states=self.states,
-                num_decode_tokens=sum(seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]),
+                num_decode_tokens=len(self.decodes[decodes]),
             )
             for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
         )

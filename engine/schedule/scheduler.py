@@ -241,8 +241,7 @@ class Scheduler:
         group = self._grow_all(group)
         in_prefill = self.slots.in_prefill(group.slots)
         decodes = group.select(~in_prefill)
-        num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
-        batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
+        batch.add_decodes(decodes)
         may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)

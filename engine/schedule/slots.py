@@ -33,8 +33,6 @@ class SlotTable:
     before with new ones after them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top: as in Sequence.
-    num_alone: how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a sequence that
-    does not generate.
     shift: how much further a token behind the prompt is in positions than in places, as of PromptPictures.
     num_edited, num_constrained, num_wanting, num_with_pictures: sequences with a slot that have edits, follow a grammar
     (whose tokens must be known before the next step), want log probabilities of sampled tokens, have pictures.
@@ -52,7 +50,6 @@ class SlotTable:
         self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
         self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
         self.sample_place = zeros()
-        self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -76,7 +73,6 @@ class SlotTable:
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.sample_top != NOT_WANTED
-        self.num_alone[slot] = int(seq.generates)
         self.num_with_pictures += seq.pictures is not None
         self.shift[slot] = 0 if seq.pictures is None else seq.pictures.shift
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
@@ -108,9 +104,10 @@ class SlotTable:
         self._num_given += 1
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether several tokens, of a prompt or forced, are to be computed."""
-        several: NDArray[np.bool_] = self.num_tokens[slots] - self.num_computed[slots] > self.num_alone[slots]
-        return several
+        """Return [slots] bool: whether any token of a prompt, or several, as if forced, are to be computed."""
+        computed = self.num_computed[slots]
+        in_prefill: NDArray[np.bool_] = (computed < self.num_prompt[slots]) | (computed < self.num_tokens[slots] - 1)
+        return in_prefill
 
     def release(self, seq: Sequence) -> None:
         """Take the slot of `seq` back."""

@@ -53,3 +53,16 @@ def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, 
     generated = [each.generation_tokens for each in told if each is not None]
     assert generated[:3] == [0, 0, 2]
     assert max(generated) > 4, "of both samples, which have four each"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunk_that_leaves_one_token_of_a_prompt_hides_no_first_token(
+    folders: dict[str, Path], overlap: bool
+) -> None:
+    values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "async_scheduling": overlap}
+    with Engine(config(folders[NAME], attention_backend="torch", **values)) as engine:
+        (found,) = engine.generate([list(range(3, 36))], SamplingParams(max_tokens=3, ignore_eos=True))
+        stats = engine.stats()
+    assert found.metrics is not None
+    assert found.metrics.first_token_time is not None
+    assert (stats.prefill_tokens, stats.decode_tokens) == (33, 2)
