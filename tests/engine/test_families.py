@@ -113,7 +113,7 @@ def described_weights(folder: Path) -> str:
 
 
 def test_tensors_that_nothing_reads_are_passed_over(family: References, tmp_path: Path) -> None:
-    """Frequencies, as first Llama checkpoints hold them; memory for what guesses ahead, as Qwen3.5's, takes none."""
+    """Frequencies, as the first Llama checkpoints hold them; what guesses tokens ahead, as Qwen3.5's: no memory."""
     folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
     weights = described_weights(folder)
     tensors = load_file(folder / "model.safetensors")
