@@ -175,10 +175,13 @@ def _check_memory(
 
 def weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
     """Return the least memory of the weights; those unpacked when read take more than their file."""
+    from engine.models.loader import GUESSING
+
+    read = [entry for entry in entries if not entry.name.startswith(GUESSING)]
     if model.quantization is not None:
-        return sum(entry.end - entry.start for entry in entries)
+        return sum(entry.end - entry.start for entry in read)
     size = 1 if config.quantization is not None else dtype_bytes
-    return sum(prod(entry.shape) for entry in entries) * size
+    return sum(prod(entry.shape) for entry in read) * size
 
 
 def _block_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

@@ -16,6 +16,7 @@ from engine import Engine, SamplingParams
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.models.registry import ARCHITECTURES
+from engine.run.describe import describe_model
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, prompts, reference_of, run
@@ -106,13 +107,20 @@ def test_each_rank_reads_its_rows_of_stacked_tensors(rank: int, family: Referenc
         torch.testing.assert_close(read.to_dense() if read.is_mkldnn else read, expected)
 
 
+def described_weights(folder: Path) -> str:
+    (line,) = (line for line in describe_model(str(folder)).splitlines() if line.startswith("weights"))
+    return line.split(" in ")[0]
+
+
 def test_tensors_that_nothing_reads_are_passed_over(family: References, tmp_path: Path) -> None:
-    """Frequencies, as the first Llama checkpoints hold them; what guesses tokens ahead, as Qwen3.5's."""
+    """Frequencies, as the first Llama checkpoints hold them; what guesses tokens ahead, as Qwen3.5's: no memory."""
     folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
+    weights = described_weights(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.zeros(8)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.zeros(1 << 20)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert described_weights(folder) == weights
     Engine(config_of(folder)).close()
 
 
