@@ -32,6 +32,7 @@ from engine.schedule.slots import SlotTable
 from engine.schedule.snapshots import StateMoves
 from engine.schedule.step_batch import give_logprobs, give_pooled, learn
 
+MAX_SAMPLED = 256  # rows of a step with guesses, whose logits take memory
 MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
@@ -264,7 +265,7 @@ class Scheduler:
         """Let guesses be computed with the decodes, as far as there are blocks and tokens for them."""
         slots, size = self.slots, self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
-        most = min(self.max_num_seqs, self.max_num_batched_tokens) - batch.num_tokens
+        most = min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
         if most <= 0 or not may_draft.any():
             return
         group = SlotGroup(batch.decodes, batch.decode_slots).select(may_draft)

@@ -8,7 +8,7 @@ others of its lane.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import count
@@ -120,7 +120,7 @@ class Intake:
         self._engine, self._report = engine, report
         self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
         self._compiled: deque[_Waiting] = deque()  # by other threads
-        self._pictured: deque[_Waiting] = deque()  # in no lane either
+        self._pictured = defaultdict[int, deque[_Waiting]](deque)  # by lane; in none of those below
         self._ahead: dict[str, int] = {}  # lanes of requests with pictures, from their preparation to their start
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
@@ -130,7 +130,7 @@ class Intake:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return sum(map(len, self._lanes.values())) + len(self._compiling) + len(self._pictured)
+        return sum(map(len, (*self._lanes.values(), *self._pictured.values(), self._compiling)))
 
     @property
     def has_ready(self) -> bool:
@@ -142,7 +142,7 @@ class Intake:
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._ids[add.request_id] = waiting
         if has_pictures(add.request.prompt if add.request.messages is None else add.request.messages):
-            self._pictured.append(waiting)
+            self._pictured[add.lane].append(waiting)
             self.begun(())
         else:
             self._lanes.setdefault(add.lane, deque()).append(waiting)
@@ -157,11 +157,10 @@ class Intake:
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
         counts = Counter(self._ahead.values())
-        for waiting in list(self._pictured):
-            if counts[waiting.lane] < PICTURES_AHEAD:
-                counts[waiting.lane] += 1
-                self._ahead[waiting.request_id] = waiting.lane
-                self._pictured.remove(waiting)
+        for lane, queue in self._pictured.items():
+            for _ in range(min(len(queue), PICTURES_AHEAD - counts[lane])):
+                waiting = queue.popleft()
+                self._ahead[waiting.request_id] = lane
                 self._put_back(waiting)
                 self._prepare(waiting)
 
@@ -170,8 +169,10 @@ class Intake:
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
             waiting.is_dropped = True
-        self._pictured = deque(each for each in self._pictured if each not in dropped)
-        for lane in {waiting.lane for waiting in dropped} & self._lanes.keys():
+        lanes = {waiting.lane for waiting in dropped}
+        for lane in lanes & self._pictured.keys():
+            self._pictured[lane] = deque(each for each in self._pictured[lane] if each not in dropped)
+        for lane in lanes & self._lanes.keys():
             self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
