@@ -16,6 +16,7 @@ NUM_LAST = 3  # tokens by which a place is found again
 MOST = 8  # tokens of a draft
 MAX_ANSWERED = 1 << 16  # tokens of earlier answers that are looked up; as many older ones stay
 TOKEN_BYTES = 4
+MAX_SKIPPED = 8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
 LEAST_GAIN = 0.02  # of the tokens of a step without drafts
 RETRY_STEPS = 256  # and at the latest after so many steps all that is found is tried
 PLAIN_STEPS = 32  # of steps with drafts one in so many has none, to know how long that takes
@@ -85,8 +86,9 @@ class Drafts:
         room = min(MOST, seq.max_len - len(token_ids) - 1)
         text, last = token_ids[:-1].tobytes(), token_ids[-NUM_LAST:].tobytes()
         place = text.rfind(last)
-        while place % TOKEN_BYTES and place > 0:
-            place = text.rfind(last, 0, place + len(last) - 1)
+        for _ in range(MAX_SKIPPED):
+            if place % TOKEN_BYTES and place > 0:
+                place = text.rfind(last, 0, place + len(last) - 1)
         if place >= 0 and place % TOKEN_BYTES == 0:
             start = place // TOKEN_BYTES + NUM_LAST
             guesses: list[int] = token_ids[start : start + room].tolist()

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from engine.schedule.drafts import MOST, PLAIN_STEPS, RETRY_STEPS, Drafts
+from engine.schedule.drafts import MAX_SKIPPED, MOST, PLAIN_STEPS, RETRY_STEPS, Drafts
 from engine.schedule.sequence import Sequence
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 
@@ -52,6 +52,15 @@ def test_tokens_are_found_whole() -> None:
     text = np.frombuffer(b"\0" + np.array([900, 901, 902], np.int32).tobytes() + b"\0\0\0", np.int32)
     drafts = Drafts()
     assert after(drafts, 2, [sequence([*text.tolist(), 900, 901, 902])]) == [[]]
+
+
+def test_a_text_full_of_bytes_like_the_last_ones_is_given_up() -> None:
+    """It holds up nobody: few places are looked at, and then nothing is guessed."""
+    last = [900, 901, 902]
+    alike = np.frombuffer(b"\2" + np.array(last, np.int32).tobytes() + b"\2\2\2", np.int32).tolist()
+    text = [*last, 9, *alike * (MAX_SKIPPED + 1), *last]
+    drafts = Drafts()
+    assert after(drafts, 2, [sequence(text)]) == [[]]
 
 
 def test_it_drafts_where_that_gives_more_tokens_a_second() -> None:
