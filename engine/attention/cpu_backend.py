@@ -156,7 +156,7 @@ class CpuBackend(KernelBackend):
             prefixes = find_shared_prefixes(
                 step.block_tables,
                 step.context_lens - lens,
-                np.where(2 * lens * group <= prefilling.LANES, lens, 0),  # others fill a task by themselves
+                np.where(lens * group < 4 * prefilling.TASK_LANES, lens, 0),  # others fill tasks by themselves
                 block_size,
                 tile=prefilling.TILE,
                 least_queries=-(-prefilling.LANES // group),

@@ -11,22 +11,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer
 from engine.cpu_kernels.shared_prefix import SharedPrefix
-from engine.cpu_kernels.softmax import LEAST, exp_of_negative, tanh
-from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, widen_row
+from engine.cpu_kernels.softmax import LEAST, tanh
+from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, copy_words, interleave, soften
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
 HAS_32_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
 # Sums in registers: VECTORS of queries, for each of ROWS tokens, or numbers of a value
 VECTORS, ROWS = (4, 4) if HAS_32_REGISTERS else (1, 8)
 LANES = VECTORS * LONGEST_VECTOR  # queries at once, heads of a group and tokens
+BLOCKS = 4  # of LANES queries in a task, over the same keys and values
+TASK_LANES = BLOCKS * LANES
 NO_LIMIT = 2**31  # tokens: above what any sequence has
 
 
 @dataclass(frozen=True)
 class PrefillTasks:
-    """The tasks of a launch: each is up to LANES queries of one KV head over a span of tokens.
+    """The tasks of a launch: each is up to TASK_LANES queries of one KV head over a span of tokens.
 
     Queries of a KV head are its group's heads, row after row; a task's are adjacent.
     rows, positions: [rows] int64, of the step's query, and the tokens before each in its sequence.
@@ -58,12 +60,12 @@ def tasks_of_sequences(
     rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(query_lens.sum())
     lens_before = context_lens - query_lens
     positions = rows + np.repeat(lens_before - starts, query_lens)
-    counts = -(-query_lens * group // LANES)
+    counts = -(-query_lens * group // TASK_LANES)
     seqs = np.repeat(np.arange(len(counts)), counts)
-    firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * LANES
+    firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * TASK_LANES
     order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
     seqs, firsts = seqs[order], firsts[order]
-    counts = np.minimum(LANES, query_lens[seqs] * group - firsts)
+    counts = np.minimum(TASK_LANES, query_lens[seqs] * group - firsts)
     firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
     parts = (rows, positions, tables[seqs], firsts, counts, begins[seqs], np.full(len(seqs), NO_LIMIT))
     return PrefillTasks(*map(torch.from_numpy, parts))
@@ -86,11 +88,11 @@ def tasks_of_prefixes(
         within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
         rows = np.repeat(starts[prefix.seqs], lens) + within
         positions = np.repeat(context_lens[prefix.seqs] - lens, lens) + within
-        firsts = np.arange(0, len(rows) * group, LANES)
+        firsts = np.arange(0, len(rows) * group, TASK_LANES)
         every = np.ones_like(firsts)
         parts.append((
             rows, positions, every * prefix.seqs[0], firsts + num_rows * group,
-            np.minimum(LANES, len(rows) * group - firsts), every * 0, every * prefix.num_tokens,
+            np.minimum(TASK_LANES, len(rows) * group - firsts), every * 0, every * prefix.num_tokens,
         ))  # fmt: skip
         num_rows += len(rows)
     return PrefillTasks(*(torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True)))
@@ -142,9 +144,14 @@ def prefill_attention(
     )  # fmt: skip
 
 
+def _block_floats(head_dim: int) -> int:
+    """Count a block's scratch: queries and sums; seven numbers of each query."""
+    return (2 * head_dim + 7) * LANES
+
+
 def _scratch_floats(head_dim: int) -> int:
-    """Count one thread's scratch: queries and sums, scores, keys and values; seven numbers of each query."""
-    return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 7 * LANES
+    """Count one thread's scratch: blocks, scores, keys, values before and after a turn, the scale."""
+    return BLOCKS * _block_floats(head_dim) + TILE * LANES + 3 * TILE * head_dim + LANES
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -153,22 +160,28 @@ def _floats(address: Any, row: Any, length: Any) -> Any:
     return carray(pointer_to(address + row * length * FLOAT_BYTES, float32), (length,))
 
 
+@njit  # type: ignore[untyped-decorator]
+def _words(address: Any, row: Any, length: Any) -> Any:
+    """Return row `row` of a matrix of words of four bytes with so many columns."""
+    return carray(pointer_to(address + row * length * FLOAT_BYTES, int32), (length,))
+
+
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _gather(
     rows: Any, pool: Any, table: Any, block_size: Any, kv_heads: Any, kv_head: Any, start: Any, first: Any,
-    end: Any, head_bytes: Any, head_dim: Any, element: Any,
+    end: Any, num_words: Any,
 ) -> None:  # fmt: skip
     """Fill rows with a tile's keys or values from token `start` on; zeros for those not in first..end."""
     block, offset = start // block_size, start % block_size
     for t in range(TILE):
         if first <= start + t < end:
             place = (table[block] * block_size + offset) * kv_heads + kv_head
-            row = rows + t * head_dim * FLOAT_BYTES
-            widen_row(pool + place * head_bytes, row, literally(head_dim), element)
+            row_bytes = num_words * FLOAT_BYTES
+            copy_words(pool + place * row_bytes, rows + t * row_bytes, literally(num_words))
         else:
-            row = _floats(rows, t, head_dim)
-            for d in range(head_dim):
-                row[d] = np.float32(0)
+            row = _words(rows, t, num_words)
+            for d in range(num_words):
+                row[d] = 0
         offset += 1
         if offset == block_size:
             block, offset = block + 1, 0
@@ -199,36 +212,22 @@ def _lower(scores: Any, start: Any, owns: Any, slopes: Any) -> None:
             row[i] -= slopes[i] * np.float32(owns[i] - token)
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _soften(scores: Any, highest: Any, totals: Any, factors: Any) -> None:
-    """Replace scores by softmax numerators; put the multipliers of earlier sums into factors."""
-    for i in range(LANES):
-        factors[i] = highest[i]
-    for t in range(TILE):
-        row = _floats(scores, t, LANES)
-        for i in range(LANES):
-            highest[i] = max(highest[i], row[i])
-    for i in range(LANES):
-        factors[i] = exp_of_negative(factors[i] - highest[i])
-        totals[i] *= factors[i]
-    for t in range(TILE):
-        row = _floats(scores, t, LANES)
-        for i in range(LANES):
-            weight = exp_of_negative(row[i] - highest[i])
-            row[i] = weight if row[i] > LEAST else np.float32(0)  # the highest may be one that is not seen
-            totals[i] += row[i]
-
-
 @cache
 def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype) -> Kernel:
-    """A task is LANES queries of one KV head. Matrices are transposed, a query a lane. Source: arXiv:2205.14135."""
+    """A task is BLOCKS * LANES queries of one KV head, over the same tiles of keys and values.
+
+    Matrices are transposed, a query a lane. Words are float32, or two adjacent numbers in bfloat16.
+    Source: arXiv:2205.14135.
+    """
     element = ELEMENTS[dtype]
-    head_bytes = head_dim * (element.bitwidth // 8)
+    per_word = FLOAT_BYTES // (element.bitwidth // 8)
+    head_words = head_dim // per_word
     lane_bytes = LANES * FLOAT_BYTES
-    tile_bytes = TILE * head_dim * FLOAT_BYTES
+    row_bytes = head_words * FLOAT_BYTES
     rows_of_value = min(ROWS, head_dim & -head_dim)
+    block_bytes = _block_floats(head_dim) * FLOAT_BYTES
     scratch_bytes = _scratch_floats(head_dim) * FLOAT_BYTES
-    matrix = head_dim * LANES
+    sums_offset, state_offset = head_words * lane_bytes, (head_words + head_dim) * lane_bytes
 
     def kernel(parameters: Any) -> None:
         rows, positions = pointer_to(parameters[7], int64), pointer_to(parameters[8], int64)
@@ -237,92 +236,107 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
         counts = pointer_to(parameters[13], int64)
         begins, ends = pointer_to(parameters[14], int64), pointer_to(parameters[15], int64)
         block_size, kv_heads, group = parameters[16], parameters[17], parameters[18]
-        scale = np.float32(float_of(parameters[20]))
         window, chunk = parameters[21], parameters[22]
         soft_cap = np.float32(float_of(parameters[23]))
         sinks, slopes = pointer_to(parameters[24], float32), pointer_to(parameters[27], float32)
         states, keeps_state = parameters[25], parameters[26]
         scratch = parameters[19] + worker_number(parameters) * scratch_bytes
-        keys_at = scratch + (2 * head_dim + TILE) * lane_bytes
-        sums_at, scores_at = scratch + head_dim * lane_bytes, scratch + 2 * head_dim * lane_bytes
-        state_at = keys_at + 2 * tile_bytes
-        queries = carray(pointer_to(scratch, float32), (matrix,))
-        sums = carray(pointer_to(sums_at, float32), (matrix,))
-        highest = carray(pointer_to(state_at, float32), (LANES,))
-        totals = carray(pointer_to(state_at + lane_bytes, float32), (LANES,))
-        factors = carray(pointer_to(state_at + 2 * lane_bytes, float32), (LANES,))
-        lows = carray(pointer_to(state_at + 3 * lane_bytes, int32), (LANES,))
-        highs = carray(pointer_to(state_at + 4 * lane_bytes, int32), (LANES,))
-        owns = carray(pointer_to(state_at + 5 * lane_bytes, int32), (LANES,))
-        lane_slopes = carray(pointer_to(state_at + 6 * lane_bytes, float32), (LANES,))
+        scores_at = scratch + BLOCKS * block_bytes
+        keys_at = scores_at + TILE * lane_bytes
+        values_at = keys_at + TILE * row_bytes
+        raw_at = values_at + (per_word - 1) * TILE * row_bytes  # before they are interleaved, if they are
+        scale_at = raw_at + TILE * row_bytes
+        scales = _floats(scale_at, 0, LANES)
+        for i in range(LANES):
+            scales[i] = np.float32(float_of(parameters[20]))
         task = next_task(parameters)
         while task >= 0:
             kv_head, task = task % kv_heads, task // kv_heads
             first, num_lanes = firsts[task], counts[task]
+            num_blocks = (num_lanes + LANES - 1) // LANES
             table = carray(pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,))
-            for i in range(matrix):
-                sums[i] = np.float32(0)
-            for i in range(LANES):
-                lane = first + min(i, num_lanes - 1)  # those that are too many repeat the last query
-                token = positions[lane // group]
-                head = kv_head * group + lane % group
-                owns[i], highs[i] = token, min(token, ends[task] - 1)
-                if has_slopes:
-                    lane_slopes[i] = slopes[head]
-                lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
-                place = rows[lane // group] * kv_heads * group + head
-                query = carray(row_pointer(parameters[3], place, head_dim, element), (head_dim,))
-                for d in range(head_dim):
-                    queries[d * LANES + i] = wide(query[d]) * scale
-                if begins[task] > 0:
-                    state = _floats(states, place, head_dim + 2)
-                    for d in range(head_dim):
-                        sums[d * LANES + i] = state[d]
-                    highest[i], totals[i] = state[head_dim], state[head_dim + 1]
-                else:
-                    highest[i] = sinks[head] if has_sinks else LEAST
-                    totals[i] = np.float32(1) if has_sinks else np.float32(0)
-            begin, end = np.int64(lows[0]), np.int64(highs[LANES - 1]) + 1
+            begin, end = np.int64(NO_LIMIT), np.int64(0)
+            for block in range(num_blocks):
+                queries_at = scratch + block * block_bytes
+                sums = _floats(queries_at + sums_offset, 0, head_dim * LANES)
+                state_at = queries_at + state_offset
+                highest, totals = _floats(state_at, 0, LANES), _floats(state_at, 1, LANES)
+                lows, highs = _words(state_at, 3, LANES), _words(state_at, 4, LANES)
+                owns, lane_slopes = _words(state_at, 5, LANES), _floats(state_at, 6, LANES)
+                queries = _words(queries_at, 0, head_words * LANES)
+                for i in range(head_dim * LANES):
+                    sums[i] = np.float32(0)
+                for i in range(LANES):
+                    lane = first + min(
+                        block * LANES + i, num_lanes - 1
+                    )  # those that are too many repeat the last query
+                    token = positions[lane // group]
+                    head = kv_head * group + lane % group
+                    owns[i], highs[i] = token, min(token, ends[task] - 1)
+                    if has_slopes:
+                        lane_slopes[i] = slopes[head]
+                    lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
+                    place = rows[lane // group] * kv_heads * group + head
+                    query = _words(parameters[3], place, head_words)
+                    for d in range(head_words):
+                        queries[d * LANES + i] = query[d]
+                    if begins[task] > 0:
+                        state = _floats(states, place, head_dim + 2)
+                        for d in range(head_dim):
+                            sums[d * LANES + i] = state[d]
+                        highest[i], totals[i] = state[head_dim], state[head_dim + 1]
+                    else:
+                        highest[i] = sinks[head] if has_sinks else LEAST
+                        totals[i] = np.float32(1) if has_sinks else np.float32(0)
+                begin, end = min(begin, np.int64(lows[0])), max(end, np.int64(highs[LANES - 1]) + 1)
             for start in range(begin // TILE * TILE, end, TILE):
-                _gather(
-                    keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end,
-                    head_bytes, head_dim, element,
-                )  # fmt: skip
-                for t in range(0, TILE, ROWS):
-                    add_outer_products(
-                        keys_at + t * head_dim * FLOAT_BYTES, head_dim * FLOAT_BYTES, FLOAT_BYTES, scratch,
-                        scores_at + t * lane_bytes, head_dim, 0, False, ROWS, VECTORS,
-                    )  # fmt: skip
-                if has_cap:
-                    _cap(scores_at, soft_cap)
-                if has_slopes:
-                    _lower(scores_at, start, owns, lane_slopes)
-                if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
-                    _hide(scores_at, start, lows, highs)
-                _soften(scores_at, highest, totals, factors)
-                _gather(
-                    keys_at + tile_bytes, parameters[5], table, block_size, kv_heads, kv_head, start, begin,
-                    end, head_bytes, head_dim, element,
-                )  # fmt: skip
-                for d in range(0, head_dim, rows_of_value):
-                    add_outer_products(
-                        keys_at + tile_bytes + d * FLOAT_BYTES, FLOAT_BYTES, head_dim * FLOAT_BYTES,
-                        scores_at, sums_at + d * lane_bytes, TILE, state_at + 2 * lane_bytes, True,
-                        rows_of_value, VECTORS,
-                    )  # fmt: skip
+                _gather(keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end, head_words)
+                _gather(raw_at, parameters[5], table, block_size, kv_heads, kv_head, start, begin, end, head_words)
+                if per_word == 2:
+                    for t in range(0, TILE, 2):
+                        raw = raw_at + t * row_bytes
+                        interleave(raw, raw + row_bytes, values_at + t * row_bytes, head_dim)
+                for block in range(num_blocks):
+                    queries_at = scratch + block * block_bytes
+                    sums_at, state_at = queries_at + sums_offset, queries_at + state_offset
+                    lows, highs = _words(state_at, 3, LANES), _words(state_at, 4, LANES)
+                    if start > highs[LANES - 1] or start + TILE <= lows[0]:
+                        continue
+                    for t in range(0, TILE, ROWS):
+                        add_outer_products(
+                            keys_at + t * row_bytes, row_bytes, FLOAT_BYTES, queries_at, scores_at + t * lane_bytes,
+                            head_words, scale_at, False, ROWS, VECTORS, element,
+                        )  # fmt: skip
+                    if has_cap:
+                        _cap(scores_at, soft_cap)
+                    if has_slopes:
+                        _lower(scores_at, start, _words(state_at, 5, LANES), _floats(state_at, 6, LANES))
+                    if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
+                        _hide(scores_at, start, lows, highs)
+                    soften(scores_at, state_at, TILE, VECTORS, element)
+                    for d in range(0, head_dim, rows_of_value):
+                        add_outer_products(
+                            values_at + d * FLOAT_BYTES, FLOAT_BYTES, head_dim * FLOAT_BYTES, scores_at,
+                            sums_at + d * lane_bytes, TILE // per_word, state_at + 2 * lane_bytes, True,
+                            rows_of_value, VECTORS, element,
+                        )  # fmt: skip
             for i in range(num_lanes):
-                lane = first + i
+                block_at = scratch + i // LANES * block_bytes
+                sums = _floats(block_at + sums_offset, 0, head_dim * LANES)
+                highest, totals = _floats(block_at + state_offset, 0, LANES), _floats(block_at + state_offset, 1, LANES)
+                lane, own = first + i, i % LANES
                 head = kv_head * group + lane % group
                 place = rows[lane // group] * kv_heads * group + head
                 if keeps_state:
                     state = _floats(states, place, head_dim + 2)
                     for d in range(head_dim):
-                        state[d] = sums[d * LANES + i]
-                    state[head_dim], state[head_dim + 1] = highest[i], totals[i]
+                        state[d] = sums[d * LANES + own]
+                    state[head_dim], state[head_dim + 1] = highest[own], totals[own]
                 else:
                     out = carray(row_pointer(parameters[6], place, head_dim, element), (head_dim,))
+                    share = np.float32(1) / totals[own]
                     for d in range(head_dim):
-                        out[d] = narrow(sums[d * LANES + i] / totals[i], element)
+                        out[d] = narrow(sums[d * LANES + own] * share, element)
             task = next_task(parameters)
 
     return Kernel(kernel)

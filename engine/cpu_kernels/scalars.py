@@ -68,12 +68,6 @@ def float_of(builder: Any, bits: Any) -> Any:
     return builder.bitcast(bits, ir.DoubleType())
 
 
-@emitted(FLOAT32(types.int32))
-def power_of_two(builder: Any, exponent: Any) -> Any:
-    """2 ** exponent as float32, for an int32 from -126 to 127."""
-    return builder.bitcast(builder.shl(builder.add(exponent, I32(127)), I32(23)), F32)
-
-
 @emitted(types.int32(FLOAT32))
 def magnitude_bits(builder: Any, number: Any) -> Any:
     """Return the bits of |number|, a float32, as int32: they grow with it, and NaN's are above infinity's."""

@@ -5,29 +5,43 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from engine.cpu_kernels.scalars import power_of_two
+from engine.cpu_kernels.scalars import F32, FLOAT32, I32, emitted
 
-LOWEST = np.float32(-87.0)  # exp of less is no normal float32 any more
-LOG2_E = np.float32(1.44269504)
-LN2_HIGH = np.float32(0.693359375)  # ln 2 in two parts, so that a multiple of it is exact
-LN2_LOW = np.float32(-2.12194440e-4)
+LOWEST = -86.0  # exp of less is no normal float32 any more
+LOG2_E = 1.44269504
+LN2 = (0.693359375, -2.12194440e-4)  # in two parts, so that a multiple of the first is exact
+EXP_POWERS = (0.0083124777, 0.041890551, 0.16667116, 0.49999228, 1.0, 1.0)  # least error from -ln(2) / 2 to that
 LEAST = np.float32(-3.4e38)
-HALF, ONE = np.float32(0.5), np.float32(1.0)
+ONE = np.float32(1.0)
 
 
-@njit(fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
-def exp_of_negative(x: Any) -> Any:
-    """exp(x) for a float32 x of 0 or less, 1e-7 relative. Source: Cephes' expf."""
-    x = max(x, LOWEST)
-    exponent = np.int32(x * LOG2_E - HALF)
-    rest = x - np.float32(exponent) * LN2_HIGH - np.float32(exponent) * LN2_LOW
-    power = np.float32(1.9875691500e-4)
-    power = power * rest + np.float32(1.3981999507e-3)
-    power = power * rest + np.float32(8.3334519073e-3)
-    power = power * rest + np.float32(4.1665795894e-2)
-    power = power * rest + np.float32(1.6666665459e-1)
-    power = power * rest + HALF
-    return (power * rest * rest + rest + ONE) * power_of_two(exponent)
+def emit_exp(builder: Any, x: Any, floats: Any, integers: Any) -> Any:
+    """Emit exp(x) for x of 0 or less, float32 or a vector of it, 2e-7 relative: 2 ** n times exp of what is left.
+
+    floats, integers: make constants of x's type, and of integers as wide.
+    """
+
+    def multiply_add(a: Any, b: Any, c: Any) -> Any:
+        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    lowest = floats(LOWEST)
+    x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)  # NaN stays
+    bits = integers(0).type
+    whole = builder.fptosi(multiply_add(x, floats(LOG2_E), floats(-0.5)), bits)  # the nearest: this cuts towards 0
+    n, rest = builder.sitofp(whole, x.type), x
+    for part in LN2:
+        rest = multiply_add(n, floats(-part), rest)
+    power = floats(EXP_POWERS[0])
+    for each in EXP_POWERS[1:]:
+        power = multiply_add(power, rest, floats(each))
+    exponent = builder.shl(whole, integers(23))
+    return builder.bitcast(builder.add(builder.bitcast(power, bits), exponent), x.type)
+
+
+@emitted(FLOAT32(FLOAT32))
+def exp_of_negative(builder: Any, x: Any) -> Any:
+    """exp(x) for a float32 x of 0 or less."""
+    return emit_exp(builder, x, F32, I32)
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]

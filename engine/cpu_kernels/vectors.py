@@ -8,10 +8,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.cpu_kernels.processor import processor_flags
 from engine.cpu_kernels.scalars import F32, FLOAT32, FLOAT_BYTES, I16, I32, I64, widen
+from engine.cpu_kernels.softmax import LEAST, emit_exp
 
 CACHE_LINE = 64
 LONGEST_VECTOR = 16  # floats: 64 bytes, one AVX-512 register; LLVM splits it where there is none
+DOT_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512" if "avx512_bf16" in processor_flags() else None
 ACCUMULATORS = 16  # vectors kept in registers, of the 32 (AVX-512) or 16 there are
 
 
@@ -96,47 +99,109 @@ def add_weighted(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def add_outer_products(
-    typing: Any, factors: Any, row_stride: Any, step: Any, vectors: Any, sums: Any, num_steps: Any, kept: Any,
-    adds: Any, rows: Any, num_vectors: Any,
+    typing: Any, factors: Any, row_stride: Any, step: Any, vectors: Any, sums: Any, num_steps: Any, by: Any,
+    adds: Any, rows: Any, num_vectors: Any, element: Any,
 ) -> Any:  # fmt: skip
     """sums[row] = the sum over k of factors[row * row_stride + k * step] * vectors[k], for `rows` rows.
 
-    sums and vectors have rows of `num_vectors` vectors of LONGEST_VECTOR floats, one after the other; strides
-    are in bytes, all numbers float32. adds: literal, whether that is added to kept * sums[row], with `kept`
-    one such row. rows, num_vectors: literals.
+    sums and vectors have rows of `num_vectors` vectors of LONGEST_VECTOR words, one after the other; strides are in
+    bytes. Words are float32; those of factors and vectors may be pairs of bfloat16, whose products are both added.
+    by: a row of float32; with `adds` it multiplies what sums held, to which is added, otherwise the result.
+    adds, rows, num_vectors: literals.  element: the type of factors and vectors.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
-        factor, row_step, k_step, vector, total, steps, kept = args[:7]
+        factor, row_step, k_step, vector, total, steps, by = args[:7]
         offsets = [emit.vector_bytes * i for i in range(num_vectors.literal_value)]
-        scales = [emit.load(kept, at) for at in offsets] if adds.literal_value else []
+        adds_up, pairs = bool(adds.literal_value), element.dtype != FLOAT32
+        scales = [emit.load(by, at) for at in offsets]
 
         def before(at: int, vector: int) -> Any:
-            return builder.fmul(emit.load(total, at), scales[vector]) if scales else emit.zero()
+            return builder.fmul(emit.load(total, at), scales[vector]) if adds_up else emit.zero()
 
         def load(k: Any) -> list[Any]:
             here = builder.add(vector, builder.mul(k, I64(emit.row_bytes)))
-            return [emit.load(here, at) for at in offsets]
+            return [emit.load_pairs(here, at) if pairs else emit.load(here, at) for at in offsets]
 
-        emit.accumulate(total, rows.literal_value, steps, load, (factor, row_step, k_step), before)
+        after = None if adds_up else scales
+        emit.accumulate(total, rows.literal_value, steps, load, (factor, row_step, k_step), before, after)
         return context.get_dummy_value()
 
-    return _void(7, adds, rows, num_vectors), generate
+    return _void(7, adds, rows, num_vectors, element), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def widen_row(typing: Any, source: Any, target: Any, head_dim: Any, element: Any) -> Any:
-    """Copy head_dim numbers of the element type as float32. head_dim: a literal."""
+def soften(typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, element: Any) -> Any:
+    """Replace scores[token] by softmax numerators; as pairs of two tokens' bfloat16 if that is the element.
+
+    scores: `tokens` rows of `num_vectors` vectors of LONGEST_VECTOR float32.
+    state: three such rows: the highest score and the total so far, and a place for what earlier sums are to be
+    multiplied by.  tokens, num_vectors: literals.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stored = _Emitter(builder, head_dim.literal_value, element.dtype)
-        floats = _Emitter(builder, head_dim.literal_value, FLOAT32)
-        for i in range(stored.num_vectors):
-            floats.store(stored.load(args[0], stored.vector_bytes * i), args[1], floats.vector_bytes * i)
+        emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
+        score, state = args[:2]
+        step = 4 // (element.dtype.bitwidth // 8)  # tokens of a word
+        offsets = [emit.vector_bytes * i for i in range(emit.num_vectors)]
+        before = [emit.load(state, at) for at in offsets]
+        highest = [cgutils.alloca_once_value(builder, each) for each in before]
+        with cgutils.for_range(builder, I64(tokens.literal_value)) as loop:
+            row = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))
+            for slot, at in zip(highest, offsets, strict=True):
+                builder.store(emit.larger(builder.load(slot), emit.load(row, at)), slot)
+        tops = [builder.load(slot) for slot in highest]
+        totals = []
+        for old, top, at in zip(before, tops, offsets, strict=True):
+            factor = emit.exp(builder.fsub(old, top))
+            emit.store(top, state, at)
+            emit.store(factor, state, at + 2 * emit.row_bytes)
+            total = builder.fmul(emit.load(state, at + emit.row_bytes), factor)
+            totals.append(cgutils.alloca_once_value(builder, total))
+        with cgutils.for_range(builder, I64(tokens.literal_value // step)) as loop:
+            row = builder.add(score, builder.mul(loop.index, I64(step * emit.row_bytes)))
+            place = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))  # read by now
+            for slot, top, at in zip(totals, tops, offsets, strict=True):
+                weights = []
+                for i in range(step):
+                    each = emit.load(row, at + i * emit.row_bytes)
+                    weights.append(emit.unless_least(emit.exp(builder.fsub(each, top)), each))
+                    builder.store(builder.fadd(builder.load(slot), weights[-1]), slot)
+                emit.store(weights[0] if step == 1 else emit.pair(*weights), place, at)
+        for slot, at in zip(totals, offsets, strict=True):
+            emit.store(builder.load(slot), state, at + emit.row_bytes)
         return context.get_dummy_value()
 
-    return _void(2, head_dim, element), generate
+    return _void(2, tokens, num_vectors, element), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def copy_words(typing: Any, source: Any, target: Any, num_words: Any) -> Any:
+    """Copy as many words of four bytes. num_words: a literal."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder, num_words.literal_value, FLOAT32)
+        for i in range(emit.num_vectors):
+            emit.store(emit.load(args[0], emit.vector_bytes * i), args[1], emit.vector_bytes * i)
+        return context.get_dummy_value()
+
+    return _void(2, num_words), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -> Any:
+    """Write the pairs of two rows of bfloat16, `length` words of four bytes. length: a literal."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder, length.literal_value, types.uint16)
+        words = _Emitter(builder, length.literal_value, FLOAT32)
+        for i in range(emit.num_vectors):
+            low, high = (emit.load(row, emit.vector_bytes * i) for row in args[:2])
+            words.store(words.pair(low, high), args[2], words.vector_bytes * i)
+        return context.get_dummy_value()
+
+    return _void(3, length), generate
 
 
 def _void(num_args: int, *constants: Any) -> Any:
@@ -155,7 +220,7 @@ class _Emitter:
     def __init__(self, builder: Any, head_dim: int, element: Any) -> None:
         self._builder = builder
         self._length = _vector_length(head_dim)
-        self._type = ir.VectorType(F32, self._length)
+        self._type, self._words = ir.VectorType(F32, self._length), ir.VectorType(I32, self._length)
         self._is_wide = element == FLOAT32
         self._element_bytes = element.bitwidth // 8
         self.num_vectors = head_dim // self._length
@@ -163,7 +228,7 @@ class _Emitter:
         self.row_bytes = head_dim * self._element_bytes
 
     def zero(self) -> Any:
-        return self._type([0.0] * self._length)
+        return self._splat_float(0.0)
 
     def load(self, address: Any, offset: int) -> Any:
         stored = self._type if self._is_wide else ir.VectorType(I16, self._length)
@@ -173,8 +238,14 @@ class _Emitter:
             return loaded
         return widen(self._builder, loaded, ir.VectorType(I32, self._length), self._type)
 
+    def load_pairs(self, address: Any, offset: int) -> Any:
+        """Load words of two bfloat16 each, as integers."""
+        loaded = self._builder.load(self._pointer(address, offset, self._words))
+        loaded.align = FLOAT_BYTES
+        return loaded
+
     def store(self, vector: Any, address: Any, offset: int) -> None:
-        self._builder.store(vector, self._pointer(address, offset, self._type)).align = FLOAT_BYTES
+        self._builder.store(vector, self._pointer(address, offset, vector.type)).align = FLOAT_BYTES
 
     def prefetch(self, address: Any) -> None:
         """Prefetch one row of head_dim numbers; in the first cache a block would evict the last."""
@@ -186,19 +257,64 @@ class _Emitter:
             self._builder.call(function, (line, flag(0), flag(2), flag(1)))  # to read, into L2, data
 
     def splat(self, number: Any) -> Any:
-        one = self._builder.insert_element(self._type(ir.Undefined), number, I32(0))
-        lanes = ir.VectorType(I32, self._length)
-        return self._builder.shuffle_vector(one, self._type(ir.Undefined), lanes([0] * self._length))
+        nothing = ir.VectorType(number.type, self._length)(ir.Undefined)
+        one = self._builder.insert_element(nothing, number, I32(0))
+        return self._builder.shuffle_vector(one, nothing, self._words([0] * self._length))
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         product = self._builder.fmul(a, b, flags=("contract",))
         return self._builder.fadd(product, c, flags=("contract",))  # one instruction where there is one
 
-    def accumulate(self, sums: Any, rows: int, steps: Any, load: Any, factors: Any, before: Any) -> None:
+    def add_dot(self, a: Any, b: Any, c: Any) -> Any:
+        """c + the products of two pairs of bfloat16, in one instruction where there is one. a, b: words."""
+        builder = self._builder
+        if DOT_PAIRS is not None and self._length == LONGEST_VECTOR:
+            kind = ir.FunctionType(self._type, [self._type, self._words, self._words])
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, DOT_PAIRS), (c, a, b))
+        for split in (self._low_half, self._high_half):
+            c = self.multiply_add(split(a), split(b), c)
+        return c
+
+    def pair(self, low: Any, high: Any) -> Any:
+        """Return words of two bfloat16 each, of two vectors of float32, 0 or more, rounded to the nearest."""
+        builder, half = self._builder, self._splat_int(0x8000)
+        low, high = (builder.add(builder.bitcast(each, self._words), half) for each in (low, high))
+        upper = builder.and_(high, self._splat_int(-0x10000))
+        return builder.or_(builder.lshr(low, self._splat_int(16)), upper)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """Return the larger of each two; b where one is NaN."""
+        return self._builder.select(self._builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp(self, x: Any) -> Any:
+        """exp(x) for float32 x of 0 or less."""
+        return emit_exp(self._builder, x, self._splat_float, self._splat_int)
+
+    def unless_least(self, numbers: Any, scores: Any) -> Any:
+        """Return the numbers, 0 where a score is LEAST: one that is not seen."""
+        seen = self._builder.fcmp_unordered(">", scores, self._splat_float(float(LEAST)))
+        return self._builder.select(seen, numbers, self.zero())
+
+    def _splat_float(self, number: float) -> Any:
+        return self._type([number] * self._length)
+
+    def _splat_int(self, number: int) -> Any:
+        return self._words([number] * self._length)
+
+    def _low_half(self, words: Any) -> Any:
+        return self._builder.bitcast(self._builder.shl(words, self._splat_int(16)), self._type)
+
+    def _high_half(self, words: Any) -> Any:
+        return self._builder.bitcast(self._builder.and_(words, self._splat_int(-0x10000)), self._type)
+
+    def accumulate(
+        self, sums: Any, rows: int, steps: Any, load: Any, factors: Any, before: Any, after: Any = None
+    ) -> None:
         """Add to each row of sums, for k below `steps`, the vectors load(k) times the row's factor of k.
 
+        load may give words of pairs, then the factors are such too.
         factors: an address, and the bytes between two rows' and between two steps' factors.  before(offset, number of
-        the vector): what a vector of sums begins with.
+        the vector): what a vector of sums begins with.  after: vectors that multiply the results, None for none.
         """
         builder, (factor, row_step, k_step) = self._builder, factors
         offsets = [[self.row_bytes * r + self.vector_bytes * i for i in range(self.num_vectors)] for r in range(rows)]
@@ -209,12 +325,15 @@ class _Emitter:
             place = builder.add(factor, builder.mul(loop.index, k_step))
             for r, row in enumerate(slots):
                 address = builder.add(place, builder.mul(I64(r), row_step))
-                number = self.splat(builder.load(builder.inttoptr(address, F32.as_pointer())))
+                kind = loaded[0].type.element
+                number = self.splat(builder.load(builder.inttoptr(address, kind.as_pointer())))
+                add = self.add_dot if kind == I32 else self.multiply_add
                 for slot, vector in zip(row, loaded, strict=True):
-                    builder.store(self.multiply_add(number, vector, builder.load(slot)), slot)
+                    builder.store(add(number, vector, builder.load(slot)), slot)
         for row, places in zip(slots, offsets, strict=True):
-            for slot, at in zip(row, places, strict=True):
-                self.store(builder.load(slot), sums, at)
+            for i, (slot, at) in enumerate(zip(row, places, strict=True)):
+                total = builder.load(slot)
+                self.store(total if after is None else builder.fmul(total, after[i]), sums, at)
 
     def add_product(self, total: Any, factors: Any) -> Any:
         """Return total + the product of both factors; total None is 0."""

@@ -54,7 +54,7 @@ def test_random_prefixes_equal_float64(
     """Decodes, short and long chunks, behind as much of the prefix as each has, in layers of any kind."""
     seqs = [(14, 20, 1), *((shared, max(own, query), query) for shared, own, query in seqs)]
     batch = sharing(*map(list, zip(*seqs, strict=True)), head_dim=32, group=8, dtype=dtype, seed=seed, **features)
-    assert batch.error_beyond_rounding(attend(batch)[0]) < TOLERANCE[torch.float32]
+    assert batch.error_beyond_rounding(attend(batch)[0]) < TOLERANCE[batch.query.dtype]
 
 
 @pytest.mark.parametrize(("features", "shares"), [({}, True), ({"has_sinks": True}, True), ({"window": 99}, False)])
@@ -64,7 +64,7 @@ def test_the_prefix_is_read_once(features: dict[str, Any], shares: bool) -> None
     batch = sharing([12] * count, list(range(1, count + 1)), [1] * count, head_dim=32, group=8, **features)
     output, metadata = attend(batch)
     (parts,) = metadata.parts.values()
-    assert batch.error_beyond_rounding(output) < TOLERANCE[torch.float32]
+    assert batch.error_beyond_rounding(output) < TOLERANCE[batch.query.dtype]
     assert (parts.shared is not None) is shares
     if parts.shared is not None:
         assert int(parts.shared.count.sum()) == count * 8
