@@ -63,9 +63,9 @@ class KernelBackend(ABC):
 
     def check_features(self, features: AttentionFeatures) -> None:
         """Raise AttentionRefused unless it can compute such an attention."""
-        if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
+        if self.max_head_dim is not None and (features.head_dim > self.max_head_dim or features.head_dim % 2):
             raise AttentionRefused(
-                f"attention_backend={self.name!r} takes heads of up to {self.max_head_dim} numbers, this "
+                f"attention_backend={self.name!r} takes heads of an even size up to {self.max_head_dim}, this "
                 f"model has {features.head_dim}; use attention_backend='torch'"
             )
         if features.is_indexed and not self.takes_index:
