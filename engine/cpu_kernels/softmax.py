@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from engine.cpu_kernels.scalars import power_of_two
+from engine.cpu_kernels.scalars import helper, power_of_two
 
 LOWEST = np.float32(-87.0)  # exp of less is no normal float32 any more
 LOG2_E = np.float32(1.44269504)
@@ -15,7 +14,7 @@ LEAST = np.float32(-3.4e38)
 HALF, ONE = np.float32(0.5), np.float32(1.0)
 
 
-@njit(fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"})
 def exp_of_negative(x: Any) -> Any:
     """exp(x) for a float32 x of 0 or less, 1e-7 relative. Source: Cephes' expf."""
     x = max(x, LOWEST)
@@ -30,7 +29,7 @@ def exp_of_negative(x: Any) -> Any:
     return (power * rest * rest + rest + ONE) * power_of_two(exponent)
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def tanh(x: Any) -> Any:
     """tanh(x) for a float32 x, 1e-7 relative. Source: Cephes' tanhf."""
     size = abs(x)
@@ -46,14 +45,14 @@ def tanh(x: Any) -> Any:
     return near if size < np.float32(0.625) else np.copysign(far, x)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x)) for a float32 x, 1e-7 relative."""
     small = exp_of_negative(-abs(x))
     return (ONE if x >= 0 else small) / (ONE + small)
 
 
-@njit(fastmath=True)  # type: ignore[untyped-decorator]
+@helper(fastmath=True)
 def softmax_numerators(scores: Any, scale: Any, least: Any) -> Any:
     """Replace each score by exp(scale * (score - the highest)); return their sum and the highest.
 
