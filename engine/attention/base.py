@@ -60,10 +60,7 @@ class KernelBackend(ABC):
         """device: one that `check` lets through."""
 
     def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
-        """Return the logits that `run` computes; compile the kernels that it calls, and those that choose tokens.
-
-        dtype: of the logits. `run` may be called twice.
-        """
+        """Return the logits that `run` computes, perhaps twice; compile its kernels, and those that choose tokens."""
         return run()
 
     def check_features(self, features: AttentionFeatures) -> None:

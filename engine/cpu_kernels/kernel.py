@@ -151,9 +151,8 @@ def _as_int64(argument: Tensor | int | float) -> int:
 def _compile(function: Callable[[Any], None]) -> Any:
     """Return the function's machine code, from the cache if nobody else may write there and it is whole."""
     root = cache_root()
-    folder = root / _digest(function)
     try:
-        _own_root()
+        folder = _own_root() / _digest(function)
         if folder.exists() and not _is_whole(folder):
             logger.warning("a CPU kernel is compiled anew: %s is damaged", folder)
             shutil.rmtree(folder, ignore_errors=True)

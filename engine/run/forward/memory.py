@@ -42,8 +42,7 @@ def keep_freed_memory() -> None:
 
 def give_back_memory() -> None:
     """Give the kernel what is free of the memory kept so, as engines leave it when they close."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
