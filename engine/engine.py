@@ -21,6 +21,7 @@ from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.memory import give_back_memory
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
@@ -124,7 +125,8 @@ class Engine:
         if self._live_runner is not None:
             self._live_runner.close()
             self._stepper.close()
-        self._live_runner = None
+            self._live_runner = None
+            give_back_memory()
         self._sequences.grammars.close()
         self._unfinished.clear()
 

@@ -1,6 +1,7 @@
 """The interface between the model and a backend's kernels, and the inputs of one forward pass."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,8 +59,9 @@ class KernelBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""
 
-    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
-        """Compile the kernels that computing logits does not call. dtype: of the logits."""
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
+        """Return the logits that `run` computes, perhaps twice; compile its kernels, and those that choose tokens."""
+        return run()
 
     def check_features(self, features: AttentionFeatures) -> None:
         """Raise AttentionRefused unless it can compute such an attention."""

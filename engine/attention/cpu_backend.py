@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,10 +83,11 @@ class CpuBackend(KernelBackend):
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
         from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
         from engine.cpu_kernels.delta_net import delta_net
+        from engine.cpu_kernels.kernel import run_compiled
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._logit_masks, self._sampler = logit_masks, cpu_sampler
+        self._logit_masks, self._sampler, self._run_compiled = logit_masks, cpu_sampler, run_compiled
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -101,8 +103,12 @@ class CpuBackend(KernelBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         return "it keeps them in the model's dtype only"
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        self._sampler.kernel_for(dtype)
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
+        def both() -> Tensor:
+            self._sampler.kernel_for(dtype)
+            return run()
+
+        return self._run_compiled(both)
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""

@@ -3,6 +3,7 @@
 Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,9 +126,10 @@ class TritonBackend(CapturableBackend):
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
         fill_pending(token_ids, rows, sampled, places)
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
         fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
+        return run()
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
         write_rows(memory, writes, sampled)

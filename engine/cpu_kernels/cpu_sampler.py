@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, int64, njit
+from numba import carray, float32, int32, int64
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import helper, pointer_to, row_pointer, wide
 from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels import weight_constants
 
@@ -23,6 +23,7 @@ TILE = 128  # tokens whose highest key, and whose sum, are kept together
 INFINITY = 0x7F800000  # its bits, and so its key
 LOWEST_KEY = -(2**31) + 1  # below all
 RANGE_BITS = 18  # of an exponent: ranges of a factor of 2^(1/32)
+EVERY = np.int64(-1)  # of the ranges; not a constant, of which Numba would compile a variant of its own
 NUM_RANGES = (-int(weight_constants.LOWEST_EXPONENT) >> RANGE_BITS) + 1
 LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
@@ -55,7 +56,7 @@ def _scratch_words(vocab_size: int) -> int:
     return 2 * -(-vocab_size // TILE) + NUM_RANGES + 3 * TILE + 3 * vocab_size
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
     """Return Philox's first word: first_words of engine/sampling/draws.py."""
     c0, c1, c2, c3 = position & LOW, position >> SHIFT, sample_index & LOW, np.uint64(0)
@@ -67,14 +68,14 @@ def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
     return np.int64(c0)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _target(total: Any, word: Any) -> Any:
     """Return the goal of a draw: `target` of engine/sampling/draws.py."""
     odd = 2 * word + 1
     return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _tile_of(row: Any, tile: Any, element: Any) -> Any:
     """Return a tile's logits, from 0 on, for LLVM to make vectors. row: its address, vocabulary size."""
     address, vocab = row
@@ -82,7 +83,7 @@ def _tile_of(row: Any, tile: Any, element: Any) -> Any:
     return carray(row_pointer(address, first, 1, element), (min(TILE, vocab - first),))
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _highest(row: Any, maxima: Any, element: Any) -> Any:
     """Return the row's highest key and the first tile with it; put every tile's into maxima."""
     highest, where = np.int32(LOWEST_KEY), 0
@@ -97,7 +98,7 @@ def _highest(row: Any, maxima: Any, element: Any) -> Any:
     return highest, where
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _sum_tiles(row: Any, maxima: Any, sums: Any, scale: Any, cut: Any, element: Any) -> Any:
     """Return the sum of the staying weights, and put that of every tile into sums. cut: lowest key, last token."""
     highest, rate, least = scale
@@ -120,12 +121,12 @@ def _sum_tiles(row: Any, maxima: Any, sums: Any, scale: Any, cut: Any, element: 
     return total
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _stays(key: Any, token: Any, lowest: Any, last_id: Any) -> Any:
     return (key > lowest) | ((key == lowest) & (token <= last_id))
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
@@ -159,7 +160,7 @@ def _sum_ranges(
     return total
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
     """Return the key and token at which the goal is reached. above: of the ranges above."""
     ids, keys, amounts = found
@@ -183,14 +184,14 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
     return np.int32(low), last_id
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _share(total: Any, top_p: Any) -> Any:
     """Return the share as in engine/sampling/sampler.py."""
     fraction = np.int64(top_p * np.float32(2**31))
     return max(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _reached_at(row: Any, sums: Any, goal: Any, scale: Any, cut: Any, element: Any) -> Any:
     """Return the first token at which the sum of the weights that stay exceeds the goal."""
     highest, rate, least = scale
@@ -257,7 +258,7 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
                             continue
                         for i in range(NUM_RANGES):
                             ranges[i] = 0
-                        total = _sum_ranges(row, maxima, ranges, tile_of, found, -1, scale, cut, counts, element)
+                        total = _sum_ranges(row, maxima, ranges, tile_of, found, EVERY, scale, cut, counts, element)
                         goal = np.int64(top_k[task]) if counts else _share(total, top_p[task])
                         if goal < total:
                             above, wanted = 0, 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, int64, njit
+from numba import carray, float32, int32, int64
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, helper, narrow, pointer_to
 from engine.cpu_kernels.softmax import LEAST, ONE, exp_of_negative, softmax_numerators, tanh
 from engine.cpu_kernels.vectors import add_weighted, rows_at_once, score_tokens
 
@@ -75,7 +75,7 @@ def decode_attention(
     )  # fmt: skip
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _next_address(
     table: Any, index: Any, first_block: Any, num_blocks: Any, pool: Any, other_pool: Any, block_bytes: Any
 ) -> Any:
@@ -85,13 +85,13 @@ def _next_address(
     return other_pool + table[first_block] * block_bytes
 
 
-@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract"}, error_model="numpy")
 def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
     for i in range(len(scores)):
         scores[i] = soft_cap * tanh(scores[i] * (scale / soft_cap))
 
 
-@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract"}, error_model="numpy")
 def _lower(scores: Any, slope: Any) -> None:
     for i in range(len(scores)):
         scores[i] -= slope * np.float32(len(scores) - 1 - i)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, int64, njit
+from numba import carray, int64
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT32, FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import FLOAT32, FLOAT_BYTES, float_of, helper, narrow, pointer_to, row_pointer, wide
 from engine.cpu_kernels.softmax import ONE, exp_of_negative, sigmoid
 from engine.cpu_kernels.vectors import score_tokens
 
@@ -40,7 +40,7 @@ def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence
     return out
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _copy(memory: Any, source: Any, target: Any, size: Any, num_heads: Any, head: Any, element: Any) -> None:
     """Copy a head's numbers of row `source` of a memory into row `target`, zeros for -1."""
     to = carray(row_pointer(memory, target * num_heads + head, size, element), (size,))
@@ -53,7 +53,7 @@ def _copy(memory: Any, source: Any, target: Any, size: Any, num_heads: Any, head
             to[i] = given[i]
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _convolve(x: Any, seen: Any, weights: Any, out: Any, steps: Any) -> None:
     """Convolve and activate a token's channels, and let them be seen. seen: [steps * channels]."""
     length = len(out)
@@ -71,7 +71,7 @@ def _convolve(x: Any, seen: Any, weights: Any, out: Any, steps: Any) -> None:
         out[i] = out[i] * sigmoid(out[i])
 
 
-@njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath=True, error_model="numpy")
 def _product(a: Any, b: Any) -> Any:
     total = ZERO
     for i in range(len(a)):
@@ -79,7 +79,7 @@ def _product(a: Any, b: Any) -> Any:
     return total
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _correct(rows: Any, key: Any, values: Any, answers: Any, out: Any, factors: Any) -> None:
     """Let rows of a head's state fade, and take a value in. rows: [values * key_dim].
 

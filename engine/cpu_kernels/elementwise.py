@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, int64, njit, uint8
+from numba import carray, int64, uint8
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task
@@ -18,6 +18,7 @@ from engine.cpu_kernels.scalars import (
     FLOAT32,
     float32_of,
     float_of,
+    helper,
     magnitude_bits,
     narrow,
     pointer_to,
@@ -117,18 +118,18 @@ def _num_tasks(num_rows: int) -> int:
     return -(-num_rows // ROWS_PER_TASK)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _rows_of_task(task: Any, num_rows: Any) -> Any:
     return range(task * ROWS_PER_TASK, min(num_rows, (task + 1) * ROWS_PER_TASK))
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _row(address: Any, index: Any, stride: Any, length: Any, element: Any) -> Any:
     """Return row `index` of a matrix of that element type, whose rows are `stride` numbers apart."""
     return carray(row_pointer(address, index, stride, element), (length,))
 
 
-@njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath=True, error_model="numpy")
 def _inverse_rms(row: Any, eps: Any) -> Any:
     total = np.float32(0)
     for i in range(len(row)):
@@ -136,7 +137,7 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
     return np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: Any, element: Any) -> None:
     """Normalise a head and rotate as many of its numbers as there are cosines."""
     rotary_dim = len(cos)

@@ -1,8 +1,10 @@
 """Compiling a kernel once for each machine, keeping it where nobody else may write, and running it."""
 
 import ctypes
+import gc
 import hashlib
 import logging
+import multiprocessing
 import os
 import shutil
 import stat
@@ -12,18 +14,19 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import torch
-from numba import njit, types
+from numba import types
 from numba.core.registry import cpu_target
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
-from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
+from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add, helper
 from engine.kernels import weight_constants
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
@@ -34,17 +37,22 @@ OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catc
 
 ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what kernels are compiled for
 
+LONGEST_COMPILING_S = 60.0  # a child that another thread's lock holds up ends then
+
+T = TypeVar("T")
+_missing: ContextVar[list["Kernel"] | None] = ContextVar("missing kernels", default=None)
+
 logger = logging.getLogger(__name__)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def next_task(parameters: Any) -> Any:
     """Return the next task that no thread has taken, -1 if there is none left. For use in a kernel."""
     task = fetch_add(parameters, 0)
     return task if task < parameters[2] else -1
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def worker_number(parameters: Any) -> Any:
     """Return a number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
     return fetch_add(parameters, 1)
@@ -58,11 +66,30 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
-        self._compiled = _compile(function)
+        self.function = function
+        self._entry: Any = None
+        self._is_ready()
+
+    def compile(self) -> None:
+        """Compile it, or take its code from the cache."""
+        self._compiled = _compile(self.function)
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+
+    def _is_ready(self) -> bool:
+        """Compile it, unless `run_compiled` notes what is missing."""
+        missing = _missing.get()
+        if missing is not None and self in missing:
+            return False
+        if missing is None or (cache_root() / _digest(self.function)).exists():
+            self.compile()
+            return True
+        missing.append(self)
+        return False
 
     def __call__(self, num_tasks: int, *arguments: Tensor | int | float) -> None:
         """Run the tasks 0 to num_tasks - 1; tensors must be contiguous where the kernel expects it."""
+        if self._entry is None and not self._is_ready():
+            return  # this run's results are not used
         # most are integers; a call of _as_int64 for each took a tenth of a decode step of one sequence
         values = [each if type(each) is int else _as_int64(each) for each in arguments]
         parameters = (ctypes.c_int64 * (FIRST_ARGUMENT + len(values)))(0, 0, num_tasks, *values)
@@ -71,6 +98,45 @@ class Kernel:
             _run_in_team()(self._entry, parameters, num_threads)
         elif num_threads == 1:
             self._entry(parameters)
+
+
+def run_compiled(run: Callable[[], T]) -> T:
+    """Return what `run` computes; kernels that it lacks are compiled side by side, and it runs once more."""
+    missing: list[Kernel] = []
+    noting = _missing.set(missing)
+    try:
+        result = run()
+    finally:
+        _missing.reset(noting)
+    if not missing:
+        return result
+    with suppress(OSError):  # without them the cache stays as it is
+        if sys.platform == "linux" and os.access(_own_root(), os.W_OK):
+            _compile_in_children([kernel.function for kernel in missing])
+    for kernel in missing:
+        kernel.compile()
+    return run()
+
+
+def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
+    """Fill the cache: Numba compiles one function at a time in a process. What children leave out is compiled later."""
+    tasks, numbers = os.pipe()
+    os.write(numbers, bytes(range(len(functions))))
+    os.close(numbers)
+
+    def compile_some() -> None:
+        gc.disable()  # a tenth of the time; what is left goes with the process
+        while number := os.read(tasks, 1):
+            _compile(functions[number[0]])
+
+    make = multiprocessing.get_context("fork").Process
+    children = [make(target=compile_some) for _ in range(min(len(functions), torch.get_num_threads()))]
+    for child in children:
+        child.start()
+    os.close(tasks)
+    for child in children:
+        child.join(LONGEST_COMPILING_S)
+        child.kill()
 
 
 def _as_int64(argument: Tensor | int | float) -> int:
@@ -85,11 +151,8 @@ def _as_int64(argument: Tensor | int | float) -> int:
 def _compile(function: Callable[[Any], None]) -> Any:
     """Return the function's machine code, from the cache if nobody else may write there and it is whole."""
     root = cache_root()
-    folder = root / _digest(function)
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if problem := exposure(root.resolve()):
-            raise PermissionError(f"{problem}; correct that, or remove {root}")
+        folder = _own_root() / _digest(function)
         if folder.exists() and not _is_whole(folder):
             logger.warning("a CPU kernel is compiled anew: %s is damaged", folder)
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,6 +165,15 @@ def _compile(function: Callable[[Any], None]) -> Any:
             error,
         )
         return numba.cfunc(SIGNATURE, **OPTIONS)(function)
+
+
+def _own_root() -> Path:
+    """Return the cache's folder, made. Raises OSError if another user may write there."""
+    root = cache_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if problem := exposure(root.resolve()):
+        raise PermissionError(f"{problem}; correct that, or remove {root}")
+    return root
 
 
 def exposure(folder: Path) -> str | None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, int64, literally, njit
+from numba import carray, float32, int32, int64, literally
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, helper, narrow, pointer_to, row_pointer
 from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, tanh
 from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, copy_words, interleave, soften
@@ -154,19 +154,19 @@ def _scratch_floats(head_dim: int) -> int:
     return BLOCKS * _block_floats(head_dim) + TILE * LANES + 3 * TILE * head_dim + LANES
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _floats(address: Any, row: Any, length: Any) -> Any:
     """Return row `row` of a matrix of float32 with so many columns."""
     return carray(pointer_to(address + row * length * FLOAT_BYTES, float32), (length,))
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _words(address: Any, row: Any, length: Any) -> Any:
     """Return row `row` of a matrix of words of four bytes with so many columns."""
     return carray(pointer_to(address + row * length * FLOAT_BYTES, int32), (length,))
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _gather(
     rows: Any, pool: Any, table: Any, block_size: Any, kv_heads: Any, kv_head: Any, start: Any, first: Any,
     end: Any, num_words: Any,
@@ -187,7 +187,7 @@ def _gather(
             block, offset = block + 1, 0
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _hide(scores: Any, start: Any, lows: Any, highs: Any) -> None:
     for t in range(TILE):
         row = _floats(scores, t, LANES)
@@ -196,14 +196,14 @@ def _hide(scores: Any, start: Any, lows: Any, highs: Any) -> None:
             row[i] = row[i] if lows[i] <= token and token <= highs[i] else LEAST
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _cap(scores: Any, soft_cap: Any) -> None:
     every = _floats(scores, 0, TILE * LANES)
     for i in range(TILE * LANES):
         every[i] = soft_cap * tanh(every[i] / soft_cap)
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _lower(scores: Any, start: Any, owns: Any, slopes: Any) -> None:
     for t in range(TILE):
         row = _floats(scores, t, LANES)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from engine.cpu_kernels.scalars import F32, FLOAT32, I32, emitted
+from engine.cpu_kernels.scalars import F32, FLOAT32, I32, emitted, helper
 
 LOWEST = -86.0  # exp of less is no normal float32 any more
 LOG2_E = 1.44269504
@@ -44,7 +43,7 @@ def exp_of_negative(builder: Any, x: Any) -> Any:
     return emit_exp(builder, x, F32, I32)
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def tanh(x: Any) -> Any:
     """tanh(x) for a float32 x, 1e-7 relative. Source: Cephes' tanhf."""
     size = abs(x)
@@ -60,14 +59,14 @@ def tanh(x: Any) -> Any:
     return near if size < np.float32(0.625) else np.copysign(far, x)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x)) for a float32 x, 1e-7 relative."""
     small = exp_of_negative(-abs(x))
     return (ONE if x >= 0 else small) / (ONE + small)
 
 
-@njit(fastmath=True)  # type: ignore[untyped-decorator]
+@helper(fastmath=True)
 def softmax_numerators(scores: Any, scale: Any, least: Any) -> Any:
     """Replace each score by exp(scale * (score - the highest)); return their sum and the highest.
 

@@ -60,7 +60,8 @@ def load_weights(
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
     files = list_weight_files(folder)
-    model.to_empty(device=device)
+    # as to_empty does, whose way from the meta device imports sympy, a third of a second
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     model.tie_weights()
     modules = {name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)}
     missing = {

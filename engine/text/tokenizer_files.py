@@ -21,7 +21,7 @@ def load_tokenizer(folder: Path) -> Any:
     A tokenizer.json is taken as it stands: classes of transformers 5 would put their own splitting in its place.
     Raises ConfigError, or any error of transformers.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if not any((folder / name).is_file() for name in VOCABULARIES):
         # transformers 5 would make an empty tokenizer of the model's class
@@ -34,6 +34,8 @@ def load_tokenizer(folder: Path) -> Any:
         return _of_tekken(folder / "tekken.json")
     if (folder / "tokenizer.model").is_file():
         return _of_sentencepiece(folder)
+    from transformers import AutoTokenizer  # it reads the names of all models' modules, a third of a second
+
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
 

@@ -80,6 +80,36 @@ def test_each_task_runs_once(own_threads: bool, two_threads: None, monkeypatch: 
         assert counts.tolist() == [1] * num_tasks + [0] * (501 - num_tasks)
 
 
+@pytest.mark.parametrize("children_die", [False, True])
+def test_kernels_that_a_run_lacks_are_compiled_before_it_counts(
+    children_die: bool, tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By children, if they live: this process takes them from the cache. What the run gave without them is dropped."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    here, compile_one = os.getpid(), kernel_module._compile
+    if children_die:
+        monkeypatch.setattr(
+            kernel_module, "_compile", lambda function: compile_one(function) if os.getpid() == here else os._exit(1)
+        )
+    kernels: list[Kernel] = []
+    runs: list[list[int]] = []
+
+    def run() -> list[int]:
+        counts = torch.zeros(3, dtype=torch.int64)
+        kernels.extend([] if kernels else [Kernel(count_task)])
+        for kernel in kernels:
+            kernel(3, counts)
+        runs.append(counts.tolist())
+        return runs[-1]
+
+    assert kernel_module.run_compiled(run) == [1, 1, 1]
+    assert runs == [[0, 0, 0], [1, 1, 1]]
+    assert kernels[0]._compiled.cache_hits == int(not children_die)
+    kernels.clear()
+    assert kernel_module.run_compiled(run) == [1, 1, 1]
+    assert len(runs) == 3, "nothing was missing"
+
+
 @both_dtypes
 def test_auto_takes_it_on_a_cpu(dtype: torch.dtype) -> None:
     chosen = load_backend("auto", CPU, dtype)

@@ -70,7 +70,7 @@ def test_what_is_no_distribution_has_no_token(dtype: torch.dtype) -> None:
 def test_the_backend_samples_by_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And compiles it before the first step."""
     backend, compiled = CpuBackend(torch.device("cpu")), []
-    backend.prepare(dtype)
+    backend.prepare(dtype, lambda: torch.zeros(1))
     monkeypatch.setattr("engine.attention.base.sample", None)
     monkeypatch.setattr("engine.cpu_kernels.kernel._compile", compiled.append)
     logits = torch.zeros(3, 9, dtype=dtype)

@@ -1,11 +1,15 @@
 """The pool never overcommits: it leaves room for the rest on a GPU, and keeps to stated bytes on a CPU."""
 
+import ctypes
+import gc
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
@@ -109,3 +113,27 @@ def test_a_pool_that_does_not_fit_stops_the_start(
     start_on(FakeGpu(400 * MIB, taken * MIB), monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
     with pytest.raises(ConfigError, match=message):
         Engine(config(folder, **changes))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_what_steps_left_goes_back_to_the_system_when_the_engine_closes(folder: Path) -> None:
+    """It stays with the process until then; model and pool go at once, without a collection."""
+    built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22))
+    runner = built._open_runner()
+    assert isinstance(runner, ModelRunner)
+    held = [weakref.ref(each) for each in (runner, runner.model, runner.cache)]
+    del runner
+    tensors = [torch.ones(2 * MIB) for _ in range(8)]
+    del tensors
+    before = resident_bytes()
+    gc.disable()
+    try:
+        built.close()
+        assert [each() for each in held] == [None, None, None]
+    finally:
+        gc.enable()
+    assert before - resident_bytes() > 60 * MIB

@@ -111,14 +111,16 @@ def test_memory_allowed_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> N
     assert allowed_bytes(tmp_path / "nowhere", root) > 1 << 30
 
 
-def test_importing_the_package_loads_no_torch() -> None:
-    """Configuration, parameters and errors are for callers without it; the first use of Engine loads it."""
+def test_what_takes_long_to_import_is_imported_when_it_is_needed(folder: Path) -> None:
+    """Configuration, parameters and errors are for callers without torch; a start needs no list of all models."""
     code = (
         "import sys, engine; engine.SamplingParams(); engine.EngineConfig('m'); engine.InvalidPrompt;"
         "heavy = {'torch', 'transformers', 'numpy', 'xxhash'} & set(sys.modules); assert not heavy, heavy;"
-        "engine.Engine; assert 'torch' in sys.modules"
+        "engine.Engine; assert 'torch' in sys.modules;"
+        "engine.Engine(engine.EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22));"
+        "heavy = {'sympy', 'transformers.models.auto'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=PACKAGE.parent, timeout=120)
 
 
 class FakeCuda:

@@ -90,7 +90,6 @@ class ModelRunner:
             with on_device(self.device):
                 self.model = self._load(folder)
                 self._probe()
-                self.backend.prepare(self.dtype)
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
@@ -186,9 +185,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
-        """Return the logits of the rows that sample, as from `forward`."""
+        """Return the logits of the rows that sample, as from `forward`, once the kernels are compiled."""
         batch, _ = self._to_device(step)
-        return self.forward(batch)
+        return self.backend.prepare(self.dtype, lambda: self.forward(batch))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
