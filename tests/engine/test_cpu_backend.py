@@ -136,11 +136,12 @@ def test_without_numba_torch_serves_and_the_log_says_so(
         load_backend("cpu", CPU, torch.float32)
 
 
-def test_it_refuses_other_devices_and_larger_heads(backend: CpuBackend) -> None:
+def test_it_refuses_other_devices_and_heads_too_large_or_odd(backend: CpuBackend) -> None:
     with pytest.raises(ConfigError, match="does not run on device='cuda', set device='cpu'"):
         load_backend("cpu", torch.device("cuda"), torch.float32)
-    with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
-        backend.check_features(AttentionFeatures(2, 2, 320, 1.0))
+    for head_dim in (320, 65):
+        with pytest.raises(ConfigError, match=f"an even size up to 256, this model has {head_dim}"):
+            backend.check_features(AttentionFeatures(2, 2, head_dim, 1.0))
 
 
 def test_machine_code_that_another_user_may_have_written_is_not_run(
