@@ -222,7 +222,7 @@ def test_auto_takes_another_backend_where_a_layer_is_refused(tmp_path: Path, cap
     with Engine(small(folder, max_model_len=20, model_path="transformers")) as built:
         assert built.attention_backend == "torch"
     assert "attention_backend='auto' takes 'torch'" in caplog.text
-    with pytest.raises(AttentionRefused, match="heads of up to 256 numbers, this model has 272"):
+    with pytest.raises(AttentionRefused, match="heads of an even size up to 256, this model has 272"):
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
 
 
