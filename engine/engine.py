@@ -188,10 +188,8 @@ class Engine:
             reader = self._reader_for(most, pooling)
             found = reader.read(reader.text_of(list(prompt)), pictures, self._tokenizer.encode)
             return self._with_pictures(*found, scoring)
-        if isinstance(pooling, ClassParams):
-            return PreparedPrompt(self._classifier.token_ids(prompt, pooling), [])
         if pooling is not None:
-            return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
+            return self._prepare_pooled(prompt, pooling)
         if scoring is not None:
             prepared = self._prepare_scores(prompt, scoring)
         else:
@@ -427,6 +425,15 @@ class Engine:
         if scoring is not None:
             return replace(self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures)
         return PreparedPrompt(self._prompts.token_ids(token_ids), keys, pictures=pictures)
+
+    def _prepare_pooled(self, prompt: Prompt, params: PoolingParams | ClassParams) -> PreparedPrompt:
+        if isinstance(params, ClassParams):
+            token_ids = self._classifier.token_ids(prompt, params)
+            states = self._classifier.states(params, len(token_ids))
+        else:
+            token_ids = self._embedder.token_ids(prompt, params)
+            states = self._embedder.states(params, len(token_ids))
+        return PreparedPrompt(token_ids, [] if states.needs_all else self._scheduler.blocks.keys_of(token_ids))
 
     def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
         ends = tuple(sorted(self._sequences.eos_token_ids))

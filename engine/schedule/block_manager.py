@@ -275,16 +275,15 @@ class BlockManager:
 
         The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
         """
-        missing = self.num_missing(seq, cached, tail)
-        if missing > 0:
+        num_blocks = self.num_blocks_for(seq.num_tokens)
+        if num_blocks >= len(self._free) and (missing := self.num_missing(seq, cached, tail)) > 0:
             raise OutOfBlocks(f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones")
         for block_id in cached if tail is None else [*cached, tail.block_id]:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
             block.ref_count += 1
-        num_new = self.num_blocks_for(seq.num_tokens) - len(cached)
-        seq.block_table = cached + [self._take() for _ in range(num_new)]
+        seq.block_table = cached + [self._take() for _ in range(num_blocks - len(cached))]
         seq.num_published_blocks = len(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
         if tail is None:
@@ -312,7 +311,11 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of `seq`, the last first, so that a prefix outlives what follows it."""
         for block_id in reversed(seq.block_table):
-            self._let_go(self._blocks[block_id])
+            block = self._blocks[block_id]
+            if block.ref_count > 1:
+                block.ref_count -= 1
+            else:
+                self._let_go(block)
         seq.block_table = []
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0

@@ -58,13 +58,16 @@ class RunningList:
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence that has its slot in its place."""
-        insort(self._seqs, seq, key=urgency)
+        if self._seqs and urgency(self._seqs[-1]) > urgency(seq):
+            insort(self._seqs, seq, key=urgency)
+        else:
+            self._seqs.append(seq)
         self._lanes = None
 
     def remove(self, gone: Iterable[Sequence]) -> None:
         """Take out some of them; all must be there."""
-        for seq in gone:
-            self._seqs.remove(seq)
+        leaving = set(gone)
+        self._seqs = [seq for seq in self._seqs if seq not in leaving]
         self._lanes = None
 
     def pop(self) -> Sequence:

@@ -375,6 +375,9 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, cached: list[int]) -> bool:
         """Preempt less urgent sequences if that admits `seq`; else leave each running one a free block to grow."""
+        num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
+        if self.slots.num_free and num_spare >= len(self.running):
+            return True  # whatever is cached, and whoever grows
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
@@ -409,6 +412,8 @@ class Scheduler:
 
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
+        if len(self.waiting) == 1 and self.running.last.lane <= lane:
+            return
         others = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
             others.update(seq.lane for seq in self._mid_prefill())
@@ -464,4 +469,8 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         """Put a sequence among those that wait, in order of arrival."""
         seq.status = SequenceStatus.WAITING
-        insort(self.waiting.setdefault(seq.lane, deque()), seq, key=urgency)
+        queue = self.waiting.setdefault(seq.lane, deque())
+        if queue and queue[-1].arrival > seq.arrival:
+            insort(queue, seq, key=urgency)
+        else:
+            queue.append(seq)

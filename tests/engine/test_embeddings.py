@@ -102,6 +102,13 @@ def test_the_last_tokens_state_shares_prefixes(embedding: Engine, truth: Truth) 
     assert embedding.stats().cached_tokens - before > 100
 
 
+@pytest.mark.parametrize(("pooling", "num_keys"), [("lasttoken", 2), ("mean", 0)])
+def test_keys_of_shared_blocks_are_made_with_the_prompt(folder: Path, pooling: str, num_keys: int) -> None:
+    """Beside the engine's thread, which waits for none."""
+    with Engine(config(folder, pooling=pooling, block_size=16)) as engine:
+        assert len(engine.prepare([5] * 31 + [6] * 8, pooling=PoolingParams()).block_keys) == num_keys
+
+
 def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, truth: Truth) -> None:
     """No new token needs room behind them."""
     text, token_ids = "The quick brown fox " * 60, list(range(3, 203))

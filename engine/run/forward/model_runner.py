@@ -208,7 +208,7 @@ class ModelRunner:
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch, values = self._to_device(step, sampling)
-        wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
+        wanted = StepLogprobs(step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self.model.states_of(torch.cat(rows), batch, self.cache)

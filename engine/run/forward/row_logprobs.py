@@ -1,6 +1,6 @@
 """Log probabilities of a step, computed in pieces: those of a whole chunk would not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.base import KernelBackend
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
-from engine.layers.row_tiles import each_row
 from engine.models.base import CausalModel
 from engine.sampling.sampling_params import MAX_LOGPROBS
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
@@ -33,9 +33,32 @@ class DeviceLogprobs:
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """[rows, vocabulary] -> [rows, 1]."""
-    return logits.logsumexp(-1, keepdim=True)
+Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def scores_of(backend: KernelBackend) -> Scores:
+    """Return the backend's `score_tokens`."""
+    if backend.name != "cpu":
+        return score_tokens
+    from engine.cpu_kernels import token_scores  # needs numba, which is optional
+
+    return token_scores.score_tokens
+
+
+def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens' log probabilities and ranks, [tokens] float32 and int64, and each row's log-sum-exp, [rows].
+
+    logits: [rows, vocabulary], of any floating dtype.  token_ids: [tokens] int64.  rows: [tokens] int64, the row of
+    each, which ascend; each row has a token.
+    """
+    logits = logits.float()
+    totals, own = logits.logsumexp(-1), logits[rows, token_ids]
+    others, ranks = torch.arange(logits.shape[1], device=logits.device), []
+    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # so many take no more memory
+        numbers = logits if len(rows) == len(logits) else logits[rows[part]]
+        highest, before = own[part, None], others < token_ids[part, None]
+        ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
+    return own - totals[rows], torch.cat(ranks), totals
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -50,15 +73,19 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids), ids
 
 
-def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
-    """Cut rows into pieces, each with its number of likely tokens. tops: [rows] int64, wanted by each."""
+def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
+    """Cut tokens into pieces of not too many rows, each with its number of likely tokens.
+
+    tops, rows: [tokens] int64: how many each wants, and its row; these ascend.
+    """
     most = max(1, PIECE_NUMBERS // vocab_size)
     is_wide = tops > MAX_LOGPROBS
     edges = [0] if not len(tops) else [0, *(np.flatnonzero(np.diff(is_wide)) + 1).tolist(), len(tops)]
-    for first, end in pairwise(edges):
-        for start in range(first, end, most):
-            piece = slice(start, min(end, start + most))
+    for start, end in pairwise(edges):
+        while start < end:
+            piece = slice(start, min(end, int(np.searchsorted(rows, rows[start] + most))))
             yield piece, int(tops[piece].max())
+            start = piece.stop
 
 
 class StepLogprobs:
@@ -68,9 +95,11 @@ class StepLogprobs:
     """
 
     def __init__(
-        self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device, *, by_row: bool = False
-    ) -> None:
+        self, step: StepBatch, model: CausalModel, tp: TensorParallel, backend: KernelBackend, device: torch.device,
+        *, by_row: bool = False,
+    ) -> None:  # fmt: skip
         self._model, self._tp, self._by_row = model, tp, by_row
+        self._scores = scores_of(backend)
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
         is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
@@ -93,15 +122,15 @@ class StepLogprobs:
         parts = []
         if self._tp.rank == 0 and len(self._wanted):
             token_ids = sampled[self._wanted]
-            for piece, width in cut(self._sample_tops, self._raw.shape[1]):
-                parts.append(self._of_piece(self._raw[piece], token_ids[piece], width))
-        for piece, width in cut(self._scored_tops, self._model.vocab_size):
+            rows = torch.arange(len(token_ids), device=token_ids.device)
+            for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._raw.shape[1]):
+                parts.append(self._of_piece(self._raw[piece], token_ids[piece], rows[piece] - piece.start, width))
+        for piece, width in cut(self._scored_tops, self._places, self._model.vocab_size):
             first, last = self._places[piece.start], self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
-                if len(logits) < piece.stop - piece.start:
-                    logits = logits[self._place_of[piece] - int(first)]
-                parts.append(self._of_piece(logits, self._scored_token_ids[piece], width))
+                rows = self._place_of[piece] - int(first)
+                parts.append(self._of_piece(logits, self._scored_token_ids[piece], rows, width))
         if self._tp.rank != 0:
             return None
         widths, *tensors = zip(*parts, strict=True)
@@ -109,22 +138,17 @@ class StepLogprobs:
         return DeviceLogprobs([torch.cat(each) for each in tensors], starts)
 
     def _of_piece(
-        self, logits: Tensor, token_ids: Tensor, width: int
+        self, logits: Tensor, token_ids: Tensor, rows: Tensor, width: int
     ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
-        """Return the number of likely tokens of each row, and RowLogprobs' other arrays.
+        """Return the number of likely tokens of each token, and RowLogprobs' other arrays.
 
-        logits: [rows, vocabulary], of any floating dtype.  token_ids: [rows] int64, whose log probability is wanted;
-        a negative one stands for any.
+        The others as of `score_tokens`; a negative token id stands for any.
         """
-        logits = logits.float()
-        total = each_row(log_sum_exp, logits) if self._by_row else log_sum_exp(logits)
-        token_ids = token_ids.clamp(min=0).unsqueeze(1)
-        own = logits.gather(1, token_ids)
-        before = torch.arange(logits.shape[1], device=logits.device) < token_ids
-        ranks = 1 + ((logits > own) | ((logits == own) & before)).sum(-1)
+        logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
-        highest, ids = logits[:, :0], token_ids[:, :0]
+        highest, ids = logits[:, :0].float(), token_ids.new_empty((len(logits), 0))
         if width:
-            highest, ids = top_of_each(logits, width) if self._by_row else logits.topk(width, dim=-1)
-        widths = np.full(len(logits), width)
-        return widths, (own - total).squeeze(1), ranks, ids.int().flatten(), (highest - total).flatten()
+            numbers = logits.float()
+            highest, ids = top_of_each(numbers, width) if self._by_row else numbers.topk(width, dim=-1)
+        top_logprobs = (highest - totals[:, None])[rows]
+        return np.full(len(rows), width), logprobs, ranks, ids.int()[rows].flatten(), top_logprobs.flatten()
