@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer
 from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, exp_of_negative, tanh
-from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, widen_row
+from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, transpose_square, widen_row
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
 HAS_32_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -50,10 +50,13 @@ def tasks_of_sequences(
     tables: NDArray[np.int64],
     begins: NDArray[np.int64],
     group: int,
+    *,
+    reach: int = 0,
 ) -> PrefillTasks:
-    """Make tasks for the tokens that sequences see from `begins` on, the longest first.
+    """Make tasks for the tokens that sequences see from `begins` on, the longest first if all are causal.
 
     starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
+    reach: tokens behind its own that a query sees as well; a window has them in it.
     """
     rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(query_lens.sum())
     lens_before = context_lens - query_lens
@@ -61,11 +64,12 @@ def tasks_of_sequences(
     counts = -(-query_lens * group // LANES)
     seqs = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * LANES
-    order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
-    seqs, firsts = seqs[order], firsts[order]
+    if not reach:  # else they are alike, and adjacent ones find a sequence's keys in the cache
+        order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
+        seqs, firsts = seqs[order], firsts[order]
     counts = np.minimum(LANES, query_lens[seqs] * group - firsts)
     firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
-    parts = (rows, positions, tables[seqs], firsts, counts, begins[seqs], np.full(len(seqs), NO_LIMIT))
+    parts = (rows, positions + reach, tables[seqs], firsts, counts, begins[seqs], context_lens[seqs])
     return PrefillTasks(*map(torch.from_numpy, parts))
 
 
@@ -143,8 +147,8 @@ def prefill_attention(
 
 
 def _scratch_floats(head_dim: int) -> int:
-    """Count one thread's scratch: queries and sums, scores, keys and values; seven numbers of each query."""
-    return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 7 * LANES
+    """Count one thread's scratch: queries and sums, scores, keys and values; eight numbers of each query."""
+    return 2 * head_dim * LANES + TILE * LANES + 2 * TILE * head_dim + 8 * LANES
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -172,6 +176,21 @@ def _gather(
         offset += 1
         if offset == block_size:
             block, offset = block + 1, 0
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> None:
+    """Write a matrix of float32 with its columns as rows."""
+    whole = num_rows // LONGEST_VECTOR * LONGEST_VECTOR, num_columns // LONGEST_VECTOR * LONGEST_VECTOR
+    row_bytes, column_bytes = num_columns * FLOAT_BYTES, num_rows * FLOAT_BYTES
+    for i in range(0, whole[0], LONGEST_VECTOR):
+        for j in range(0, whole[1], LONGEST_VECTOR):
+            here = source + i * row_bytes + j * FLOAT_BYTES
+            transpose_square(here, row_bytes, target + j * column_bytes + i * FLOAT_BYTES, column_bytes)
+    numbers, turned = _floats(source, 0, num_rows * num_columns), _floats(target, 0, num_rows * num_columns)
+    for i in range(num_rows):
+        for j in range(whole[1] if i < whole[0] else 0, num_columns):
+            turned[j * num_rows + i] = numbers[i * num_columns + j]
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -255,33 +274,45 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
         highs = carray(pointer_to(state_at + 4 * lane_bytes, int32), (LANES,))
         owns = carray(pointer_to(state_at + 5 * lane_bytes, int32), (LANES,))
         lane_slopes = carray(pointer_to(state_at + 6 * lane_bytes, float32), (LANES,))
+        places = carray(pointer_to(state_at + 7 * lane_bytes, int32), (LANES,))
         task = next_task(parameters)
         while task >= 0:
             kv_head, task = task % kv_heads, task // kv_heads
             first, num_lanes = firsts[task], counts[task]
             table = carray(pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,))
-            for i in range(matrix):
-                sums[i] = np.float32(0)
+            row, member = first // group, first % group
             for i in range(LANES):
-                lane = first + min(i, num_lanes - 1)  # those that are too many repeat the last query
-                token = positions[lane // group]
-                head = kv_head * group + lane % group
-                owns[i], highs[i] = token, min(token, ends[task] - 1)
+                place = (rows[row] * kv_heads + kv_head) * group + member
+                head = kv_head * group + member
+                token = positions[row]
+                places[i], owns[i], highs[i] = place, token, min(token, ends[task] - 1)
+                lows[i] = max(begins[task], token - window + 1)
+                if chunk < NO_LIMIT:
+                    lows[i] = max(lows[i], token // chunk * chunk)
                 if has_slopes:
                     lane_slopes[i] = slopes[head]
-                lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
-                place = rows[lane // group] * kv_heads * group + head
-                query = carray(row_pointer(parameters[3], place, head_dim, element), (head_dim,))
-                for d in range(head_dim):
-                    queries[d * LANES + i] = wide(query[d]) * scale
-                if begins[task] > 0:
-                    state = _floats(states, place, head_dim + 2)
+                highest[i] = sinks[head] if has_sinks else LEAST
+                totals[i] = np.float32(1) if has_sinks else np.float32(0)
+                widen_row(
+                    parameters[3] + place * head_bytes,
+                    sums_at + i * head_dim * FLOAT_BYTES,
+                    literally(head_dim),
+                    element,
+                )
+                if i + 1 < num_lanes:  # those that are too many repeat the last query
+                    member += 1
+                    if member == group:
+                        row, member = row + 1, 0
+            _transpose(sums_at, LANES, head_dim, scratch)
+            for i in range(matrix):
+                queries[i] *= scale
+                sums[i] = np.float32(0)
+            if begins[task] > 0:
+                for i in range(LANES):
+                    state = _floats(states, places[i], head_dim + 2)
                     for d in range(head_dim):
                         sums[d * LANES + i] = state[d]
                     highest[i], totals[i] = state[head_dim], state[head_dim + 1]
-                else:
-                    highest[i] = sinks[head] if has_sinks else LEAST
-                    totals[i] = np.float32(1) if has_sinks else np.float32(0)
             begin, end = np.int64(lows[0]), np.int64(highs[LANES - 1]) + 1
             for start in range(begin // TILE * TILE, end, TILE):
                 _gather(
@@ -310,19 +341,19 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                         scores_at, sums_at + d * lane_bytes, TILE, state_at + 2 * lane_bytes, True,
                         rows_of_value, VECTORS,
                     )  # fmt: skip
+            _transpose(sums_at, head_dim, LANES, scratch)
             for i in range(num_lanes):
-                lane = first + i
-                head = kv_head * group + lane % group
-                place = rows[lane // group] * kv_heads * group + head
+                summed = _floats(scratch, i, head_dim)
                 if keeps_state:
-                    state = _floats(states, place, head_dim + 2)
+                    state = _floats(states, places[i], head_dim + 2)
                     for d in range(head_dim):
-                        state[d] = sums[d * LANES + i]
+                        state[d] = summed[d]
                     state[head_dim], state[head_dim + 1] = highest[i], totals[i]
                 else:
-                    out = carray(row_pointer(parameters[6], place, head_dim, element), (head_dim,))
+                    out = carray(row_pointer(parameters[6], places[i], head_dim, element), (head_dim,))
+                    part = np.float32(1) / totals[i]
                     for d in range(head_dim):
-                        out[d] = narrow(sums[d * LANES + i] / totals[i], element)
+                        out[d] = narrow(summed[d] * part, element)
             task = next_task(parameters)
 
     return Kernel(kernel)
