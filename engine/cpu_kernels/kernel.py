@@ -19,6 +19,7 @@ from typing import Any
 import numba
 import torch
 from numba import njit, types
+from numba.core.codegen import get_host_cpu_features
 from numba.core.registry import cpu_target
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
@@ -33,6 +34,10 @@ BITS, DOUBLE = struct.Struct("q"), struct.Struct("d")
 OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catch what it raises
 
 ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what kernels are compiled for
+
+if numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features():
+    # before anything is compiled: loops get vectors of 64 bytes, as the inner loops of attention have, not of 32
+    numba.config.CPU_FEATURES = f"{get_host_cpu_features()},-prefer-256-bit"
 
 logger = logging.getLogger(__name__)
 

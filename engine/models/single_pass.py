@@ -285,7 +285,7 @@ class SinglePass:
 
 
 class PackedAttention:
-    """Answers a model's attention calls over one row of texts. lengths: of the texts."""
+    """Answers a model's attention calls over one row of texts: by a compiled kernel, or by torch a text at a time."""
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
         """Raise UnsupportedModel for an attention that is not built."""
