@@ -319,7 +319,7 @@ class PackedAttention:
         longest = max(self._lengths)
         found = self._sights.get(rule)
         if found is None or found.length < longest:
-            found = self._sights[rule] = Sight.of(rule, 1 << (longest - 1).bit_length(), device)
+            found = self._sights[rule] = Sight.of(rule, -(-longest // 256) * 256, device)
         return found
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
