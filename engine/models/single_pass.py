@@ -36,7 +36,6 @@ RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # rows that are computed, over those of texts
 MAX_BYTES = 25 << 20  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
-LEAST_MEAN = 32  # tokens of a row's texts: the kernel computes 64 queries at a time
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
 #: From indices of batch, head, query and key to whether that query sees that key.
@@ -303,7 +302,7 @@ class PackedAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         sight = self._sight(self._rules[call.module], call.query.device)
-        if sight.reach is not None and call.query.shape[2] >= LEAST_MEAN * len(self._lengths) and _has_kernel(call):
+        if sight.reach is not None and _has_kernel(call):
             return self._by_kernel(call, *sight.reach)
         parts = []
         for start, end in pairwise(accumulate(self._lengths, initial=0)):
