@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numba
 import torch
 from numba import types
+from numba.core.codegen import get_host_cpu_features
 from numba.core.registry import cpu_target
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
@@ -41,6 +42,10 @@ LONGEST_COMPILING_S = 60.0  # a child that another thread's lock holds up ends t
 
 T = TypeVar("T")
 _missing: ContextVar[list["Kernel"] | None] = ContextVar("missing kernels", default=None)
+
+if numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features():
+    # before anything is compiled: loops get vectors of 64 bytes, as the inner loops of attention have, not of 32
+    numba.config.CPU_FEATURES = f"{get_host_cpu_features()},-prefer-256-bit"
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,14 @@ from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, helper, narrow, pointer_to, row_pointer
 from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, tanh
-from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, copy_words, interleave, soften
+from engine.cpu_kernels.vectors import (
+    LONGEST_VECTOR,
+    add_outer_products,
+    copy_words,
+    interleave,
+    soften,
+    transpose_square,
+)
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
 HAS_32_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -52,10 +59,13 @@ def tasks_of_sequences(
     tables: NDArray[np.int64],
     begins: NDArray[np.int64],
     group: int,
+    *,
+    reach: int = 0,
 ) -> PrefillTasks:
-    """Make tasks for the tokens that sequences see from `begins` on, the longest first.
+    """Make tasks for the tokens that sequences see from `begins` on, the longest first if all are causal.
 
     starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
+    reach: tokens behind its own that a query sees as well; a window has them in it.
     """
     rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(query_lens.sum())
     lens_before = context_lens - query_lens
@@ -63,11 +73,12 @@ def tasks_of_sequences(
     counts = -(-query_lens * group // TASK_LANES)
     seqs = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * TASK_LANES
-    order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
-    seqs, firsts = seqs[order], firsts[order]
+    if not reach:  # else they are alike, and adjacent ones find a sequence's keys in the cache
+        order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
+        seqs, firsts = seqs[order], firsts[order]
     counts = np.minimum(TASK_LANES, query_lens[seqs] * group - firsts)
     firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
-    parts = (rows, positions, tables[seqs], firsts, counts, begins[seqs], np.full(len(seqs), NO_LIMIT))
+    parts = (rows, positions + reach, tables[seqs], firsts, counts, begins[seqs], context_lens[seqs])
     return PrefillTasks(*map(torch.from_numpy, parts))
 
 
@@ -145,8 +156,8 @@ def prefill_attention(
 
 
 def _block_floats(head_dim: int) -> int:
-    """Count a block's scratch: queries and sums; seven numbers of each query."""
-    return (2 * head_dim + 7) * LANES
+    """Count a block's scratch: queries and sums; eight numbers of each query."""
+    return (2 * head_dim + 8) * LANES
 
 
 def _scratch_floats(head_dim: int) -> int:
@@ -185,6 +196,21 @@ def _gather(
         offset += 1
         if offset == block_size:
             block, offset = block + 1, 0
+
+
+@helper(error_model="numpy")
+def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> None:
+    """Write a matrix of words of four bytes with its columns as rows."""
+    whole = num_rows // LONGEST_VECTOR * LONGEST_VECTOR, num_columns // LONGEST_VECTOR * LONGEST_VECTOR
+    row_bytes, column_bytes = num_columns * FLOAT_BYTES, num_rows * FLOAT_BYTES
+    for i in range(0, whole[0], LONGEST_VECTOR):
+        for j in range(0, whole[1], LONGEST_VECTOR):
+            here = source + i * row_bytes + j * FLOAT_BYTES
+            transpose_square(here, row_bytes, target + j * column_bytes + i * FLOAT_BYTES, column_bytes)
+    numbers, turned = _words(source, 0, num_rows * num_columns), _words(target, 0, num_rows * num_columns)
+    for i in range(num_rows):
+        for j in range(whole[1] if i < whole[0] else 0, num_columns):
+            turned[j * num_rows + i] = numbers[i * num_columns + j]
 
 
 @helper(error_model="numpy")
@@ -227,7 +253,7 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
     rows_of_value = min(ROWS, head_dim & -head_dim)
     block_bytes = _block_floats(head_dim) * FLOAT_BYTES
     scratch_bytes = _scratch_floats(head_dim) * FLOAT_BYTES
-    sums_offset, state_offset = head_words * lane_bytes, (head_words + head_dim) * lane_bytes
+    sums_offset, state_offset = head_dim * lane_bytes, 2 * head_dim * lane_bytes
 
     def kernel(parameters: Any) -> None:
         rows, positions = pointer_to(parameters[7], int64), pointer_to(parameters[8], int64)
@@ -258,36 +284,39 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
             begin, end = np.int64(NO_LIMIT), np.int64(0)
             for block in range(num_blocks):
                 queries_at = scratch + block * block_bytes
-                sums = _floats(queries_at + sums_offset, 0, head_dim * LANES)
-                state_at = queries_at + state_offset
+                sums_at, state_at = queries_at + sums_offset, queries_at + state_offset
+                sums = _floats(sums_at, 0, head_dim * LANES)
                 highest, totals = _floats(state_at, 0, LANES), _floats(state_at, 1, LANES)
                 lows, highs = _words(state_at, 3, LANES), _words(state_at, 4, LANES)
                 owns, lane_slopes = _words(state_at, 5, LANES), _floats(state_at, 6, LANES)
-                queries = _words(queries_at, 0, head_words * LANES)
-                for i in range(head_dim * LANES):
-                    sums[i] = np.float32(0)
+                places = _words(state_at, 7, LANES)
+                lane = first + block * LANES
+                row, member = lane // group, lane % group
                 for i in range(LANES):
-                    lane = first + min(
-                        block * LANES + i, num_lanes - 1
-                    )  # those that are too many repeat the last query
-                    token = positions[lane // group]
-                    head = kv_head * group + lane % group
-                    owns[i], highs[i] = token, min(token, ends[task] - 1)
+                    head = kv_head * group + member
+                    place, token = rows[row] * kv_heads * group + head, positions[row]
+                    places[i], owns[i], highs[i] = place, token, min(token, ends[task] - 1)
+                    lows[i] = max(begins[task], token - window + 1)
+                    if chunk < NO_LIMIT:
+                        lows[i] = max(lows[i], token // chunk * chunk)
                     if has_slopes:
                         lane_slopes[i] = slopes[head]
-                    lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
-                    place = rows[lane // group] * kv_heads * group + head
-                    query = _words(parameters[3], place, head_words)
-                    for d in range(head_words):
-                        queries[d * LANES + i] = query[d]
-                    if begins[task] > 0:
-                        state = _floats(states, place, head_dim + 2)
+                    highest[i] = sinks[head] if has_sinks else LEAST
+                    totals[i] = np.float32(1) if has_sinks else np.float32(0)
+                    copy_words(parameters[3] + place * row_bytes, sums_at + i * row_bytes, literally(head_words))
+                    if block * LANES + i + 1 < num_lanes:  # those that are too many repeat the last query
+                        member += 1
+                        if member == group:
+                            row, member = row + 1, 0
+                _transpose(sums_at, LANES, head_words, queries_at)
+                for i in range(head_dim * LANES):
+                    sums[i] = np.float32(0)
+                if begins[task] > 0:
+                    for i in range(LANES):
+                        state = _floats(states, places[i], head_dim + 2)
                         for d in range(head_dim):
                             sums[d * LANES + i] = state[d]
                         highest[i], totals[i] = state[head_dim], state[head_dim + 1]
-                    else:
-                        highest[i] = sinks[head] if has_sinks else LEAST
-                        totals[i] = np.float32(1) if has_sinks else np.float32(0)
                 begin, end = min(begin, np.int64(lows[0])), max(end, np.int64(highs[LANES - 1]) + 1)
             for start in range(begin // TILE * TILE, end, TILE):
                 _gather(keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end, head_words)
@@ -321,22 +350,21 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                             rows_of_value, VECTORS, element,
                         )  # fmt: skip
             for i in range(num_lanes):
-                block_at = scratch + i // LANES * block_bytes
-                sums = _floats(block_at + sums_offset, 0, head_dim * LANES)
-                highest, totals = _floats(block_at + state_offset, 0, LANES), _floats(block_at + state_offset, 1, LANES)
-                lane, own = first + i, i % LANES
-                head = kv_head * group + lane % group
-                place = rows[lane // group] * kv_heads * group + head
+                own, block_at = i % LANES, scratch + i // LANES * block_bytes
+                if own == 0:
+                    _transpose(block_at + sums_offset, head_dim, LANES, block_at)
+                summed, state_at = _floats(block_at, own, head_dim), block_at + state_offset
+                place, total = _words(state_at, 7, LANES)[own], _floats(state_at, 1, LANES)[own]
                 if keeps_state:
                     state = _floats(states, place, head_dim + 2)
                     for d in range(head_dim):
-                        state[d] = sums[d * LANES + own]
-                    state[head_dim], state[head_dim + 1] = highest[own], totals[own]
+                        state[d] = summed[d]
+                    state[head_dim], state[head_dim + 1] = _floats(state_at, 0, LANES)[own], total
                 else:
                     out = carray(row_pointer(parameters[6], place, head_dim, element), (head_dim,))
-                    share = np.float32(1) / totals[own]
+                    share = np.float32(1) / total
                     for d in range(head_dim):
-                        out[d] = narrow(sums[d * LANES + own] * share, element)
+                        out[d] = narrow(summed[d] * share, element)
             task = next_task(parameters)
 
     return Kernel(kernel)

@@ -204,6 +204,31 @@ def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -
     return _void(3, length), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def transpose_square(typing: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
+    """Write LONGEST_VECTOR rows of as many floats as columns. Steps: bytes between two rows."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder, LONGEST_VECTOR, FLOAT32)
+        size, lanes = LONGEST_VECTOR, ir.VectorType(I32, LONGEST_VECTOR)
+        source, source_step, target, target_step = args
+        rows = [emit.load(builder.add(source, builder.mul(I64(i), source_step)), 0) for i in range(size)]
+        apart = size // 2
+        while apart:  # blocks off the diagonal change places, ever smaller ones
+            upper = [lane if not lane & apart else lane + size - apart for lane in range(size)]
+            lower = [lane + apart if not lane & apart else lane + size for lane in range(size)]
+            for i in range(size):
+                if not i & apart:
+                    pair = rows[i], rows[i + apart]
+                    rows[i], rows[i + apart] = (builder.shuffle_vector(*pair, lanes(each)) for each in (upper, lower))
+            apart //= 2
+        for i, row in enumerate(rows):
+            emit.store(row, builder.add(target, builder.mul(I64(i), target_step)), 0)
+        return context.get_dummy_value()
+
+    return _void(4), generate
+
+
 def _void(num_args: int, *constants: Any) -> Any:
     """Return a signature with literals and types: Numba keeps an intrinsic's code under it alone."""
     return types.void(*[types.int64] * num_args, *constants)

@@ -5,28 +5,37 @@ row, and each attends to itself alone; where not, they are padded, those of like
 either way with texts that are computed alone.
 """
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.attention.cpu_backend import MAX_HEAD_DIM, CpuBackend
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES
 from engine.errors import UnsupportedModel, quoted
-from engine.models.attention_calls import PLACE, AttentionCall, answer
+from engine.models.attention_calls import FAR, PLACE, AttentionCall, answer
 from engine.models.linear_plan import pack_linears
 from engine.models.transformers_model import _check_filled, _quiet_transformers
+
+if TYPE_CHECKING:
+    from engine.cpu_kernels.prefill_attention import PrefillTasks
 
 PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # rows that are computed, over those of texts
+MAX_BYTES = 25 << 20  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
 #: From indices of batch, head, query and key to whether that query sees that key.
@@ -95,6 +104,8 @@ class SinglePass:
         self._body = model
         self._known: Tensor | None = None  # states, padded, that the body is to give back
         self._first_position = 0
+        widths = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
+        self._most_tokens = MAX_BYTES // (max(widths, default=1) * model.dtype.itemsize)
         self._look_at_positions()
         self._attention: PackedAttention | None = None
         with suppress(UnsupportedModel):
@@ -119,17 +130,24 @@ class SinglePass:
         """Compute texts, [tokens] int64 each: hidden states [all tokens, hidden], or [texts, classes]."""
         if self._attention is None:
             return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
-        row = torch.cat(list(texts))
-        self._attention.lengths = [len(text) for text in texts]
-        positions = [torch.arange(len(text), device=row.device) for text in texts]
-        shifted = torch.cat(positions)[None] + self._first_position
-        hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
+        lengths = [len(text) for text in texts]
+        most = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
+        hidden = torch.cat([self._packed(texts[begin:end], self._attention) for begin, end in _parts(lengths, most)])
         if not self.classifies:
             return hidden
-        states = torch.tensor_split(hidden, list(accumulate(self._attention.lengths))[:-1])
+        states = torch.tensor_split(hidden, list(accumulate(lengths))[:-1])
         return self._in_groups(
             texts, lambda group: self._classify([texts[i] for i in group], [states[i] for i in group])
         )
+
+    def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
+        """Compute texts as one row: states [tokens, hidden]."""
+        row = torch.cat(list(texts))
+        attention.begin([len(text) for text in texts])
+        positions = [torch.arange(len(text), device=row.device) for text in texts]
+        shifted = torch.cat(positions)[None] + self._first_position
+        hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
+        return hidden
 
     @torch.inference_mode()
     def alone(self, text: Tensor) -> Tensor:
@@ -266,28 +284,101 @@ class SinglePass:
 
 
 class PackedAttention:
-    """Answers a model's attention calls over one row of texts. lengths: of the texts."""
+    """Answers a model's attention calls over one row of texts: by a compiled kernel, or by torch a text at a time."""
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
         """Raise UnsupportedModel for an attention that is not built."""
-        self.lengths: list[int] = []
+        self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
+        self._sights: dict[Rule | None, Sight] = {}
+        self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}  # and block tables, by group and reach
         for module in self._rules:
             module.__dict__[PLACE] = self
 
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Attend over texts of these lengths from now on."""
+        self._lengths = list(lengths)
+        self._tasks.clear()
+
     def __call__(self, call: AttentionCall) -> Tensor:
-        rule, parts = self._rules[call.module], []
-        masks: dict[int, Tensor | None] = {}
-        for start, end in pairwise(accumulate(self.lengths, initial=0)):
-            if end - start not in masks:
-                masks[end - start] = None if rule is None else _mask(rule, end - start, call.query.device)
+        sight = self._sight(self._rules[call.module], call.query.device)
+        if sight.reach is not None and _has_kernel(call):
+            return self._by_kernel(call, *sight.reach)
+        parts = []
+        for start, end in pairwise(accumulate(self._lengths, initial=0)):
             query, key, value = (each[:, :, start:end] for each in (call.query, call.key, call.value))
-            mask = masks[end - start]
+            mask = None if sight.mask is None else sight.mask[..., : end - start, : end - start]
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
             )
             parts.append(attended)
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+    def _sight(self, rule: Rule | None, device: torch.device) -> "Sight":
+        longest = max(self._lengths)
+        found = self._sights.get(rule)
+        if found is None or found.length < longest:
+            found = self._sights[rule] = Sight.of(rule, -(-longest // 256) * 256, device)
+        return found
+
+    def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
+        from engine.cpu_kernels import prefill_attention as kernel  # numba is optional
+
+        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (call.query, call.key, call.value))
+        kind = query.shape[1] // key.shape[1], after
+        if kind not in self._tasks:
+            lengths = np.array(self._lengths)
+            starts, none = lengths.cumsum() - lengths, np.zeros_like(lengths)
+            tasks = kernel.tasks_of_sequences(
+                starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
+            )
+            tables = starts[:, None] + np.arange(lengths.max())  # of blocks of one token
+            self._tasks[kind] = tasks, torch.from_numpy(tables.astype(np.int32))
+        tasks, block_tables = self._tasks[kind]
+        out = torch.empty_like(query)
+        scale = query.shape[-1] ** -0.5 if call.scaling is None else float(call.scaling)
+        kernel.prefill_attention(
+            query, key[:, None], value[:, None], block_tables, tasks, out, scale=scale, window=before + 1 + after
+        )
+        return out[None]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which tokens see which, in texts of up to `length` tokens.
+
+    mask: [1, 1, length, length], None if all see all.
+    reach: how many tokens before and behind its own each sees; None if that is not a band.
+    """
+
+    length: int
+    mask: Tensor | None
+    reach: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
+        if rule is None:
+            return cls(sys.maxsize, None, (FAR, FAR))
+        zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
+        seen = rule(zero, zero, places.view(1, 1, -1, 1), places.view(1, 1, 1, -1)).expand(1, 1, length, length)
+        after, before = int(seen[0, 0, 0].sum()) - 1, int(seen[0, 0, -1].sum()) - 1
+        is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril(after).triu(-before))
+        return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
+
+
+@functools.cache
+def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    return CpuBackend.problem(device, dtype)
+
+
+def _has_kernel(call: AttentionCall) -> bool:
+    """Return whether a compiled kernel attends here, in place of torch."""
+    head_dim = call.query.shape[-1]
+    return (
+        head_dim <= MAX_HEAD_DIM
+        and head_dim == call.value.shape[-1]
+        and _kernel_problem(call.query.device, call.query.dtype) is None
+    )
 
 
 def _keep_rule(*, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any) -> Tensor:
@@ -311,17 +402,22 @@ def _rule_of(call: AttentionCall) -> Rule | None:
     return rule
 
 
-def _mask(rule: Rule, length: int, device: torch.device) -> Tensor | None:
-    zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
-    seen = rule(zero, zero, places.view(1, 1, -1, 1), places.view(1, 1, 1, -1)).expand(1, 1, length, length)
-    return None if bool(seen.all()) else seen
-
-
 def _pad(texts: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
     """Return texts with padding behind them, [texts, tokens], and which of it is text, int64."""
     row = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=pad)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
     return row, mask
+
+
+def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Divide texts, in order, into parts of up to so many tokens; each part's begin and end."""
+    begin = num_tokens = 0
+    for place, length in enumerate(lengths):
+        if place > begin and num_tokens + length > most:
+            yield begin, place
+            begin, num_tokens = place, 0
+        num_tokens += length
+    yield begin, len(lengths)
 
 
 def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:

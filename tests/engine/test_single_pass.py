@@ -24,12 +24,13 @@ from engine import (
     check_up,
     model_identity,
 )
+from engine.models import single_pass
 from engine.models.single_pass import SinglePass
 from engine.run.describe import describe_model
 from engine.run.forward.single_pass_runner import SinglePassRunner
 from tests.engine.accounting import check_accounting
 from tests.engine.embedding_models import write_modules
-from tests.engine.encoders import MAX_LENGTH, Alone, words, write_encoder
+from tests.engine.encoders import MAX_LENGTH, VOCAB_SIZE, Alone, words, write_encoder
 
 TEXTS = [words(length, seed) for seed, length in enumerate((1, 3, 90, 10, 40, 7, 25, 60, 2, 120))]
 PAIRS = [(words(3), words(30)), (words(70), words(80)), (words(100), words(2)), (words(5), words(200))]
@@ -69,6 +70,23 @@ def test_embeddings_of_an_encoder_are_as_each_text_alone_has_them(tmp_path: Path
         assert engine.stats().max_running > 1
     for text, completion in zip(TEXTS, found, strict=True):
         assert completion.embedding == pytest.approx(alone(text).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "gte"])
+def test_texts_of_many_parts_are_as_each_alone_with_a_kernel_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, has_kernel: bool
+) -> None:
+    """A text longer than any before it shows what a longer one sees."""
+    monkeypatch.setattr(single_pass, "MAX_BYTES", 40_000)
+    if not has_kernel:
+        monkeypatch.setattr(single_pass, "_has_kernel", lambda call: False)
+    folder = write_encoder(tmp_path, model_type, max_position_embeddings=600)
+    with Engine(config(folder)) as engine:
+        texts = [torch.arange(4, 4 + length) % VOCAB_SIZE for length in (40, 70, 3, 500, 5, 20, 90)]
+        found = model_of(engine)(texts)
+        expected = torch.cat([model_of(engine).alone(text) for text in texts])
+    assert torch.allclose(found, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
